@@ -1,0 +1,303 @@
+"""Prompts from many sources behind one function: `prompts(source, n, ...)`.
+
+The *generated* sources need no network. They are built from the Python standard library (its sources are
+code, its manual pages are prose) and from facts that are invented on the spot, so every question has one
+right answer and nothing can have been memorised:
+
+    needle           one fact buried in library text, asked for at the end   (RULER niah_single, in small)
+    needle_multikey  four facts buried in library text, one asked for        (RULER niah_multikey, in small)
+    lookup           nothing but facts, one asked for
+    yesno            four facts buried in library text, a yes/no question about one
+    code, prose      a passage of library source or manual; the answer is the rest of the last line
+
+A fact is a line `key = 123`; the question repeats it up to the `=`, or reads `key is 123?`. The *hub* sources
+(boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
+
+`split="train"` and `split="test"` never share a library file, a manual page or a key, so a score on the test
+split is a score on unseen text and unseen keys. What is left out: few-shot formatting and chat templates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and, where there is one, the continuation that is right.
+
+    `answer` is "" where nothing is right or wrong (sharegpt); `choices` lists the alternatives of a
+    multiple-choice question, the right one among them.
+    """
+
+    source: str
+    text: str
+    answer: str = ""
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One invented fact, `key = value`, and the ways in which it is stated and asked for."""
+
+    key: str
+    value: str
+
+    @property
+    def statement(self) -> str:
+        return f"\n{self.key} = {self.value}"
+
+    def question(self, claimed: str | None = None) -> tuple[str, str]:
+        """(question, answer): the value itself or, with `claimed`, whether the value is `claimed`."""
+        if claimed is None:
+            return f"\n{self.key} =", f" {self.value}"
+        return f"\n{self.key} is {claimed}?", " yes" if claimed == self.value else " no"
+
+
+def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split: str = "test",
+            count: Callable[[str], int] | None = None) -> list[Prompt]:
+    """`n` prompts of one source, the same for the same arguments.
+
+    Parameters
+    ----------
+    source : a key of `SOURCES`.
+    n : how many prompts.
+    tokens : the longest prompt, answer included, in tokens of `count`. The generated sources fill it up to
+        the last line that fits; of a hub source, prompts that are longer are passed over.
+    seed : picks facts, files and positions.
+    split : "train" or "test"; the two share no file and no key.
+    count : text → number of tokens; by default the shipped small model's tokenizer counts.
+
+    Raises
+    ------
+    ValueError : unknown source or split, `n` or `tokens` too small.
+    RuntimeError : a hub source that cannot be reached.
+    """
+    if source not in SOURCES:
+        raise ValueError(f"unknown prompt source {source!r}; the sources are {', '.join(SOURCES)}")
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}; it must be 'train' or 'test'")
+    if n < 1:
+        raise ValueError(f"n is {n}; ask for at least one prompt")
+    if tokens < 64 and source in GENERATED:
+        raise ValueError(f"tokens is {tokens}; a generated prompt needs at least 64 to hold its facts and question")
+    return list(SOURCES[source](source, n, tokens, seed, split, count or _small_token_count()))
+
+
+# ---------------------------------------------------------------------------------------------- invented facts
+
+def in_split(name: str, split: str, share: int = 10) -> bool:
+    """Whether `name` (a file, a page, a key) is in `split`: about one in `share` is in the test split."""
+    held_out = hashlib.sha1(name.encode()).digest()[0] % share == 0
+    return held_out == (split == "test")
+
+
+def invent_facts(rng: random.Random, n: int, split: str) -> list[Fact]:
+    """`n` facts with different pronounceable keys and different three-digit values."""
+    keys: list[str] = []
+    while len(keys) < n:
+        key = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((2, 3))))
+        if key not in keys and in_split(key, split, share=4):
+            keys.append(key)
+    values = rng.sample(range(100, 1000), n)
+    return [Fact(key, str(value)) for key, value in zip(keys, values)]
+
+
+def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple[str, str]:
+    """A question about `fact`: its value, or yes/no with right, swapped and random claims (1/2, 1/4, 1/4)."""
+    if not yesno:
+        return fact.question()
+    others = [f.value for f in facts if f is not fact] or [str(rng.randrange(100, 1000))]
+    wrong = rng.choice(others) if rng.random() < 0.5 else str(rng.randrange(100, 1000))
+    return fact.question(fact.value if rng.random() < 0.5 else wrong)
+
+
+# ------------------------------------------------------------------------------------------------ library text
+
+@lru_cache(maxsize=4)
+def library(kind: str, split: str) -> tuple[str, ...]:
+    """The texts of one split: standard library sources (`kind="code"`) or manual pages (`kind="prose"`).
+
+    Blank lines and trailing blanks are dropped, so a line can be put anywhere without changing how its
+    neighbours are tokenised.
+    """
+    if kind == "code":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = sorted(p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts[:-1])
+                       and p.name != "topics.py")
+        named = ((p.relative_to(root).as_posix(), p) for p in files)
+        texts = [p.read_text(encoding="utf-8", errors="ignore") for name, p in named if in_split(name, split)]
+    else:
+        from pydoc_data.topics import topics
+        texts = [text for name, text in sorted(topics.items()) if in_split(name, split, share=5)]
+    tidy = ("\n".join(line.rstrip() for line in text.splitlines() if line.strip()) for text in texts)
+    return tuple(text for text in tidy if text.count("\n") >= 8)
+
+
+def _budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
+    """A test that says yes to each text in turn until together they are longer than `room` tokens."""
+    def fits(text: str) -> bool:
+        nonlocal room
+        room -= count(text)
+        return room >= 0
+    return fits
+
+
+def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bool]) -> list[str]:
+    """Consecutive lines of one text, each with its leading newline, as many as `fits` lets in."""
+    lines = rng.choice(library(kind, split)).split("\n")
+    start = rng.randrange(len(lines))
+    taken: list[str] = []
+    for line in lines[start:] + lines[:start]:
+        if not fits("\n" + line):
+            break
+        taken.append("\n" + line)
+    return taken
+
+
+def _bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]], tokens: int, split: str,
+          count: Callable[[str], int]) -> list[tuple[str, bool]]:
+    """Library text up to `tokens`, the facts between its lines, the questions at the end.
+
+    Returns [(text, is_answer)]. Every piece starts a line or an answer, which is where the pieces can be
+    tokenised apart and joined: a test holds the shipped tokenizer to that.
+    """
+    room = tokens - sum(count(f.statement) for f in facts) - sum(count(q + a) for q, a in questions)
+    body = _passage(rng, "code" if rng.random() < 0.8 else "prose", split, _budget(room, count))
+    for fact in facts:
+        body.insert(rng.randint(0, len(body)), fact.statement)
+    return [(line, False) for line in body] + [piece for q, a in questions for piece in ((q, False), (a, True))]
+
+
+def _generated(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
+    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": 8}[source]
+    for i in range(n):
+        rng = random.Random(f"{source}/{split}/{seed}/{i}")
+        facts = invent_facts(rng, n_facts if source != "lookup" else min(n_facts, tokens // 12), split)
+        question, answer = ask(rng, rng.choice(facts), facts, yesno=source == "yesno")
+        if source == "lookup":
+            text = "".join(f.statement for f in facts) + question
+        else:
+            text = "".join(piece for piece, _ in _bury(rng, facts, [(question, "")], tokens - count(answer),
+                                                       split, count))
+        yield Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
+
+
+def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
+    for i in range(n):
+        rng = random.Random(f"{source}/{split}/{seed}/{i}")
+        lines: list[str] = []
+        while len(lines) < 2 or len(lines[-1].split()) < 2:     # the last line is cut in two: it needs two words
+            lines = _passage(rng, source, split, _budget(tokens, count))
+        head, _, answer = lines[-1].rpartition(" ")
+        yield Prompt(source, "".join(lines[:-1]) + head, " " + answer)
+
+
+# ------------------------------------------------------------------------------------------------- training mix
+
+def training_pieces(rng: random.Random, tokens: int, count: Callable[[str], int]) -> list[tuple[str, bool]]:
+    """One retrieval document of the small model's training mix, as [(text, is_answer)].
+
+    Two thirds are *dense*: two to eight facts, then questions about them until `tokens` are full; one third
+    are *buried*: one to four facts in library text, each asked for once. One answer in 256 tokens alone is
+    too thin a signal to learn retrieval from; the dense ones carry it.
+    """
+    dense = rng.random() < 2 / 3
+    facts = invent_facts(rng, rng.randint(2, max(2, min(8, tokens // 20))) if dense
+                         else rng.randint(1, max(1, min(4, tokens // 40))), "train")
+    if not dense:
+        questions = [ask(rng, f, facts, rng.random() < 0.35) for f in rng.sample(facts, len(facts))]
+        return _bury(rng, facts, questions, tokens, "train", count)
+    pieces = [(f.statement, False) for f in facts]
+    fits = _budget(tokens - sum(count(text) for text, _ in pieces), count)
+    while True:
+        for fact in rng.sample(facts, len(facts)):
+            question, answer = ask(rng, fact, facts, rng.random() < 0.35)
+            if not fits(question + answer):
+                return pieces
+            pieces += [(question, False), (answer, True)]
+
+
+# ------------------------------------------------------------------------------------------------- hub datasets
+
+def _boolq(row: dict) -> Prompt:
+    text = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+    return Prompt("boolq", text, " yes" if row["answer"] else " no", (" yes", " no"))
+
+
+def _hellaswag(row: dict) -> Prompt:
+    endings = tuple(" " + e for e in row["endings"])
+    return Prompt("hellaswag", row["ctx"], endings[int(row["label"] or 0)], endings)
+
+
+def _gsm8k(row: dict) -> Prompt:
+    return Prompt("gsm8k", f"Question: {row['question']}\nAnswer:", " " + row["answer"])
+
+
+def _sharegpt(row: dict) -> Prompt:
+    turns = row["conversations"]
+    return Prompt("sharegpt", next((t["value"] for t in turns if t["from"] == "human"), ""))
+
+
+def _ruler(row: dict) -> Prompt:
+    return Prompt("ruler", row["context"] + row["question"] + row["answer_prefix"], " " + str(row["answer"][0]))
+
+
+#: source → (hub dataset, configuration, split that stands for "train", split that stands for "test", row → Prompt)
+HUB: dict[str, tuple[str, str | None, str, str, Callable[[dict], Prompt]]] = {
+    "boolq": ("google/boolq", None, "train", "validation", _boolq),
+    "hellaswag": ("Rowan/hellaswag", None, "train", "validation", _hellaswag),
+    "gsm8k": ("openai/gsm8k", "main", "train", "test", _gsm8k),
+    "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", "train", _sharegpt),
+    "ruler": ("simonjegou/ruler", "{tokens}", "test", "test", _ruler),
+}
+
+
+def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
+    name, configuration, train, test, to_prompt = HUB[source]
+    if configuration == "{tokens}":     # RULER is published at fixed lengths, each with room for its template
+        lengths = [4096, 8192, 16384]
+        configuration = str(min((size for size in lengths if size >= tokens), default=lengths[-1]))
+        tokens = 10**9
+    try:
+        from datasets import load_dataset
+        rows = load_dataset(name, configuration, split=train if split == "train" else test)
+    except Exception as error:          # datasets raises a dozen kinds for "no network"; the person needs one
+        raise RuntimeError(
+            f"the data set {name!r} behind prompts({source!r}) cannot be loaded here "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). It needs the "
+            f"package `datasets` and a network or a filled cache. Offline, use one of {', '.join(GENERATED)}."
+        ) from error
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    found = 0
+    for index in order:
+        prompt = to_prompt(rows[index])
+        if prompt.text and count(prompt.text) <= tokens:
+            yield prompt
+            found += 1
+            if found == n:
+                return
+    raise ValueError(f"{source} has only {found} prompts of at most {tokens} tokens; {n} were asked for: "
+                     f"ask for fewer or allow more tokens")
+
+
+def _small_token_count() -> Callable[[str], int]:
+    from moelab.models.small import small_token_count
+    return small_token_count()
+
+
+GENERATED = ("needle", "needle_multikey", "lookup", "yesno", "code", "prose")
+SOURCES: dict[str, Callable] = {
+    **{name: _generated for name in GENERATED[:4]}, **{name: _library_prompts for name in GENERATED[4:]},
+    **{name: _from_hub for name in HUB},
+}

@@ -1,0 +1,165 @@
+"""What a model is and what a machine is: two frozen records that everything else is written against.
+
+The shape legend of the whole package, used in every docstring and trailing comment:
+
+    T tokens               L MoE layers                E experts a layer        K experts a token
+    H hidden size          I expert intermediate size  S sequence length        V vocabulary
+    B block or chunk size  C capacity of an expert     G experts a group        N devices or blocks (says which)
+
+No torch here: a spec can be planned with on a machine that could never hold the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+#: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0, "mxfp4": 4.25 / 8}
+
+
+class ExpertKey(NamedTuple):
+    """One expert of one MoE layer; `layer` counts MoE layers (0 … L−1), not decoder layers."""
+
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """The geometry of a mixture-of-experts model.
+
+    Attributes
+    ----------
+    name : the model's name, for people.
+    model_type : transformers' `config.model_type`.
+    num_layers : all decoder (and encoder) layers, MoE or not.
+    moe_layers : indices of the layers that are MoE; an encoder-decoder counts its encoder first.
+    E, K, H, I : experts a layer, experts a token, hidden size, expert intermediate size.
+    router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the chosen),
+        "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1" (with capacity).
+    gated : three matrices an expert (gate, up, down) or two (up, down).
+    bias : whether the experts have biases.
+    shared_I : summed intermediate size of the experts that every token visits; 0 without.
+    dense_I : intermediate size of the layers that are not MoE; 0 if all are.
+    vocab, heads, kv_heads, head_dim : the rest of the model, for costs. MLA models state the query heads
+        and the value head size.
+    dtype : a key of `DTYPE_BYTES`; how the experts are stored.
+    """
+
+    name: str
+    model_type: str
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    E: int
+    K: int
+    H: int
+    I: int
+    router: str = "softmax"
+    gated: bool = True
+    bias: bool = False
+    shared_I: int = 0
+    dense_I: int = 0
+    vocab: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for field in ("E", "K", "H", "I", "num_layers"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{self.name}: {field} is {getattr(self, field)}; it must be at least 1")
+        if self.K > self.E:
+            raise ValueError(f"{self.name}: K={self.K} experts a token, but only E={self.E} experts a layer")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def L(self) -> int:
+        """Number of MoE layers."""
+        return len(self.moe_layers)
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert, biases included."""
+        matrices = 3 if self.gated else 2
+        return matrices * self.H * self.I + (self.bias * ((matrices - 1) * self.I + self.H))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert as stored."""
+        return round(self.expert_params * DTYPE_BYTES[self.dtype])
+
+    @property
+    def experts_bytes(self) -> int:
+        """Bytes of all routed experts of the model."""
+        return self.L * self.E * self.expert_bytes
+
+    @property
+    def routed_bytes(self) -> int:
+        """Bytes of the experts that one token visits: what a decode step must touch."""
+        return self.L * self.K * self.expert_bytes
+
+    def with_dtype(self, dtype: str) -> MoESpec:
+        """The same geometry stored in another dtype."""
+        return replace(self, dtype=dtype)
+
+    def fingerprint(self) -> str:
+        """Twelve hex digits that name the geometry; the name and the dtype do not count."""
+        fields = {k: v for k, v in asdict(self).items() if k not in ("name", "dtype")}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> MoESpec:
+        return cls(**{**fields, "moe_layers": tuple(fields["moe_layers"])})
+
+    @classmethod
+    def from_config(cls, config: Any, name: str | None = None) -> MoESpec:
+        """The spec of any transformers MoE config.
+
+        Raises
+        ------
+        ValueError : the config describes a dense model, or names its experts in a way unknown here.
+        """
+        from moelab.models.configs import spec_from_config
+        return spec_from_config(config, name)
+
+    @classmethod
+    def from_card(cls, name: str) -> MoESpec:
+        """The spec of a model card by its file name; `moelab.cards.models()` lists them."""
+        from moelab.cards import load_model
+        return load_model(name)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a device, with what kind of number it is and where it comes from."""
+
+    value: float
+    unit: str
+    kind: str       # measured | published | fitted
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("measured", "published", "fitted"):
+            raise ValueError(f"a figure is measured, published or fitted, not {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A machine: compute rates, bandwidths, latencies, memory and power, each a `Figure` with its source."""
+
+    name: str
+    figures: dict[str, Figure]
+
+    def __getitem__(self, name: str) -> float:
+        """A figure's value; the error for one that the card lacks says which it has."""
+        if name not in self.figures:
+            raise KeyError(f"{self.name} has no figure {name!r}; it has {', '.join(sorted(self.figures))}")
+        return self.figures[name].value

@@ -1,0 +1,233 @@
+"""RoutingTrace: which experts every token visited, recorded from a running model, saved without pickle.
+
+A trace is the common currency of the workbench: calibration counts it, cache policies and schedulers are driven
+by it, predictors are scored on it. `moelab.record` makes one (see `moelab.record`); this file is the record
+itself and its format.
+
+    ids      [T, L, K]  the experts that were executed; the value E means "none" (a dropped token, or a layer
+                        that the token does not pass: encoder tokens skip the decoder's layers)
+    weights  [T, L, K]  the weights they were summed with, in the router's own dtype
+    phase, sequence, position, tokens  [T]
+
+On disk: one safetensors file that any tool opens; spec and identity are in its metadata. The hidden states of a
+trace, which can be a thousand times larger, are streamed to two further safetensors files beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from moelab.specs import MoESpec
+
+PREFILL, DECODE = 0, 1
+FORMAT = "moelab.trace/1"
+HIDDEN = ("router_inputs", "residuals")
+_FIELDS = ("ids", "weights", "phase", "sequence", "position", "tokens")
+
+
+@dataclass
+class RoutingTrace:
+    """Recorded routing of T tokens through L MoE layers.
+
+    Attributes
+    ----------
+    ids : int16 [T, L, K], expert ids; E where no expert ran.
+    weights : [T, L, K], the executed weights in the router's dtype; 0 where no expert ran.
+    phase : uint8 [T], `PREFILL` or `DECODE`.
+    sequence : int32 [T], which prompt the token belongs to. Tokens stand in the order of execution.
+    position : int32 [T], index within its sequence, padding not counted.
+    tokens : int32 [T], vocabulary ids.
+    spec : the model's geometry.
+    model_id : identity of the model's routers (see `moelab.models.identity`).
+    router_inputs, residuals : [T, L, H] or None: what each router saw, and the residual stream before the norm.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    phase: torch.Tensor
+    sequence: torch.Tensor
+    position: torch.Tensor
+    tokens: torch.Tensor
+    spec: MoESpec
+    model_id: str
+    router_inputs: torch.Tensor | None = None
+    residuals: torch.Tensor | None = None
+    _keep: object = field(default=None, repr=False, compare=False)   # a temporary folder lives as long as this
+
+    def __post_init__(self) -> None:
+        T, L, K = self.ids.shape
+        if (L, K) != (self.spec.L, self.spec.K) or self.weights.shape != self.ids.shape:
+            raise ValueError(f"a trace of {self.spec.name} has ids and weights [T, {self.spec.L}, {self.spec.K}]; "
+                             f"these are {list(self.ids.shape)} and {list(self.weights.shape)}")
+        for name in ("phase", "sequence", "position", "tokens"):
+            if getattr(self, name).shape != (T,):
+                raise ValueError(f"{name} is {list(getattr(self, name).shape)}; it needs one value a token, [{T}]")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def sequences(self) -> int:
+        """Number of prompts."""
+        return int(self.sequence.max()) + 1 if len(self) else 0
+
+    def select(self, mask: torch.Tensor) -> RoutingTrace:
+        """The tokens where `mask` (bool [T]) holds, as a trace; hidden states go along."""
+        picked = {name: getattr(self, name)[mask] for name in _FIELDS}
+        hidden = {name: tensor[mask] for name in HIDDEN if (tensor := getattr(self, name)) is not None}
+        return RoutingTrace(**picked, **hidden, spec=self.spec, model_id=self.model_id)
+
+    @property
+    def prefill(self) -> RoutingTrace:
+        return self.select(self.phase == PREFILL)
+
+    @property
+    def decode(self) -> RoutingTrace:
+        return self.select(self.phase == DECODE)
+
+    def counts(self) -> torch.Tensor:
+        """Tokens that each expert executed: int64 [L, E]."""
+        L, E = self.spec.L, self.spec.E
+        flat = self.ids.long() + torch.arange(L)[:, None] * (E + 1)              # [T, L, K], E is "none"
+        return torch.bincount(flat.reshape(-1), minlength=L * (E + 1)).view(L, E + 1)[:, :E]
+
+    # ------------------------------------------------------------------------------------------ saving, loading
+
+    def save(self, path: str | Path) -> Path:
+        """Write the trace to `path` (a .safetensors file, written whole or not at all); returns the path.
+
+        Hidden states go to `<stem>.router_inputs.safetensors` and `<stem>.residuals.safetensors` beside it.
+        """
+        from safetensors.torch import save_file
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
+                    "hidden": json.dumps([name for name in HIDDEN if getattr(self, name) is not None])}
+        for name in json.loads(metadata["hidden"]):
+            with GrowingTensor(hidden_path(path, name), name) as file:
+                for rows in getattr(self, name).split(4096):
+                    file.append(rows)
+        part = path.with_name(path.name + ".part")
+        save_file({name: getattr(self, name).contiguous() for name in _FIELDS}, part, metadata)
+        os.replace(part, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> RoutingTrace:
+        """Read a trace; hidden states are mapped from disk, not read.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError : no such file, or not a whole and readable trace.
+        """
+        from safetensors import SafetensorError, safe_open
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no trace at {path}; moelab.record(...).save(path) makes one")
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ValueError(f"{path} is a safetensors file but no routing trace ({FORMAT})")
+                tensors = {name: file.get_tensor(name) for name in _FIELDS}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file ({error}); record the trace again") from error
+        for name in json.loads(metadata["hidden"]):
+            try:
+                with safe_open(hidden_path(path, name), "pt") as file:
+                    tensors[name] = file.get_tensor(name)
+            except (SafetensorError, FileNotFoundError) as error:
+                raise ValueError(f"{path} comes with {hidden_path(path, name).name}, which is missing or damaged: "
+                                 f"keep the files of a trace together ({error})") from error
+        return cls(**tensors, spec=MoESpec.from_dict(json.loads(metadata["spec"])), model_id=metadata["model_id"])
+
+    # --------------------------------------------------------------------------------------------------- showing
+
+    def summary(self) -> dict[str, str]:
+        """What one wants to know at a glance, as name → text."""
+        n_prefill = int((self.phase == PREFILL).sum())
+        counts = self.counts().double()
+        load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
+        return {
+            "model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",
+            "tokens": f"{len(self):,} of {self.sequences} prompts ({n_prefill:,} prefill, "
+                      f"{len(self) - n_prefill:,} decode)",
+            "busiest expert ÷ mean": f"{load.min():.2f} to {load.max():.2f} over layers" if len(self) else "–",
+            "experts never used": f"{int((counts == 0).sum())} of {counts.numel()}",
+            "hidden states": "no" if self.router_inputs is None else
+                             f"2 × {self.router_inputs.nbytes / 1e6:,.1f} MB",
+        }
+
+    def __repr__(self) -> str:
+        return "RoutingTrace(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{v}</td></tr>"
+                       for k, v in self.summary().items())
+        return f"<table><caption>Routing trace</caption>{rows}</table>"
+
+
+def hidden_path(trace_path: Path, name: str) -> Path:
+    """Where the hidden states `name` of a trace lie."""
+    return trace_path.with_name(f"{trace_path.name.removesuffix('.safetensors')}.{name}.safetensors")
+
+
+class GrowingTensor:
+    """A safetensors file of one tensor whose first dimension is not known until the end.
+
+    The header's room is reserved first (safetensors allows trailing blanks in it), rows are appended, and the
+    header is filled in on closing; until then the file has the suffix `.part` and cannot be mistaken for a
+    whole one. An exception inside the `with` removes it.
+    """
+
+    ROOM = 512
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name, self.rows = Path(path), name, 0
+        self.shape: tuple[int, ...] | None = None
+        self._part = self.path.with_name(self.path.name + ".part")
+        self._file = open(self._part, "wb")
+        self._file.write(b" " * self.ROOM)
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Add rows [n, ...]; every call has the same trailing shape and dtype."""
+        rows = rows.detach().contiguous().cpu()
+        self.shape, self.dtype = tuple(rows.shape[1:]), rows.dtype
+        self.rows += len(rows)
+        self._file.write(rows.view(torch.uint8).numpy().data if rows.numel() else b"")
+
+    def __enter__(self) -> GrowingTensor:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None or self.shape is None:
+            self._file.close()
+            self._part.unlink(missing_ok=True)
+            return
+        names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+        size = self._file.tell() - self.ROOM
+        header = json.dumps({self.name: {"dtype": names[self.dtype], "shape": [self.rows, *self.shape],
+                                         "data_offsets": [0, size]}}).encode()
+        self._file.seek(0)
+        self._file.write((self.ROOM - 8).to_bytes(8, "little") + header.ljust(self.ROOM - 8))
+        self._file.close()
+        os.replace(self._part, self.path)
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory:
+    """A folder that vanishes with the object; for hidden states nobody has named a place for."""
+    return tempfile.TemporaryDirectory(prefix="moelab-trace-")
+
+
+def move_hidden(source: Path, destination: Path) -> None:
+    """Move a trace's hidden-state files along with it."""
+    for name in HIDDEN:
+        if hidden_path(source, name).exists():
+            shutil.move(hidden_path(source, name), hidden_path(destination, name))
