@@ -1,0 +1,173 @@
+"""From a transformers config to a `MoESpec`.
+
+Sixty-odd architectures name the same dozen facts in a few ways each. One table lists the names of every fact, one
+the ways to say which layers are MoE, and one the architectures whose code knows something that their config does
+not say. Nothing is built and no torch is needed, so it works on a config object of any origin (the original
+DeepSeek-MoE-16B is not in transformers).
+
+Left out: layers that differ from each other (lists of sizes, one an MoE layer), experts inside attention (JetMoE)
+and blocks that do not go through an `experts` module (DBRX, NLLB): the first raise, the others are not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moelab.specs import DTYPE_BYTES, MoESpec
+
+#: where a multimodal config keeps its language model
+NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
+
+#: fact → attributes that may state it; the first one present wins
+NAMES: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "num_layers"),
+    "E": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+    "K": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"),
+    "H": ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model"),     # the width that the experts read
+    "I": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "d_ff"),
+    "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "shared_I": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+                 "shared_intermediate_size"),
+    "dense_I": ("intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size",
+                "intermediate_size", "d_ff"),
+    "vocab": ("vocab_size",),
+    "heads": ("num_attention_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("v_head_dim", "head_dim", "d_kv"),     # MLA: the value head's; its `head_dim` is the RoPE part
+    "dtype": ("dtype", "torch_dtype"),
+}
+
+#: attribute → is layer i MoE?; the first attribute present decides, and without any every layer is
+MOE_LAYERS: dict[str, Callable[[Any, int], bool]] = {
+    "mlp_layer_types": lambda c, i: c.mlp_layer_types[i] != "dense",
+    "moe_layers": lambda c, i: i in c.moe_layers,
+    "expert_layer_period": lambda c, i: i % c.expert_layer_period == c.expert_layer_offset,
+    "moe_layer_start_index": lambda c, i: ((i + 1) % c.moe_layer_interval == 0
+                                           and c.moe_layer_start_index <= i <= c.moe_layer_end_index),
+    "num_dense_layers": lambda c, i: i >= c.num_dense_layers,
+    "first_k_dense_replace": lambda c, i: (i >= c.first_k_dense_replace
+                                           and i % (getattr(c, "moe_layer_freq", None) or 1) == 0),
+    "decoder_sparse_step": lambda c, i: ((i + 1) % c.decoder_sparse_step == 0
+                                         and i not in (getattr(c, "mlp_only_layers", None) or ())),
+}
+
+#: model_type → what its code does and its config does not say; a callable reads it from the config
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "switch_transformers": {"K": 1, "gated": False, "router": "top1",
+                            "num_layers": lambda c: c.num_layers + c.num_decoder_layers,
+                            "moe_layers": lambda c: _switch_layers(c)},
+    "llama4_text": {"router": "sigmoid", "shared_I": lambda c: c.intermediate_size},
+    "gpt_oss": {"router": "topk-softmax", "bias": True},
+    "openai_privacy_filter": {"router": "topk-softmax", "bias": True},
+    "phimoe": {"router": "sparsemixer"},
+    "deepseek_v2": {"router": lambda c: "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"},
+    "hunyuan_v1_moe": {"shared_I": lambda c: c.intermediate_size},
+    "nemotron_h": {"gated": False, "moe_layers": lambda c: _where(c.layers_block_type, "moe")},
+    **dict.fromkeys(("aria_text", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+                    {"router": "topk-softmax"}),
+    **dict.fromkeys(("unlimited_ocr_text", "deepseek_ocr2_text", "mistral4", "mistral_large4_text"),
+                    {"router": "softmax"}),
+    **dict.fromkeys(("afmoe", "flint", "hy_v3", "laguna", "lfm2_moe", "minimax_m2", "minimax_m3_vl_text", "kolibri1"),
+                    {"router": "sigmoid"}),
+}
+
+#: quantization_config.quant_method → our dtype
+QUANTISED = {"mxfp4": "mxfp4", "fp8": "float8_e4m3fn"}
+
+
+def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
+    """The geometry that a transformers config describes.
+
+    Parameters
+    ----------
+    config : a transformers config, or any object with the attributes of a config.json. Of a multimodal model the
+        language model counts, and its model_type is the spec's.
+    name : the spec's name; the config's `_name_or_path`, or its model_type, without.
+
+    Raises
+    ------
+    ValueError : the config is dense, lacks a fact, has layers that differ, or is quantised in a way unknown here.
+    """
+    outer = config
+    while inner := next((getattr(config, key) for key in NESTED if getattr(config, key, None) is not None), None):
+        config = inner
+    model_type = config.model_type
+    name = name or getattr(outer, "_name_or_path", None) or model_type
+    known = EXCEPTIONS.get(model_type, {})
+
+    def find(fact: str) -> Any:
+        """What the config says of a fact, or None."""
+        if fact in known:
+            return known[fact](config) if callable(known[fact]) else known[fact]
+        return next((getattr(config, key) for key in NAMES.get(fact, ()) if getattr(config, key, None) is not None),
+                    None)
+
+    def size(fact: str) -> int:
+        value = find(fact)
+        if not isinstance(value, int):
+            raise ValueError(
+                f"{name} ({model_type}): {fact} should be a whole number under one of {', '.join(NAMES[fact])}, but "
+                f"is {value!r}; set it in the config, or name the attribute in moelab.models.configs.NAMES")
+        return value
+
+    if not find("E"):
+        raise ValueError(
+            f"{name} ({model_type}) is a dense model: its config has no experts (looked for {', '.join(NAMES['E'])}). "
+            "Open a mixture-of-experts model; moelab.cards.models() lists the known ones")
+    num_layers, I = size("num_layers"), size("I")
+    moe_layers = find("moe_layers")
+    if moe_layers is None:
+        rule = next((MOE_LAYERS[key] for key in MOE_LAYERS if getattr(config, key, None) is not None), None)
+        moe_layers = [i for i in range(num_layers) if rule is None or rule(config, i)]
+    if not moe_layers:
+        raise ValueError(
+            f"{name} ({model_type}) is a dense model: its config mentions experts, but none of its {num_layers} layers "
+            f"is MoE (looked at {', '.join(MOE_LAYERS)}). Open another model, or correct the config")
+    shared = find("shared_I")
+    heads = find("heads") or 0
+    return MoESpec(
+        name=name, model_type=model_type, num_layers=num_layers, moe_layers=tuple(moe_layers),
+        E=size("E"), K=size("K"), H=size("H"), I=I,
+        router=find("router") or _router(config), gated=known.get("gated", True), bias=known.get("bias", False),
+        shared_I=(find("shared_count") or 0) * I if shared is None else shared,
+        dense_I=size("dense_I") if len(moe_layers) < num_layers else 0,
+        vocab=find("vocab") or 0, heads=heads, kv_heads=find("kv_heads") or heads,
+        head_dim=find("head_dim") or (size("H") // heads if heads else 0), dtype=_dtype(outer, config, find, name))
+
+
+def _router(config: Any) -> str:
+    """The family's habit where the architecture is no exception: groups come with sigmoid scores (DeepSeek-V3)."""
+    if getattr(config, "topk_group", None) is not None:
+        return "sigmoid-group"
+    return "sigmoid" if getattr(config, "scoring_func", None) == "sigmoid" else "softmax"
+
+
+def _where(kinds: list[str], wanted: str) -> list[int]:
+    return [i for i, kind in enumerate(kinds) if kind == wanted]
+
+
+def _switch_layers(config: Any) -> list[int]:
+    """Switch's own rule: every `step`-th layer from the second one on, in the encoder and in the decoder."""
+    def sparse(layers: int, step: int) -> list[int]:
+        return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]
+
+    encoder = config.num_layers
+    return (sparse(encoder, config.encoder_sparse_step)
+            + [encoder + i for i in sparse(config.num_decoder_layers, config.decoder_sparse_step)])
+
+
+def _dtype(outer: Any, config: Any, find: Callable[[str], Any], name: str) -> str:
+    """How the experts are stored; bfloat16 where neither config says."""
+    for holder in (outer, config):
+        quantisation = getattr(holder, "quantization_config", None)
+        if quantisation:
+            read = quantisation.get if isinstance(quantisation, dict) else lambda key: getattr(quantisation, key, None)
+            method = str(getattr(read("quant_method"), "value", read("quant_method")))
+            if method not in QUANTISED:
+                raise ValueError(f"{name} is quantised with {method!r}, and how many bytes its experts take is not "
+                                 f"known here; known are {', '.join(QUANTISED)}. Use the unquantised checkpoint")
+            return QUANTISED[method]
+    dtype = find("dtype") or next((v for k in NAMES["dtype"] if (v := getattr(outer, k, None))), "bfloat16")
+    dtype = str(dtype).removeprefix("torch.")
+    return dtype if dtype in DTYPE_BYTES else "bfloat16"

@@ -1,0 +1,322 @@
+"""The seam: every MoE layer of every architecture as one call, `executor(x, ids, weights, experts)`.
+
+transformers 5 calls the routed experts of 60-odd architectures as `experts(hidden_states, top_k_index,
+top_k_weights)`. `plug` turns a model's experts modules into `SeamExperts`, whose computation is an *executor* and
+whose weights come from a *source*; everything moelab does to a model happens behind that call. Two architectures
+that speak another way (Llama 4 scales the expert's input, Switch passes a one-hot tensor) get a block that
+translates, so an executor sees the same thing everywhere.
+
+    x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    →  [T, H]
+
+The executor `eager` repeats transformers' eager arithmetic operation by operation and is bit-identical to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+#: an expert's tensors by parameter name, in the architecture's own layout
+Weights = dict[str, Tensor]
+#: (layer, expert) → that expert's tensors
+Source = Callable[[int, int], Weights]
+
+
+class Executor(Protocol):
+    """Runs the routed experts of one layer: (x [T, H], ids [T, K], weights [T, K], experts) → [T, H]."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class MoELayer:
+    """One MoE layer of a live model: where its block, router, experts and norm are."""
+
+    index: int                  # 0 … L−1
+    name: str                   # the block, e.g. "model.layers.3.mlp"
+    block: nn.Module
+    experts: nn.Module
+    router: nn.Module
+    norm: nn.Module | None      # its output is what the router sees; None where it has no known name
+
+    def routing(self, router_output: Any) -> tuple[Tensor, Tensor]:
+        """(ids [T, K], weights [T, K]) from what the router's forward returned; dropped tokens have id E."""
+        adapter = ROUTING.get(type(self.router).__name__)
+        if adapter is not None:
+            return adapter(self.router, router_output)
+        _, weights, ids = router_output
+        return ids, weights
+
+
+def discover(model: nn.Module) -> list[MoELayer]:
+    """The MoE layers of a model in execution order (an encoder's before its decoder's).
+
+    Raises
+    ------
+    ValueError : the model has none.
+    """
+    layers = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] != "experts" or not hasattr(module, "num_experts"):
+            continue
+        block_name = name.rpartition(".")[0]
+        block, parent = model.get_submodule(block_name), model.get_submodule(block_name.rpartition(".")[0])
+        router = next((getattr(block, n) for n in ("gate", "router") if isinstance(getattr(block, n, None), nn.Module)),
+                      None)
+        if router is None:
+            raise ValueError(f"the MoE block {block_name} ({type(block).__name__}) has no child named gate or router; "
+                             f"this architecture needs a line in moelab/models/seam.py")
+        norm = next((getattr(parent, n) for n in NORMS if isinstance(getattr(parent, n, None), nn.Module)), None)
+        layers.append(MoELayer(len(layers), block_name, block, module, router, norm))
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no MoE layer: moelab works on mixture-of-experts models")
+    return layers
+
+
+#: names under which architectures keep the norm between attention and the MoE block
+NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "pre_mlp_layernorm", "ffn_norm", "layer_norm")
+
+
+def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:
+    """Turn a model's experts into `SeamExperts`, or change the executor or source of those that are.
+
+    executor : None leaves what is there (`eager` at first).
+    source : None leaves what is there (at first the module's own parameters).
+
+    Returns the layers. `unplug` undoes it where the experts hold their own parameters.
+    """
+    layers = discover(model)
+    for layer in layers:
+        experts = layer.experts
+        if not isinstance(experts, SeamExperts):
+            experts.__class__ = seam_class(type(experts))
+            experts.source = None
+        experts.layer = layer.index
+        experts.executor = executor or getattr(experts, "executor", None) or eager
+        experts.source = source or experts.source
+        if type(layer.block).__name__ in BLOCKS:
+            layer.block.__class__ = BLOCKS[type(layer.block).__name__](type(layer.block))
+    return layers
+
+
+def unplug(model: nn.Module) -> None:
+    """Give a model whose experts hold their own parameters its original classes back."""
+    for layer in discover(model):
+        for module in (layer.experts, layer.block):
+            if (stock := getattr(type(module), "stock", None)) is not None:
+                if isinstance(module, SeamExperts) and not module.resident:
+                    raise ValueError(f"{layer.name}: these experts hold no parameters of their own, so the stock "
+                                     f"classes could not run; open the model with experts='resident'")
+                module.__class__ = stock
+
+
+# -------------------------------------------------------------------------------------------------- experts modules
+
+class SeamExperts(nn.Module):
+    """Mixin over an architecture's experts class: executor outside, weights from a source.
+
+    Attributes
+    ----------
+    layer : index of the MoE layer.
+    executor, source : see `plug`.
+    num_experts : E.
+    shapes : parameter name → shape of one expert's tensor.
+    """
+
+    stock: type
+    layer: int
+    executor: Executor
+    source: Source | None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.executor(hidden_states, top_k_index, top_k_weights, self)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the module holds its experts' parameters itself."""
+        return next(self.parameters(), None) is not None
+
+    def weights(self, expert: int) -> Weights:
+        """One expert's tensors, from the source or else from the module's own parameters."""
+        if self.source is not None:
+            return self.source(self.layer, expert)
+        if not self.resident:
+            raise RuntimeError("this model was opened with external experts and nothing supplies them: "
+                               "moelab.models.plug(model, source=…), or moelab.open_model(path)")
+        return self.own(expert)
+
+    def own(self, expert: int) -> Weights:
+        return {name: parameter[expert] for name, parameter in self.named_parameters(recurse=False)}
+
+    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
+        """One expert on the rows x [n, H] → [n, H], exactly as the architecture's eager code computes it."""
+        up = "gate_up_proj" if self.has_gate else "up_proj"
+        h = self._linear(x, weights, up)
+        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+        y = self._linear(h, weights, "down_proj")
+        return self.post_expert_norm(y) if self.has_post_expert_norm else y
+
+    def _linear(self, x: Tensor, weights: Weights, name: str) -> Tensor:
+        y = x @ weights[name] if self.is_transposed else F.linear(x, weights[name])
+        return y + weights[name + "_bias"] if self.has_bias else y
+
+    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
+        """One expert's contribution: rows x [n, H] with routing weights w [n] → [n, H]."""
+        return self.ffn(x, weights) * w[:, None]
+
+    def contribution(self, x: Tensor, tokens: Tensor, w: Tensor, weights: Weights) -> Tensor:
+        """One expert's contribution to its `tokens` [n] of the whole x [T, H] → [n, H], bit-equal to eager's."""
+        return self.weighted(x[tokens], w, weights)
+
+    def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
+        """Sum (expert, token indices [n], contribution [n, H]) in ascending expert order, as eager does."""
+        out = torch.zeros_like(x)
+        for _, tokens, y in sorted(contributions, key=lambda c: c[0]):
+            out.index_add_(0, tokens, y.to(out.dtype))
+        return out
+
+
+class _Llama4Experts(SeamExperts):
+    """[E, H, 2I] and [E, I, H]; the routing weight scales the expert's input; outputs are summed densely."""
+
+    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, True, False
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return up * self.act_fn(gate)
+
+    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
+        return self.ffn(x * w[:, None], weights)
+
+    def contribution(self, x: Tensor, tokens: Tensor, w: Tensor, weights: Weights) -> Tensor:
+        if x.dtype != torch.float32:
+            return self.weighted(x[tokens], w, weights)
+        # The stock block multiplies all T rows, unrouted ones by zero, and an fp32 GEMM rounds differently with
+        # the number of rows: only the full-size one is bit-equal.
+        all_w = x.new_zeros(len(x)).index_copy(0, tokens, w.to(x.dtype))                    # [T]
+        return self.weighted(x, all_w, weights)[tokens]
+
+    def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
+        # The stock block sums E dense outputs in one reduction; a sum over fewer rows rounds differently.
+        dense = x.new_zeros(self.num_experts, *x.shape)                     # [E, T, H]
+        for expert, tokens, y in contributions:
+            dense[expert, tokens] = y
+        return dense.sum(dim=0)
+
+
+class _SwitchExperts(SeamExperts):
+    """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
+
+    @property
+    def resident(self) -> bool:
+        return len(self) > 0
+
+    def own(self, expert: int) -> Weights:
+        return dict(self[f"expert_{expert}"].named_parameters())
+
+    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
+        h = self["expert_0"].act(F.linear(x, weights["wi.weight"]))
+        return F.linear(h.to(weights["wo.weight"].dtype), weights["wo.weight"])
+
+
+@lru_cache(maxsize=None)
+def seam_class(cls: type) -> type:
+    """The `SeamExperts` subclass of an architecture's experts class."""
+    base = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _SwitchExperts}.get(cls.__name__,
+                                                                                                  SeamExperts)
+    return type("Seam" + cls.__name__, (base, cls), {"stock": cls})
+
+
+@lru_cache(maxsize=None)
+def external_class(cls: type) -> type:
+    """A `SeamExperts` subclass that is constructed without parameters, for opening a model without its experts."""
+    seam = seam_class(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            cls.__init__(self, *args, **kwargs)
+        if isinstance(self, nn.ModuleDict):
+            # One expert without memory stands for all: in a tuple, so that it is no submodule.
+            self._template = (self["expert_0"],)
+            shapes = {name: tuple(p.shape) for name, p in self["expert_0"].named_parameters()}
+            self.clear()
+        else:
+            banks = dict(self.named_parameters(recurse=False))
+            shapes = {name: tuple(p.shape[1:]) for name, p in banks.items()}
+            for name in banks:
+                delattr(self, name)
+        self.shapes = shapes
+        self.executor, self.source, self.layer = eager, None, -1
+        self._is_hf_initialized = True          # nothing here for transformers to initialise
+
+    members: dict[str, Any] = {"__init__": __init__, "stock": cls}
+    if issubclass(cls, nn.ModuleDict):
+        members["__getitem__"] = lambda self, key: self._template[0] if hasattr(self, "_template") else \
+            nn.ModuleDict.__getitem__(self, key)
+    return type("External" + cls.__name__, (seam,), members)
+
+
+# -------------------------------------------------------------------------------------------------------- executors
+
+def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
+    """(expert, which of the K choices [n], token [n]) of every expert that is hit, in eager's order."""
+    hit = [e for e in torch.unique(ids).tolist() if e != E]
+    return [(e, *torch.where(ids.T == e)) for e in hit]
+
+
+def eager(x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+    """transformers' eager loop, one expert's weights at a time; bit-identical to it."""
+    contributions = [
+        (expert, tokens, experts.contribution(x, tokens, weights[tokens, choice], experts.weights(expert)))
+        for expert, choice, tokens in assignments(ids, experts.num_experts)]
+    return experts.accumulate(x, contributions)
+
+
+# ----------------------------------------------------------------------------- architectures that speak another way
+
+def _llama4_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+    scores, logits = output                                                 # [T, E] each
+    ids = logits.topk(router.top_k, dim=1).indices
+    return ids, scores.gather(1, ids)
+
+
+def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+    chosen, probability, _ = output                                         # one-hot [B, S, E], [B, S, 1]
+    chosen = chosen.reshape(-1, chosen.shape[-1])
+    ids = torch.where(chosen.any(-1), chosen.argmax(-1), router.num_experts)
+    return ids[:, None], probability.reshape(-1, 1)
+
+
+#: router class → how to read its output; all others return (logits, weights, ids)
+ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing}
+
+
+@lru_cache(maxsize=None)
+def _llama4_block(cls: type) -> type:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        h = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(h)
+        ids, weights = _llama4_routing(self.router, (scores, logits))
+        out = self.shared_expert(h)
+        out.add_(self.experts(h, ids, weights))
+        return out, logits
+    return type("Seam" + cls.__name__, (cls,), {"forward": forward, "stock": cls})
+
+
+@lru_cache(maxsize=None)
+def _switch_block(cls: type) -> type:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        ids, weights = _switch_routing(self.router, self.router(hidden_states))
+        h = hidden_states.view(-1, hidden_states.shape[-1])
+        return self.experts(h, ids, weights).reshape(hidden_states.shape)
+    return type("Seam" + cls.__name__, (cls,), {"forward": forward, "stock": cls})
+
+
+#: block class → the block that speaks (x, ids, weights)
+BLOCKS = {"Llama4TextMoe": _llama4_block, "SwitchTransformersSparseMLP": _switch_block}
