@@ -59,7 +59,9 @@ class RoutingTrace:
     model_id: str
     router_inputs: torch.Tensor | None = None
     residuals: torch.Tensor | None = None
-    _keep: object = field(default=None, repr=False, compare=False)   # a temporary folder lives as long as this
+    #: the trace file beside which the hidden states already lie, and a temporary folder that lives as long as this
+    _hidden_home: Path | None = field(default=None, repr=False, compare=False)
+    _keep: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         T, L, K = self.ids.shape
@@ -111,7 +113,11 @@ class RoutingTrace:
         metadata = {"format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
                     "hidden": json.dumps([name for name in HIDDEN if getattr(self, name) is not None])}
         for name in json.loads(metadata["hidden"]):
-            with GrowingTensor(hidden_path(path, name), name) as file:
+            destination = hidden_path(path, name)
+            if self._hidden_home is not None:           # streamed to disk while recording: no second copy
+                _place(hidden_path(self._hidden_home, name), destination)
+                continue
+            with GrowingTensor(destination, name) as file:
                 for rows in getattr(self, name).split(4096):
                     file.append(rows)
         part = path.with_name(path.name + ".part")
@@ -146,7 +152,8 @@ class RoutingTrace:
             except (SafetensorError, FileNotFoundError) as error:
                 raise ValueError(f"{path} comes with {hidden_path(path, name).name}, which is missing or damaged: "
                                  f"keep the files of a trace together ({error})") from error
-        return cls(**tensors, spec=MoESpec.from_dict(json.loads(metadata["spec"])), model_id=metadata["model_id"])
+        return cls(**tensors, spec=MoESpec.from_dict(json.loads(metadata["spec"])), model_id=metadata["model_id"],
+                   _hidden_home=path if metadata["hidden"] != "[]" else None)
 
     # --------------------------------------------------------------------------------------------------- showing
 
@@ -177,6 +184,19 @@ class RoutingTrace:
 def hidden_path(trace_path: Path, name: str) -> Path:
     """Where the hidden states `name` of a trace lie."""
     return trace_path.with_name(f"{trace_path.name.removesuffix('.safetensors')}.{name}.safetensors")
+
+
+def _place(source: Path, destination: Path) -> None:
+    """Give a finished file a second name, or a copy where the file system cannot."""
+    if source == destination:
+        return
+    part = destination.with_name(destination.name + ".part")
+    part.unlink(missing_ok=True)
+    try:
+        os.link(source, part)
+    except OSError:
+        shutil.copyfile(source, part)
+    os.replace(part, destination)
 
 
 class GrowingTensor:
@@ -224,10 +244,3 @@ class GrowingTensor:
 def temporary_folder() -> tempfile.TemporaryDirectory:
     """A folder that vanishes with the object; for hidden states nobody has named a place for."""
     return tempfile.TemporaryDirectory(prefix="moelab-trace-")
-
-
-def move_hidden(source: Path, destination: Path) -> None:
-    """Move a trace's hidden-state files along with it."""
-    for name in HIDDEN:
-        if hidden_path(source, name).exists():
-            shutil.move(hidden_path(source, name), hidden_path(destination, name))

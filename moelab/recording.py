@@ -1,0 +1,279 @@
+"""`record`: run prompts through a model and write down which experts every token visited.
+
+Hooks at the seam see the *executed* ids and weights, whatever runs the experts, so the record is exact under
+offloading, speculation or dropping too; with `hidden=True` two more hooks keep what the router saw and the
+residual stream before the norm. Padding and tokens of finished sequences, which a batch computes in vain, are
+left out: a batched trace equals the traces of its prompts one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moelab.models import MoELayer, SeamExperts, discover, identity, spec_of
+from moelab.models.seam import ROUTING
+from moelab.progress import progress
+from moelab.specs import MoESpec
+from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path, temporary_folder
+
+#: hidden states up to this size stay in memory, larger ones are streamed to disk
+HIDDEN_IN_MEMORY = 256 * 2**20
+
+
+def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: bool | str | Path = False, *,
+           batch_size: int = 8, tokenizer: Any = None, **generate_options: Any) -> RoutingTrace:
+    """Run `prompts` and record the routing of prefill and decode.
+
+    Parameters
+    ----------
+    model : any transformers MoE model, opened by moelab or not.
+    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids.
+    max_new_tokens : tokens to generate greedily after each prompt; 0 records the prefill alone. The last token
+        generated is never fed back, so n new tokens give n − 1 decode steps.
+    hidden : also keep router inputs and residuals, [T, L, H] each. True holds them in memory while they are
+        small and on disk in a temporary folder when they are not; a path (of a .safetensors file) streams them
+        beside that file and saves the trace there.
+    batch_size : prompts run together, padded to the longest.
+    tokenizer : by default the model's own `.tokenizer`.
+    generate_options : passed on to `generate`.
+
+    Returns
+    -------
+    RoutingTrace : `sequence` counts prompts in the order given; tokens stand in the order of execution.
+
+    Raises
+    ------
+    ValueError : no prompts, an empty prompt, or no tokenizer for texts.
+    """
+    spec = spec_of(model)
+    ids = _token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
+    writer = _Writer(spec, _HiddenSink(hidden) if hidden else None)
+    hooks: list[Any] = []
+    training = model.training
+    model.eval()
+    try:
+        for stack, layers in _stacks(model):
+            hooks += _hook(stack, layers, writer, bool(hidden))
+        for first in progress(range(0, len(ids), batch_size), "recording", unit="batch"):
+            chunk = ids[first:first + batch_size]
+            inputs, mask = _pad(chunk, model)
+            writer.begin(first, len(chunk), _eos(model))
+            with torch.no_grad():
+                _run(model, inputs, mask, max_new_tokens, generate_options)
+    except BaseException:
+        writer.abort()
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(training)
+    trace = writer.trace(identity(model))
+    if hidden and hidden is not True:
+        trace.save(hidden)
+    return trace
+
+
+# -------------------------------------------------------------------------------------------------------- inputs
+
+def _token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one string; give a list of prompts, [prompt] for one")
+    prompts = [getattr(p, "text", p) for p in prompts]
+    if not prompts:
+        raise ValueError("prompts is empty: give at least one, e.g. moelab.prompts('needle', 8)")
+    if any(isinstance(p, str) for p in prompts):
+        if tokenizer is None:
+            raise ValueError("these prompts are texts and the model has no tokenizer: pass tokenizer=…, or token ids")
+        prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]
+    ids = [[int(t) for t in p] for p in prompts]
+    for i, p in enumerate(ids):
+        if not p:
+            raise ValueError(f"prompt {i} is empty: every prompt needs at least one token")
+    return ids
+
+
+def _pad(ids: list[list[int]], model: Any) -> tuple[Tensor, Tensor]:
+    """(token ids, attention mask), both [B, S]: padded left for a decoder, right for an encoder."""
+    longest, pad = max(map(len, ids)), model.generation_config.pad_token_id or 0
+    left = not model.config.is_encoder_decoder
+    padded = [[pad] * (longest - len(p)) * left + p + [pad] * (longest - len(p)) * (not left) for p in ids]
+    mask = [[0] * (longest - len(p)) * left + [1] * len(p) + [0] * (longest - len(p)) * (not left) for p in ids]
+    return torch.tensor(padded, device=model.device), torch.tensor(mask, device=model.device)
+
+
+def _run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dict[str, Any]) -> None:
+    if max_new_tokens == 0 and not model.config.is_encoder_decoder:
+        model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)      # no logits: they can be gigabytes
+    else:
+        model.generate(ids, attention_mask=mask, max_new_tokens=max(max_new_tokens, 1), do_sample=False, **options)
+
+
+def _eos(model: Any) -> set[int]:
+    eos = model.generation_config.eos_token_id
+    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+
+
+# --------------------------------------------------------------------------------------------------------- hooks
+
+def _stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:
+    """The modules that see a batch's token ids and mask, with the MoE layers inside them."""
+    layers = discover(model)
+    if not model.config.is_encoder_decoder:
+        return [(model.base_model, layers)]
+    stacks = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
+    return [(stack, [layer for layer in layers if side in layer.name.split(".")]) for side, stack in stacks.items()]
+
+
+def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, hidden: bool) -> list[Any]:
+    def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+        writer.step(ids, kwargs.get("attention_mask"), [layer.index for layer in layers])
+
+    hooks = [stack.register_forward_pre_hook(before, with_kwargs=True),
+             stack.register_forward_hook(lambda *_: writer.flush())]
+    for layer in layers:
+        if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
+            hooks.append(layer.router.register_forward_hook(
+                lambda _m, _a, out, layer=layer: writer.put(layer.index, *layer.routing(out))))
+        else:
+            hooks.append(layer.experts.register_forward_pre_hook(
+                lambda _m, args, kwargs, layer=layer: writer.put(layer.index, *_ids_weights(args, kwargs)),
+                with_kwargs=True))
+        if hidden:
+            if layer.norm is None:
+                raise ValueError(f"{layer.name}: the norm before the router has no known name, so residuals cannot be "
+                                 f"recorded; add its name to moelab.models.seam.NORMS")
+            hooks.append(layer.router.register_forward_pre_hook(
+                lambda _m, args, i=layer.index: writer.see("router_inputs", i, args[0])))
+            hooks.append(layer.norm.register_forward_pre_hook(
+                lambda _m, args, i=layer.index: writer.see("residuals", i, args[0])))
+    return hooks
+
+
+def _ids_weights(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    values = [*args, *kwargs.values()]              # (hidden states, ids, weights) in every architecture
+    return values[1], values[2]
+
+
+class _Writer:
+    """Collects one forward pass after another into the columns of a trace."""
+
+    def __init__(self, spec: MoESpec, sink: _HiddenSink | None) -> None:
+        self.spec, self.sink = spec, sink
+        self.columns: dict[str, list[Tensor]] = {name: [] for name in
+                                                 ("ids", "weights", "phase", "sequence", "position", "tokens")}
+
+    def begin(self, first: int, size: int, eos: set[int]) -> None:
+        self.first, self.eos = first, torch.tensor(sorted(eos), dtype=torch.long)
+        self.seen: dict[tuple[int, ...], Tensor] = {}               # tokens so far of each sequence, per stack
+        self.finished = torch.zeros(size, dtype=torch.bool)
+
+    def step(self, tokens: Tensor, mask: Tensor | None, layers: list[int]) -> None:
+        """A forward pass begins: tokens [B, S] go through `layers`."""
+        tokens = tokens.cpu()
+        B, S = tokens.shape
+        keep = torch.ones(B, S, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask[:, -S:].bool().cpu()
+        before = self.seen.get(tuple(layers))
+        if before is not None:                                      # a decode step: ended sequences compute in vain
+            self.finished |= torch.isin(tokens[:, -1], self.eos)
+            keep &= ~self.finished[:, None]
+        before = torch.zeros(B, dtype=torch.long) if before is None else before
+        self.rows = keep.reshape(-1)
+        self.current = layers
+        position = before[:, None] + keep.long().cumsum(1) - 1
+        sequence = self.first + torch.arange(B)[:, None].expand(B, S)
+        phase = torch.full((B, S), DECODE if tuple(layers) in self.seen else PREFILL)
+        self.seen[tuple(layers)] = before + keep.sum(1)
+        for name, value, dtype in (("phase", phase, torch.uint8), ("sequence", sequence, torch.int32),
+                                   ("position", position, torch.int32), ("tokens", tokens, torch.int32)):
+            self.columns[name].append(value.reshape(-1)[self.rows].to(dtype))
+        self.routed: dict[int, tuple[Tensor, Tensor]] = {}
+        self.hidden: dict[str, dict[int, Tensor]] = {name: {} for name in HIDDEN}
+
+    def put(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+        self.routed[layer] = ids, weights
+
+    def see(self, name: str, layer: int, value: Tensor) -> None:
+        self.hidden[name][layer] = value.reshape(-1, value.shape[-1])
+
+    def flush(self) -> None:
+        """The forward pass is over: stack its layers."""
+        T, L = int(self.rows.sum()), self.spec.L
+        some = next(iter(self.routed.values()))[1]
+        ids = torch.full((T, L, self.spec.K), self.spec.E, dtype=torch.int16)
+        weights = torch.zeros((T, L, self.spec.K), dtype=some.dtype)
+        for layer, (layer_ids, layer_weights) in self.routed.items():
+            ids[:, layer] = layer_ids.cpu()[self.rows].to(torch.int16)
+            weights[:, layer] = layer_weights.cpu()[self.rows].masked_fill(ids[:, layer] == self.spec.E, 0)
+        self.columns["ids"].append(ids)
+        self.columns["weights"].append(weights)
+        if self.sink is not None:
+            for name, values in self.hidden.items():
+                some = next(iter(values.values()))
+                stacked = torch.zeros((T, L, some.shape[-1]), dtype=some.dtype)
+                for layer, value in values.items():
+                    stacked[:, layer] = value.cpu()[self.rows]
+                self.sink.append(name, stacked)
+
+    def abort(self) -> None:
+        if self.sink is not None:
+            self.sink.close(keep=False)
+
+    def trace(self, model_id: str) -> RoutingTrace:
+        columns = {name: torch.cat(parts) for name, parts in self.columns.items()}
+        hidden = self.sink.tensors() if self.sink is not None else {}
+        on_disk = self.sink is not None and bool(self.sink.files)
+        return RoutingTrace(**columns, **hidden, spec=self.spec, model_id=model_id,
+                            _hidden_home=self.sink.path if on_disk else None,
+                            _keep=self.sink.folder if on_disk else None)
+
+
+class _HiddenSink:
+    """Rows of hidden states, in memory until they grow large, then in safetensors files."""
+
+    def __init__(self, hidden: bool | str | Path) -> None:
+        self.folder = temporary_folder() if hidden is True else None
+        self.path = Path(self.folder.name) / "trace.safetensors" if self.folder else Path(hidden)  # type: ignore[arg-type]
+        self.spill = hidden is not True
+        self.parts: dict[str, list[Tensor]] = {name: [] for name in HIDDEN}
+        self.files: dict[str, GrowingTensor] = {}
+        self.bytes = 0
+
+    def append(self, name: str, rows: Tensor) -> None:
+        self.bytes += rows.nbytes
+        if not self.spill and self.bytes > HIDDEN_IN_MEMORY:
+            self.spill = True
+            for other, parts in self.parts.items():
+                for part in parts:
+                    self._write(other, part)
+                parts.clear()
+        if self.spill:
+            self._write(name, rows)
+        else:
+            self.parts[name].append(rows)
+
+    def _write(self, name: str, rows: Tensor) -> None:
+        if name not in self.files:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.files[name] = GrowingTensor(hidden_path(self.path, name), name)
+        self.files[name].append(rows)
+
+    def close(self, keep: bool) -> None:
+        for file in self.files.values():
+            file.__exit__(None if keep else KeyboardInterrupt)
+
+    def tensors(self) -> dict[str, Tensor]:
+        if not self.files:
+            return {name: torch.cat(parts) for name, parts in self.parts.items()}
+        from safetensors import safe_open
+        self.close(keep=True)
+        found = {}
+        for name in self.files:
+            with safe_open(hidden_path(self.path, name), "pt") as file:
+                found[name] = file.get_tensor(name)
+        return found
