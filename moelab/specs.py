@@ -34,12 +34,14 @@ class MoESpec:
     Attributes
     ----------
     name : the model's name, for people.
-    model_type : transformers' `config.model_type`.
+    model_type : transformers' `config.model_type`; of a multimodal model, its language model's ("llama4_text").
     num_layers : all decoder (and encoder) layers, MoE or not.
     moe_layers : indices of the layers that are MoE; an encoder-decoder counts its encoder first.
-    E, K, H, I : experts a layer, experts a token, hidden size, expert intermediate size.
+    E, K, H, I : experts a layer, experts a token, hidden size (the width that experts read), expert
+        intermediate size.
     router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the chosen),
-        "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1" (with capacity).
+        "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1" (with capacity);
+        for a rarer one, the config's own word.
     gated : three matrices an expert (gate, up, down) or two (up, down).
     bias : whether the experts have biases.
     shared_I : summed intermediate size of the experts that every token visits; 0 without.
@@ -83,15 +85,23 @@ class MoESpec:
         return len(self.moe_layers)
 
     @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def _biases(self) -> int:
+        return self.bias * ((self._matrices - 1) * self.I + self.H)
+
+    @property
     def expert_params(self) -> int:
         """Weights of one expert, biases included."""
-        matrices = 3 if self.gated else 2
-        return matrices * self.H * self.I + (self.bias * ((matrices - 1) * self.I + self.H))
+        return self._matrices * self.H * self.I + self._biases
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert as stored."""
-        return round(self.expert_params * DTYPE_BYTES[self.dtype])
+        """Bytes of one expert as stored; quantised weights keep 16-bit biases."""
+        bytes_each = DTYPE_BYTES[self.dtype]
+        return round(self._matrices * self.H * self.I * bytes_each + self._biases * max(bytes_each, 2))
 
     @property
     def experts_bytes(self) -> int:

@@ -61,15 +61,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"router": "topk-softmax", "bias": True},
     "openai_privacy_filter": {"router": "topk-softmax", "bias": True},
     "phimoe": {"router": "sparsemixer"},
+    "deepseek": {"router": "softmax"},
     "deepseek_v2": {"router": lambda c: "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"},
     "hunyuan_v1_moe": {"shared_I": lambda c: c.intermediate_size},
-    "nemotron_h": {"gated": False, "moe_layers": lambda c: _where(c.layers_block_type, "moe")},
+    "nemotron_h": {"gated": False, "dense_I": lambda c: c.intermediate_size if "mlp" in c.layers_block_type else 0,
+                   "moe_layers": lambda c: [i for i, kind in enumerate(c.layers_block_type) if kind == "moe"]},
     **dict.fromkeys(("aria_text", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
                     {"router": "topk-softmax"}),
     **dict.fromkeys(("unlimited_ocr_text", "deepseek_ocr2_text", "mistral4", "mistral_large4_text"),
                     {"router": "softmax"}),
-    **dict.fromkeys(("afmoe", "flint", "hy_v3", "laguna", "lfm2_moe", "minimax_m2", "minimax_m3_vl_text", "kolibri1"),
-                    {"router": "sigmoid"}),
+    **dict.fromkeys(("afmoe", "axk2", "flint", "hy_v3", "kolibri1", "laguna", "lfm2_moe", "minimax_m2",
+                     "minimax_m3_vl_text"), {"router": "sigmoid"}),
 }
 
 #: quantization_config.quant_method → our dtype
@@ -137,14 +139,11 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
 
 
 def _router(config: Any) -> str:
-    """The family's habit where the architecture is no exception: groups come with sigmoid scores (DeepSeek-V3)."""
-    if getattr(config, "topk_group", None) is not None:
-        return "sigmoid-group"
-    return "sigmoid" if getattr(config, "scoring_func", None) == "sigmoid" else "softmax"
-
-
-def _where(kinds: list[str], wanted: str) -> list[int]:
-    return [i for i, kind in enumerate(kinds) if kind == wanted]
+    """The habit where the architecture is no exception: groups come with sigmoid scores, as in DeepSeek-V3."""
+    groups = getattr(config, "topk_group", None) is not None
+    named = getattr(config, "scoring_func", None) or getattr(config, "expert_selection_fn", None)
+    scores = named or ("sigmoid" if groups else "softmax")
+    return "sigmoid-group" if scores == "sigmoid" and groups else scores
 
 
 def _switch_layers(config: Any) -> list[int]:

@@ -1,0 +1,66 @@
+"""Model and device cards: the geometry and the published figures of what the sources talk about, one TOML file each.
+
+A model card states the geometry (the fields of `MoESpec`), where it comes from, the published parameter counts,
+which of the five papers uses the model, and notes on what a paper gets wrong. A device card is a table of figures,
+each with unit, kind and source. In a source, "not re-read" and "second hand" mark what was not checked against the
+named document itself. Adding a card is adding a file; nothing else lists them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+from moelab.specs import DeviceSpec, Figure, MoESpec
+
+
+def models() -> list[str]:
+    """Names of the model cards."""
+    return _names("models")
+
+
+def devices() -> list[str]:
+    """Names of the device cards."""
+    return _names("devices")
+
+
+def load_card(name: str) -> dict[str, Any]:
+    """The card of a model or a device as it stands in its file, with sources and notes.
+
+    Raises
+    ------
+    ValueError : there is no such card; the message lists those there are.
+    """
+    return _read("models", name) if name in models() else _read("devices", name, known=models() + devices())
+
+
+def load_model(name: str) -> MoESpec:
+    """The spec of a model card. Raises ValueError for an unknown name, as `load_card` does."""
+    card = _read("models", name)
+    geometry = {key: value for key, value in card["geometry"].items() if key != "source"}
+    where = geometry.pop("moe_layers")
+    layers = range(where["first"], geometry["num_layers"], where["step"])
+    return MoESpec(name=card["name"], moe_layers=tuple(layers), **geometry)
+
+
+def load_device(name: str) -> DeviceSpec:
+    """The spec of a device card. Raises ValueError for an unknown name, as `load_card` does."""
+    card = _read("devices", name)
+    return DeviceSpec(card["name"], {key: Figure(**figure) for key, figure in card["figures"].items()})
+
+
+def _names(kind: str) -> list[str]:
+    return sorted(file.name.removesuffix(".toml") for file in (files(__name__) / kind).iterdir()
+                  if file.name.endswith(".toml"))
+
+
+def _read(kind: str, name: str, known: list[str] | None = None) -> dict[str, Any]:
+    if name not in _names(kind):
+        known = known or _names(kind)
+        by_lower = {candidate.lower(): candidate for candidate in known}
+        close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+        hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+        raise ValueError(f"there is no card {name!r}.{hint} There are: {', '.join(known)}")
+    return tomllib.loads((files(__name__) / kind / f"{name}.toml").read_text(encoding="utf-8"))
