@@ -1,0 +1,35 @@
+"""Measurements: `python -m moelab bench NAME` prints a table and, last, one JSON document."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib import import_module
+
+#: name → the module whose `run()` measures
+BENCHES = {"foundation": "moelab.bench.foundation"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", choices=sorted(BENCHES), help="what to measure")
+
+
+def main(args: argparse.Namespace) -> int:
+    module = import_module(BENCHES[args.name])
+    print((module.__doc__ or "").strip().split("\n\n")[0], flush=True)
+    results = module.run()
+    for section, figures in results.items():
+        print(f"\n{section}")
+        for name, value in figures.items():
+            print(f"  {name:<28} {_text(name, value):>14}")
+    machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
+    print("\n" + json.dumps({"bench": args.name, "kind": "measured", "machine": machine, "results": results}))
+    return 0
+
+
+def _text(name: str, value: float) -> str:
+    if name.endswith("bytes"):
+        return f"{value / 1e6:,.0f} MB"
+    return f"{value:.3f} s" if "seconds" in name else f"{value:.3f}"

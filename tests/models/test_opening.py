@@ -1,0 +1,169 @@
+"""Opening models: what is read, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+import moelab
+from moelab.models import discover, identity, open_model, plug, unplug
+from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+
+from . import tiny
+
+
+def test_the_small_model_opens_by_default():
+    model = moelab.open_model()
+    assert model.spec.L >= 4 and model.spec.E >= 16 and model.spec.name == "small"
+    assert model.tokenizer.padding_side == "left"
+    text = model.tokenizer("\nkey = 123")["input_ids"]
+    assert model(torch.tensor([text])).logits.shape == (1, len(text), model.config.vocab_size)
+
+
+def test_resident_is_plain_transformers(tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "m")
+    ours = open_model(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+    ids = torch.arange(3, 20)[None]
+    assert type(ours) is type(theirs) and torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_checkpoint_experts_are_the_models_own(name, tmp_path):
+    folder = tiny.save(name, tmp_path / "m")
+    resident = open_model(folder)
+    source = CheckpointExperts(Checkpoint.at(folder), resident.config, torch.float32)
+    plug(resident)
+    for layer in discover(resident):
+        for expert in range(resident.spec.E):
+            own, read = layer.experts.own(expert), source(layer.index, expert)
+            assert own.keys() == read.keys()
+            assert all(torch.equal(own[n], read[n]) and read[n].data_ptr() % 64 == 0 for n in own)
+    unplug(resident)
+
+
+def test_external_never_reads_the_experts(tmp_path):
+    """With its expert bytes destroyed, the checkpoint still opens, and only using an expert shows the damage."""
+    folder = tiny.save("mixtral", tmp_path / "m")
+    file = next(folder.glob("*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:8 + size])
+    for key, entry in header.items():
+        if ".experts." in key:
+            start, end = (8 + size + offset for offset in entry["data_offsets"])
+            raw[start:end] = b"\xff" * (end - start)                      # NaN in every float type
+    file.write_bytes(raw)
+    model = open_model(folder, experts="external")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert not any(".experts." in name for name, _ in model.named_parameters())
+    assert model(torch.arange(3, 9)[None]).logits.isnan().any()
+
+
+def test_peak_memory_of_external_experts_does_not_hold_them(tmp_path):
+    """400 MB of experts: the process that opens the model without them grows by less than a quarter of that."""
+    from moelab.bench.foundation import _OPEN, write_checkpoint
+    size = write_checkpoint(tmp_path, 0.4e9)
+    done = subprocess.run([sys.executable, "-c", _OPEN, str(tmp_path), "external"], capture_output=True, text=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["peak"] - said["imports"] < size / 4
+
+
+def test_identity_names_the_routers(tmp_path):
+    a, b = tiny.save("mixtral", tmp_path / "a"), tiny.save("mixtral", tmp_path / "b", seed=1)
+    resident, external = open_model(a), open_model(a, experts="external")
+    assert identity(resident) == identity(external) != identity(open_model(b))
+    with torch.no_grad():
+        discover(resident)[0].experts.down_proj.zero_()
+    assert identity(resident) == identity(external)
+
+
+def test_unplug_gives_the_stock_classes_back(tmp_path):
+    model = open_model(tiny.save("llama4_text", tmp_path / "m"))
+    before = [type(m) for m in model.modules()]
+    plug(model)
+    assert [type(m) for m in model.modules()] != before
+    unplug(model)
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_unplugging_external_experts_is_refused(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"), experts="external")
+    with pytest.raises(ValueError, match="resident"):
+        unplug(model)
+
+
+def test_external_without_a_source_says_so(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"), experts="external")
+    for layer in discover(model):
+        layer.experts.source = None
+    with pytest.raises(RuntimeError, match="nothing supplies them"):
+        model(torch.tensor([[5]]))
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
+        open_model(tmp_path / "nowhere" / "model")
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch):
+    import huggingface_hub
+
+    def offline(*_, **__):
+        raise ConnectionError("no network")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(FileNotFoundError, match="hub id"):
+        open_model("some/model")
+
+
+def test_a_dense_model(tmp_path):
+    config = transformers.LlamaConfig(**tiny.COMMON, intermediate_size=48)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="dense"):
+        open_model(tmp_path)
+
+
+def test_an_unknown_architecture(tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "moonbeam"}))
+    with pytest.raises(ValueError, match="moonbeam.*upgrade transformers"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("how", ["cut off", "no header", "empty", "header cut"])
+def test_a_damaged_file(tmp_path, how):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    file = next(folder.glob("*.safetensors"))
+    raw = file.read_bytes()
+    file.write_bytes({"cut off": raw[:-7], "no header": raw[:8] + b"{" * (len(raw) - 8), "empty": b"",
+                      "header cut": raw[:40]}[how])
+    for experts in ("resident", "external"):
+        with pytest.raises(ValueError, match=f"{file.name}.*again"):
+            open_model(folder, experts=experts)
+
+
+def test_a_missing_shard_no_weights_no_config(tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00002.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match="model-00002.safetensors"):
+        open_model(folder)
+    for file in folder.glob("model*"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="no .safetensors files"):
+        open_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        open_model(folder)
+
+
+def test_an_unknown_way_to_open(tmp_path):
+    with pytest.raises(ValueError, match="resident.*external"):
+        open_model(tmp_path, experts="disk")
