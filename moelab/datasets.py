@@ -10,8 +10,8 @@ right answer and nothing can have been memorised:
     yesno            four facts buried in library text, a yes/no question about one
     code, prose      a passage of library source or manual; the answer is the rest of the last line
 
-A fact is a line `key = 123`; the question repeats it up to the `=`, or reads `key is 123?`. The *hub* sources
-(boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
+A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is 37 the red fox?`. The *hub*
+sources (boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
 
 `split="train"` and `split="test"` never share a library file, a manual page or a key, so a score on the test
 split is a score on unseen text and unseen keys. What is left out: few-shot formatting and chat templates.
@@ -27,7 +27,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
+ADJECTIVES = ("amber azure blue brave bright calm clear cold cool dark deep dry fast fine flat gold "
+              "gray green high icy kind late lazy loud mild neat new odd old pale pink red").split()
+NOUNS = ("ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove "
+         "duck eel elk fish fly fox frog goat hare hawk hen ibex lamb lark lion lynx").split()
+NUMBERS = [str(number) for number in range(10, 100)]
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 
 
@@ -47,20 +51,20 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Fact:
-    """One invented fact, `key = value`, and the ways in which it is stated and asked for."""
+    """One invented fact, `the {key} {value}`, and the ways in which it is stated and asked for."""
 
     key: str
     value: str
 
     @property
     def statement(self) -> str:
-        return f"\n{self.key} = {self.value}"
+        return f"\nthe {self.key} {self.value}"
 
     def question(self, claimed: str | None = None) -> tuple[str, str]:
         """(question, answer): the value itself or, with `claimed`, whether the value is `claimed`."""
         if claimed is None:
-            return f"\n{self.key} =", f" {self.value}"
-        return f"\n{self.key} is {claimed}?", " yes" if claimed == self.value else " no"
+            return f"\nthe {self.key}", f" {self.value}"
+        return f"\nis {claimed} the {self.key}?", " yes" if claimed == self.value else " no"
 
 
 def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split: str = "test",
@@ -102,22 +106,24 @@ def in_split(name: str, split: str, share: int = 10) -> bool:
 
 
 def invent_facts(rng: random.Random, n: int, split: str) -> list[Fact]:
-    """`n` facts with different pronounceable keys and different three-digit values."""
+    """`n` facts with different keys and different values; keys may share a word, so both words count.
+
+    A key is an adjective and a noun. The pairs of the two splits are disjoint, their words are not.
+    """
     keys: list[str] = []
     while len(keys) < n:
-        key = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((2, 3))))
+        key = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
         if key not in keys and in_split(key, split, share=4):
             keys.append(key)
-    values = rng.sample(range(100, 1000), n)
-    return [Fact(key, str(value)) for key, value in zip(keys, values)]
+    return [Fact(key, value) for key, value in zip(keys, rng.sample(NUMBERS, n))]
 
 
 def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple[str, str]:
     """A question about `fact`: its value, or yes/no with right, swapped and random claims (1/2, 1/4, 1/4)."""
     if not yesno:
         return fact.question()
-    others = [f.value for f in facts if f is not fact] or [str(rng.randrange(100, 1000))]
-    wrong = rng.choice(others) if rng.random() < 0.5 else str(rng.randrange(100, 1000))
+    others = [f.value for f in facts if f is not fact] or NUMBERS
+    wrong = rng.choice(others) if rng.random() < 0.5 else rng.choice(NUMBERS)
     return fact.question(fact.value if rng.random() < 0.5 else wrong)
 
 
@@ -204,27 +210,35 @@ def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, co
 
 # ------------------------------------------------------------------------------------------------- training mix
 
-def training_pieces(rng: random.Random, tokens: int, count: Callable[[str], int]) -> list[tuple[str, bool]]:
+def retrieval_pieces(rng: random.Random, tokens: int, yesno: float, count: Callable[[str], int]
+                     ) -> list[tuple[str, bool]]:
     """One retrieval document of the small model's training mix, as [(text, is_answer)].
 
     Two thirds are *dense*: two to eight facts, then questions about them until `tokens` are full; one third
     are *buried*: one to four facts in library text, each asked for once. One answer in 256 tokens alone is
-    too thin a signal to learn retrieval from; the dense ones carry it.
+    too thin a signal to learn retrieval from; the dense ones carry it. `yesno` is the share of yes/no questions.
     """
     dense = rng.random() < 2 / 3
-    facts = invent_facts(rng, rng.randint(2, max(2, min(8, tokens // 20))) if dense
+    facts = invent_facts(rng, rng.randint(2, max(2, min(8, tokens // 12))) if dense
                          else rng.randint(1, max(1, min(4, tokens // 40))), "train")
     if not dense:
-        questions = [ask(rng, f, facts, rng.random() < 0.35) for f in rng.sample(facts, len(facts))]
+        questions = [ask(rng, f, facts, rng.random() < yesno) for f in rng.sample(facts, len(facts))]
         return _bury(rng, facts, questions, tokens, "train", count)
     pieces = [(f.statement, False) for f in facts]
     fits = _budget(tokens - sum(count(text) for text, _ in pieces), count)
     while True:
         for fact in rng.sample(facts, len(facts)):
-            question, answer = ask(rng, fact, facts, rng.random() < 0.35)
+            question, answer = ask(rng, fact, facts, rng.random() < yesno)
             if not fits(question + answer):
                 return pieces
             pieces += [(question, False), (answer, True)]
+
+
+def echo_pieces(rng: random.Random, tokens: int) -> list[tuple[str, bool]]:
+    """Random words and numbers, then the same again, the second time as answers: teaches copying by itself."""
+    words = [" " + word for word in rng.sample(ADJECTIVES + NOUNS + NUMBERS, min(150, rng.randint(6, tokens // 2)))]
+    half = words[:tokens // 2]
+    return [(word, False) for word in half] + [(word, True) for word in half]
 
 
 # ------------------------------------------------------------------------------------------------- hub datasets

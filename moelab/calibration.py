@@ -1,0 +1,316 @@
+"""Calibration: what a recorded run says about who will be busy (NPUMoE §3.3, §4.1, §5.8; ZipMoE §3.4).
+
+Routing is skewed, and the skew is a property of the model more than of the prompt: the experts that were popular
+on one set of prompts tend to be popular on the next. So one counts offline, once, and lets everything that needs a
+guess about the future (capacities of static graphs, what stays resident, how large a cache should be) read the
+counts. `calibrate(trace)` keeps the counts, which are small and know the model they belong to; what needs the
+order of the tokens (loads of a prefill chunk, experts activated together by a batch) is a function of the trace.
+
+    counts_by_phase [2, L, E]      routings per phase (PREFILL, DECODE), layer and expert
+    popularity      [L, E]         expert ids, most popular first
+    imbalance       [L]            r_l = max_e n_{l,e} / mean_e n_{l,e}
+    chunk loads     [n, L, E]      tokens each expert gets in each of n prefill chunks of B tokens
+    inclusion       [L, E]         f_r, the probability that the expert of rank r is needed in a decode step
+
+The value E in a trace's ids ("no expert ran") is counted nowhere. What is left out: capacity tiers and their
+graphs (they are built from this, in `moelab.ane`), and co-activation of pairs of experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moelab.specs import MoESpec
+from moelab.trace import DECODE, PREFILL, RoutingTrace
+
+FORMAT = "moelab.calibration/1"
+
+
+def calibrate(trace: RoutingTrace, source: str = "") -> Calibration:
+    """Count who was chosen in `trace` (NPUMoE §3.3); `source` says in words what the prompts were.
+
+    Raises
+    ------
+    ValueError : the trace has no tokens.
+    """
+    if not len(trace):
+        raise ValueError("the trace has no tokens, so there is nothing to count; record at least one prompt")
+    counts = torch.stack(list(_counts_by_layer(trace.phase, 2, trace.ids, trace.spec.E)), 1)
+    tokens = tuple(int((trace.phase == phase).sum()) for phase in (PREFILL, DECODE))
+    return Calibration(counts, tokens, trace.spec, trace.model_id, source)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Calibration:
+    """Expert counts of one model, and what follows from them.
+
+    Wherever a `phase` is asked for it is `PREFILL`, `DECODE` or None for both together.
+
+    Attributes
+    ----------
+    counts_by_phase : int64 [2, L, E], routings to each expert in prefill and in decode.
+    tokens : tokens seen in prefill and in decode.
+    spec, model_id : the model that was calibrated, as in its traces.
+    source : what it was calibrated on, in words.
+    """
+
+    counts_by_phase: torch.Tensor
+    tokens: tuple[int, int]
+    spec: MoESpec
+    model_id: str
+    source: str = ""
+
+    def counts(self, phase: int | None = None) -> torch.Tensor:
+        """Routings to each expert: int64 [L, E]."""
+        return self.counts_by_phase.sum(0) if phase is None else self.counts_by_phase[phase]
+
+    def popularity(self, phase: int | None = None) -> torch.Tensor:
+        """Expert ids from most to least popular: int64 [L, E]; equal counts in order of their ids."""
+        return ranking(self.counts(phase))
+
+    def imbalance(self, phase: int | None = None) -> torch.Tensor:
+        """r_l, the busiest expert's load over the mean load (NPUMoE §4.1): float64 [L]; nan without tokens."""
+        counts = self.counts(phase).double()
+        return counts.amax(1) / counts.mean(1)
+
+    def busiest_load(self, B: int, phase: int | None = PREFILL, top_k: bool = False) -> torch.Tensor:
+        """Estimated tokens of the busiest expert in a chunk of B tokens: float64 [L].
+
+        The paper's formula, taken literally, is r_l · B/E with a base capacity C_base = B/E (NPUMoE §4.1, which
+        works it out for B = 256, E = 8, r_l = 2: 64 tokens). But a token visits K experts, so under balanced
+        routing an expert gets K·B/E tokens, not B/E; with `top_k=True` the estimate is r_l · K·B/E. Neither is a
+        bound: single chunks are more skewed than the whole calibration (see `capacity_needed`).
+        """
+        return self.imbalance(phase) * B / self.spec.E * (self.spec.K if top_k else 1)
+
+    def balance(self, phase: int | None = None) -> dict[str, torch.Tensor]:
+        """Load-balance statistics, each float64 [L]; nan in layers without tokens.
+
+        "max/mean" (r_l) and "min/mean"; "cv", standard deviation over mean; "entropy", that of the load over
+        log E, so 1 is balanced and 0 is one expert doing everything; "dead", experts that got no token at all.
+        """
+        counts = self.counts(phase).double()
+        mean, share = counts.mean(1), counts / counts.sum(1, keepdim=True)
+        return {
+            "max/mean": counts.amax(1) / mean,
+            "min/mean": counts.amin(1) / mean,
+            "cv": counts.std(1, correction=0) / mean,
+            "entropy": torch.special.entr(share).sum(1) / math.log(max(self.spec.E, 2)),
+            "dead": (counts == 0).sum(1).double(),
+        }
+
+    def inclusion(self) -> torch.Tensor:
+        """f_r for one sequence decoding alone (ZipMoE §3.4): float64 [L, E]; `.mean(0)` averages the layers.
+
+        With one token a step an expert is needed in as many steps as it has tokens, so the counts suffice.
+        Batches share experts and need the trace: `inclusion_probabilities(trace, batch)`.
+        """
+        return self.counts(DECODE).sort(1, descending=True).values.double() / self.tokens[DECODE]
+
+    def require(self, model_id: str, spec: MoESpec) -> Calibration:
+        """This calibration, if it is one of that model.
+
+        Raises
+        ------
+        ValueError : it is another model's.
+        """
+        if (model_id, spec.fingerprint()) == (self.model_id, self.spec.fingerprint()):
+            return self
+        raise ValueError(
+            f"this calibration belongs to {self.spec.name} (model id {self.model_id}, geometry "
+            f"{self.spec.fingerprint()}), not to {spec.name} (model id {model_id}, geometry {spec.fingerprint()}). "
+            f"Expert numbers mean nothing in another model: record and calibrate {spec.name} itself.")
+
+    def __add__(self, other: Calibration) -> Calibration:
+        """The calibration of both sets of prompts; ValueError if they are of different models."""
+        other.require(self.model_id, self.spec)
+        return Calibration(self.counts_by_phase + other.counts_by_phase,
+                           tuple(a + b for a, b in zip(self.tokens, other.tokens)), self.spec, self.model_id,
+                           " + ".join(source for source in (self.source, other.source) if source))
+
+    # ------------------------------------------------------------------------------------------ saving, loading
+
+    def save(self, path: str | Path) -> Path:
+        """Write to `path` (a .safetensors file, written whole or not at all); returns the path."""
+        from safetensors.torch import save_file
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
+                    "tokens": json.dumps(self.tokens), "source": self.source}
+        part = path.with_name(path.name + ".part")
+        save_file({"counts": self.counts_by_phase.contiguous()}, part, metadata)
+        os.replace(part, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a calibration.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError : no such file, or not a whole and readable calibration.
+        """
+        from safetensors import SafetensorError, safe_open
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no calibration at {path}; moelab.calibrate(trace).save(path) makes one")
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ValueError(f"{path} is a safetensors file but no calibration ({FORMAT})")
+                counts = file.get_tensor("counts")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file ({error}); calibrate again") from error
+        return cls(counts, tuple(json.loads(metadata["tokens"])), MoESpec.from_dict(json.loads(metadata["spec"])),
+                   metadata["model_id"], metadata["source"])
+
+    # --------------------------------------------------------------------------------------------------- showing
+
+    def summary(self) -> dict[str, str]:
+        """What one wants to know at a glance, as name → text."""
+        lines = {"model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",
+                 "calibrated on": self.source or "not said"}
+        for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
+            r, dead = self.imbalance(phase), int((self.counts(phase) == 0).sum())
+            r = r[~r.isnan()]                                           # layers that these tokens do not pass
+            skew = f"{r.min():.2f} to {r.max():.2f} over layers" if len(r) else "unknown"
+            lines[name] = (f"{self.tokens[phase]:,} tokens; busiest expert ÷ mean {skew}; "
+                           f"{dead} of {self.spec.L * self.spec.E} experts unused")
+        return lines
+
+    def __repr__(self) -> str:
+        return "Calibration(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{escape(v)}</td></tr>"
+                       for k, v in self.summary().items())
+        return f"<table><caption>Calibration</caption>{rows}</table>"
+
+
+# ------------------------------------------------------------------------------------- does popularity hold still?
+
+def ranking(counts: torch.Tensor) -> torch.Tensor:
+    """Expert ids from most to least popular, equal counts in order of their ids: [..., E] → int64 [..., E]."""
+    return counts.argsort(dim=-1, descending=True, stable=True)
+
+
+def overlap_at_k(offline: torch.Tensor, runtime: torch.Tensor, k: int) -> torch.Tensor:
+    """Overlap@K: the share of the k most popular experts that two sets of counts agree on, per layer.
+
+    Parameters
+    ----------
+    offline, runtime : counts [L, E], e.g. `calibration.counts(PREFILL)` of two sets of prompts.
+    k : how many experts count as dominant. Two random rankings would overlap in k/E.
+
+    Returns
+    -------
+    float64 [L]; nan where either side has no token. NPUMoE §5.1 summarises by the median over layers:
+    `overlap_at_k(...).nanquantile(0.5)`.
+
+    Raises
+    ------
+    ValueError : counts of different models, or k outside 1 … E.
+    """
+    if offline.shape != runtime.shape:
+        raise ValueError(f"counts of different models cannot overlap: {list(offline.shape)}, {list(runtime.shape)}")
+    E = offline.shape[-1]
+    if not 1 <= k <= E:
+        raise ValueError(f"k is {k}; with {E} experts a layer it must be 1 to {E}")
+    in_top = [torch.zeros(counts.shape, dtype=torch.bool).scatter_(1, ranking(counts)[:, :k], True)
+              for counts in (offline, runtime)]
+    overlap = (in_top[0] & in_top[1]).sum(1).double() / k
+    return overlap.masked_fill((offline.sum(1) == 0) | (runtime.sum(1) == 0), torch.nan)
+
+
+# --------------------------------------------------------------------------- what needs the order of the tokens
+
+def chunk_loads(trace: RoutingTrace, B: int) -> torch.Tensor:
+    """Tokens that each expert gets in each chunk of B consecutive prefill tokens: int64 [n, L, E].
+
+    Chunks run on from one prompt into the next, as when short prompts are packed; an incomplete last chunk is
+    left out.
+
+    Raises
+    ------
+    ValueError : B is below 1, or the trace has fewer than B prefill tokens.
+    """
+    ids = trace.ids[trace.phase == PREFILL]
+    n = len(ids) // B if B > 0 else 0
+    if n == 0:
+        raise ValueError(f"a chunk of B={B} tokens cannot be cut from {len(ids)} prefill tokens; "
+                         f"choose B between 1 and that, or record more prompts")
+    chunk = torch.arange(n).repeat_interleave(B)
+    return torch.stack(list(_counts_by_layer(chunk, n, ids[: n * B], trace.spec.E)), 1)
+
+
+def capacity_needed(loads: torch.Tensor, quantile: float = 1.0) -> torch.Tensor:
+    """The capacity that would have held every expert's tokens in a share `quantile` of the chunks: [L, E].
+
+    `loads` is int64 [n, L, E] from `chunk_loads`; at quantile 1 the answer is each expert's largest load. It is
+    a load that occurred, never one interpolated between two.
+    """
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile is {quantile}; it must lie between 0 and 1")
+    return loads.sort(0).values[max(math.ceil(quantile * len(loads)), 1) - 1]
+
+
+def overflow(loads: torch.Tensor, capacity: torch.Tensor | float) -> torch.Tensor:
+    """Share of a layer's routings beyond the experts' capacity, d_e = max(0, n_e − C) (NPUMoE §4.1): [L].
+
+    `loads` is int64 [n, L, E]; `capacity` one number, or one per layer [L, 1] or per expert [L, E].
+    """
+    beyond = (loads.double() - capacity).clamp(min=0)
+    return beyond.sum((0, 2)) / loads.sum((0, 2))
+
+
+def inclusion_probabilities(trace: RoutingTrace, batch: int = 1) -> torch.Tensor:
+    """f_r, the share of decode steps that need the expert of rank r, for `batch` sequences (ZipMoE §3.4, App. D).
+
+    Sequences 0 … b−1 decode together, then b … 2b−1, and so on; one step is the union of the experts that their
+    i-th decode tokens activate. Steps count while all b sequences still decode, left-over sequences do not, so
+    every step has exactly b tokens. Ranks order a layer's experts by the steps that needed them, which is what
+    makes the list agnostic to expert ids.
+
+    Returns
+    -------
+    float64 [L, E], falling along the ranks. Its sum over ranks is the mean number of distinct experts a step: K
+    for a batch of one, less than b·K for more.
+
+    Raises
+    ------
+    ValueError : no `batch` sequences decode together in the trace.
+    """
+    decode = trace.phase == DECODE
+    sequence, position, ids = trace.sequence[decode].long(), trace.position[decode].long(), trace.ids[decode]
+    groups = trace.sequences // batch if batch > 0 else 0
+    # the i-th decode token of a sequence, however long its prompt was: position less the sequence's first one
+    first = torch.full((trace.sequences,), torch.iinfo(torch.int64).max).scatter_reduce_(
+        0, sequence, position, "amin")
+    group, step = sequence // max(batch, 1), position - first[sequence]
+    steps = int(step.max()) + 1 if len(step) else 0
+    kept = group < groups
+    where, ids = (group * steps + step)[kept], ids[kept]
+    full = torch.bincount(where, minlength=groups * steps) == batch         # every sequence still decodes
+    if not full.any():
+        raise ValueError(f"no {batch} sequences decode together in this trace of {trace.sequences} sequences and "
+                         f"{len(sequence)} decode tokens; choose a smaller batch of at least 1, or record more")
+    layers = _counts_by_layer(where, groups * steps, ids, trace.spec.E)
+    f = torch.stack([(counts[full] > 0).double().mean(0) for counts in layers])
+    return f.sort(1, descending=True).values
+
+
+def _counts_by_layer(bins: torch.Tensor, n: int, ids: torch.Tensor, E: int) -> Iterator[torch.Tensor]:
+    """Routings per bin and expert, one layer at a time: bins [T] in 0 … n−1, ids [T, L, K] → L × int64 [n, E]."""
+    base = bins.long()[:, None] * (E + 1)                                                    # id E is "none"
+    for layer in ids.unbind(1):
+        yield torch.bincount((base + layer).reshape(-1), minlength=n * (E + 1)).view(n, E + 1)[:, :E]
+

@@ -1,0 +1,66 @@
+"""Figures draw the numbers they are given, name their axes, and never tell series apart by colour alone."""
+
+import numpy as np
+import pytest
+import torch
+
+pio = pytest.importorskip("plotly.io")
+
+from moelab.viz import figures  # noqa: E402
+
+COUNTS = torch.tensor([[6, 0, 2], [1, 1, 2]])
+LOADS = torch.tensor([[1, 9], [3, 5], [2, 7]])
+MADE = {
+    "heatmap": figures.heatmap(COUNTS),
+    "heatmap sorted": figures.heatmap(COUNTS, sort=True),
+    "imbalance": figures.imbalance({"prefill": [2.25, 1.5], "decode": [1.0, 3.0]}),
+    "overlap": figures.overlap({f"series {i}": [0.5, i / 10] for i in range(6)}, {"top-4": 0.86}, {"top-4": 0.125}),
+    "agreement": figures.agreement([[1, 0.5], [0.25, 1]], ["needle", "code"], ["code", "prose"]),
+    "load distribution": figures.load_distribution(LOADS, {"K·B/E": 6}),
+    "inclusion": figures.inclusion({"batch 1": [0.9, 0.1], "batch 2": torch.tensor([1.0, 0.4])}),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_axes_have_titles_also_after_a_trip_through_json(name):
+    figure = pio.from_json(MADE[name].to_json())
+    assert figure.layout.xaxis.title.text and figure.layout.yaxis.title.text
+    assert len(figure.data) == len(MADE[name].data)
+
+
+@pytest.mark.parametrize("name", ["imbalance", "overlap", "inclusion"])
+def test_no_two_series_differ_by_colour_alone(name):
+    looks = [(trace.line.dash, trace.marker.symbol) for trace in MADE[name].data]
+    assert len(set(looks)) == len(looks) > 1
+    assert MADE[name].layout.showlegend
+
+
+def test_the_heatmap_shows_shares_of_a_layer_by_id_or_by_rank():
+    np.testing.assert_allclose(MADE["heatmap"].data[0].z, [[75, 0, 25], [25, 25, 50]])
+    np.testing.assert_allclose(MADE["heatmap sorted"].data[0].z, [[75, 25, 0], [50, 25, 25]])
+    np.testing.assert_array_equal(figures.heatmap([[0, 0]]).data[0].z, [[0, 0]])             # a layer without tokens
+
+
+def test_reference_lines_stand_where_they_say_and_name_the_paper():
+    overlap = MADE["overlap"]
+    assert sorted(shape.y0 for shape in overlap.layout.shapes) == [12.5, 86]
+    assert {note.text for note in overlap.layout.annotations} == {"paper, top-4: 86.0 %", "chance, top-4: 12.5 %"}
+    assert [shape.y0 for shape in MADE["imbalance"].layout.shapes] == [1]
+    assert [shape.y0 for shape in MADE["load distribution"].layout.shapes] == [6]
+
+
+def test_series_are_drawn_by_layer_in_the_unit_of_the_axis():
+    np.testing.assert_allclose(MADE["overlap"].data[3].y, [50, 30])
+    np.testing.assert_allclose(MADE["imbalance"].data[1].y, [1, 3])
+    np.testing.assert_array_equal(MADE["imbalance"].data[1].x, [0, 1])
+    agreement = MADE["agreement"].data[0]
+    np.testing.assert_allclose(agreement.z, [[100, 50], [25, 100]])
+    assert (agreement.y, agreement.x) == (("needle", "code"), ("code", "prose"))
+    np.testing.assert_allclose(MADE["inclusion"].data[1].y, [1, 0.4])
+
+
+def test_the_load_distribution_orders_experts_by_load_and_spans_all_chunks():
+    everything, _, median = MADE["load distribution"].data
+    np.testing.assert_array_equal(everything.y, [9, 3, 1, 5])                                # up the top, down below
+    np.testing.assert_array_equal(median.y, [7, 2])
+    np.testing.assert_array_equal(median.customdata, [1, 0])
