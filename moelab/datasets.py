@@ -159,15 +159,17 @@ def _budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
 
 
 def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bool]) -> list[str]:
-    """Consecutive lines of one text, each with its leading newline, as many as `fits` lets in."""
-    lines = rng.choice(library(kind, split)).split("\n")
-    start = rng.randrange(len(lines))
+    """Lines from a random place on, each with its leading newline, as many as `fits` lets in.
+
+    Where a text ends, another one begins at a random place of its own.
+    """
     taken: list[str] = []
-    for line in lines[start:] + lines[:start]:
-        if not fits("\n" + line):
-            break
-        taken.append("\n" + line)
-    return taken
+    while True:
+        lines = rng.choice(library(kind, split)).split("\n")
+        for line in lines[rng.randrange(len(lines)):]:
+            if not fits("\n" + line):
+                return taken
+            taken.append("\n" + line)
 
 
 def _bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]], tokens: int, split: str,

@@ -1,0 +1,134 @@
+"""Prompts: right answers, unseen keys and text, lengths, and what is said when a source cannot be had."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moelab
+from moelab import datasets
+
+
+def words(text: str) -> int:
+    """A crude token count that needs no model: words, numbers, signs and newlines."""
+    return len(re.findall(r"\w+|[^\w ]", text))
+
+
+@pytest.mark.parametrize("source", datasets.GENERATED)
+def test_generated_prompts_are_reproducible_and_fit(source):
+    first, again = (datasets.prompts(source, 8, tokens=200, seed=3, count=words) for _ in range(2))
+    assert first == again
+    assert first != datasets.prompts(source, 8, tokens=200, seed=4, count=words)
+    for prompt in first:
+        assert prompt.source == source and prompt.answer
+        assert words(prompt.text + prompt.answer) <= 200
+        if source != "lookup":
+            assert words(prompt.text) > 120             # filled up to the last line that fits
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), source=st.sampled_from(["needle", "needle_multikey", "lookup", "yesno"]))
+def test_the_answer_is_the_one_the_facts_give(seed, source):
+    """Reads the facts back out of the prompt with a regular expression and answers the question from them."""
+    prompt = datasets.prompts(source, 1, tokens=160, seed=seed, count=words)[0]
+    *body, question = prompt.text.split("\n")
+    facts = {m[1]: m[2] for line in body if (m := re.fullmatch(r"the (\w+ \w+) (\d\d)", line))}
+    assert len(facts) == {"needle": 1, "needle_multikey": 4, "lookup": 8, "yesno": 4}[source]
+    if source == "yesno":
+        claimed, key = re.fullmatch(r"is (\d\d) the (\w+ \w+)\?", question).groups()
+        assert prompt.answer == (" yes" if facts[key] == claimed else " no")
+        assert prompt.choices == (" yes", " no")
+    else:
+        assert prompt.answer == " " + facts[question.removeprefix("the ")]
+
+
+def test_yes_and_no_are_equally_likely():
+    answers = [p.answer for p in datasets.prompts("yesno", 400, tokens=100, count=words)]
+    assert 150 < answers.count(" yes") < 250
+
+
+def test_library_answers_continue_the_text():
+    for kind in ("code", "prose"):
+        for prompt in datasets.prompts(kind, 5, tokens=128, count=words):
+            *lines, last = (prompt.text + prompt.answer).strip("\n").split("\n")
+            known = {line for text in datasets.library(kind, "test") for line in text.split("\n")}
+            assert last in known and known.issuperset(lines)
+
+
+def test_splits_share_nothing():
+    for kind in ("code", "prose"):
+        assert not set(datasets.library(kind, "train")) & set(datasets.library(kind, "test"))
+        assert len(datasets.library(kind, "test")) > 10
+    keys = {split: {f"{a} {n}" for a in datasets.ADJECTIVES for n in datasets.NOUNS if datasets.in_split(
+        f"{a} {n}", split, share=4)} for split in ("train", "test")}
+    assert not keys["train"] & keys["test"]
+    assert min(map(len, keys.values())) > 100
+    for split in keys:
+        texts = [p.text for p in datasets.prompts("needle_multikey", 20, tokens=120, split=split, count=words)]
+        assert {m for t in texts for m in re.findall(r"\nthe (\w+ \w+) \d\d\n", t)} <= keys[split]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"source": "wiki"}, "unknown prompt source.*needle"), ({"source": "needle", "split": "dev"}, "train.*test"),
+    ({"source": "needle", "n": 0}, "at least one"), ({"source": "needle", "tokens": 8}, "at least 64")])
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        moelab.prompts(**{"n": 1, "count": words, **arguments})
+
+
+# ----------------------------------------------------------------------------------------------------- hub sources
+
+ROWS = {
+    "google/boolq": {"passage": "Water boils.", "question": "does water boil", "answer": True},
+    "Rowan/hellaswag": {"ctx": "She", "endings": ["runs.", "flies.", "sinks.", "sings."], "label": "2"},
+    "openai/gsm8k": {"question": "1 + 1?", "answer": "It is 2. #### 2"},
+    "Aeala/ShareGPT_Vicuna_unfiltered": {"conversations": [{"from": "human", "value": "Hello"}]},
+    "simonjegou/ruler": {"context": "Lots of text. ", "question": "Where?", "answer_prefix": " It is", "answer": ["there"]},
+}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the package `datasets`; returns what was asked of it."""
+    asked = []
+
+    def load_dataset(name, configuration=None, split=None):
+        asked.append((name, configuration, split))
+        return [ROWS[name]] * 5
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+@pytest.mark.parametrize("source, answer", [("boolq", " yes"), ("hellaswag", " sinks."), ("gsm8k", " It is 2. #### 2"),
+                                            ("sharegpt", ""), ("ruler", " there")])
+def test_hub_rows_become_prompts(hub, source, answer):
+    found = datasets.prompts(source, 3, tokens=4096, count=words)
+    assert len(found) == 3 and {p.answer for p in found} == {answer} and all(p.text for p in found)
+    if source == "ruler":
+        assert hub[0][1] == "4096"
+
+
+def test_too_few_short_rows(hub):
+    with pytest.raises(ValueError, match="only 5 prompts"):
+        datasets.prompts("boolq", 6, count=words)
+    with pytest.raises(ValueError, match="only 0 prompts"):
+        datasets.prompts("boolq", 1, tokens=2, count=words)
+
+
+def test_no_network_names_the_offline_sources(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("no route to host")
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(RuntimeError, match="network.*needle"):
+        datasets.prompts("boolq", 1, count=words)
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RuntimeError, match="package `datasets`"):
+        datasets.prompts("gsm8k", 1, count=words)
