@@ -238,7 +238,7 @@ class _HiddenSink:
 
     def __init__(self, hidden: bool | str | Path) -> None:
         self.folder = temporary_folder() if hidden is True else None
-        self.path = Path(self.folder.name) / "trace.safetensors" if self.folder else Path(hidden)  # type: ignore[arg-type]
+        self.path = Path(self.folder.name) / "trace.safetensors" if self.folder else Path(str(hidden))
         self.spill = hidden is not True
         self.parts: dict[str, list[Tensor]] = {name: [] for name in HIDDEN}
         self.files: dict[str, GrowingTensor] = {}

@@ -88,7 +88,8 @@ ROWS = {
     "Rowan/hellaswag": {"ctx": "She", "endings": ["runs.", "flies.", "sinks.", "sings."], "label": "2"},
     "openai/gsm8k": {"question": "1 + 1?", "answer": "It is 2. #### 2"},
     "Aeala/ShareGPT_Vicuna_unfiltered": {"conversations": [{"from": "human", "value": "Hello"}]},
-    "simonjegou/ruler": {"context": "Lots of text. ", "question": "Where?", "answer_prefix": " It is", "answer": ["there"]},
+    "simonjegou/ruler": {"context": "Lots of text. ", "question": "Where?", "answer_prefix": " It is",
+                         "answer": ["there"]},
 }
 
 

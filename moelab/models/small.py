@@ -119,7 +119,8 @@ def build_model(recipe: Recipe, seed: int | None = None) -> torch.nn.Module:
         moe_intermediate_size=recipe.intermediate, num_hidden_layers=recipe.layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, num_experts=recipe.experts, num_experts_per_tok=recipe.experts_per_token,
         norm_topk_prob=True, max_position_embeddings=2048, decoder_sparse_step=1, mlp_only_layers=[],
-        rope_parameters={"rope_type": "default", "rope_theta": 200.0}, tie_word_embeddings=False, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0}, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=0, pad_token_id=0)
     torch.manual_seed(recipe.seed if seed is None else seed)
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="grouped_mm")
 

@@ -19,8 +19,8 @@ finds facts that are stated in its context, and is good for nothing else.
 
 | | |
 |---|---|
-| architecture | `qwen3_moe`: {layers} MoE layers, {experts} experts, top-{experts_per_token}, H {hidden}, I {intermediate}, \
-vocabulary {vocabulary} |
+| architecture | `qwen3_moe`: {layers} MoE layers, {experts} experts, top-{experts_per_token} |
+| sizes | H {hidden}, I {intermediate}, vocabulary {vocabulary} |
 | files | {size:.1f} MB of bf16 safetensors, config, tokenizer: plain `transformers` opens the folder |
 | trained on | the sources and manual pages of Python {python}'s standard library, and generated facts and questions |
 | recipe | `moelab/models/small.py`; `python -m moelab train-small DESTINATION` repeats it |
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
     import torch
 
     from moelab.models.opening import open_model
-    from moelab.models.scores import score_small
+    from moelab.bench.scores import score_small
     recipe = Recipe(seed=args.seed)
     if args.steps is not None:
         if args.steps < len(recipe.phases):

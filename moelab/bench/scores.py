@@ -30,7 +30,8 @@ def right_answers(model: Any, prompts: Sequence[Prompt], batch_size: int = 16) -
     right: list[bool] = []
     encode = model.tokenizer
     for first in progress(range(0, len(prompts), batch_size), "answering", unit="batch"):
-        pairs = [(encode(p.text)["input_ids"], encode(p.answer)["input_ids"]) for p in prompts[first:first + batch_size]]
+        batch = prompts[first:first + batch_size]
+        pairs = [(encode(p.text)["input_ids"], encode(p.answer)["input_ids"]) for p in batch]
         longest = max(len(q) + len(a) for q, a in pairs)
         ids = torch.zeros(len(pairs), longest, dtype=torch.long)            # [B, S], padded right: causal
         for row, (question, answer) in enumerate(pairs):

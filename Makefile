@@ -1,0 +1,56 @@
+# make reproduce   run every notebook and write results/report.html
+# make test        run the tests
+# make lab         open JupyterLab
+# make clean       remove .venv and caches; results stay
+#
+# The first three make .venv when it is missing, and again when pyproject.toml or constraints.txt changed.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+CANDIDATES := python3.11 python3.12 python3.13 python3 python
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+# as many test processes as there are cores, at most four; each keeps torch to one thread
+TEST_FLAGS ?= -n auto --maxprocesses 4 --dist worksteal
+
+.PHONY: help reproduce test lab clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+reproduce: $(INSTALLED)
+	@$(PYTHON) -m moelab reproduce
+
+test: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS)
+
+lab: $(INSTALLED)
+	@$(PYTHON) -m jupyter lab notebooks
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis
+	find moelab tests notebooks -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is touched last, so an installation that was cut off is taken up again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@rm -f $@; \
+	if ! { $(PYTHON) -c '$(SUITABLE)' && $(PYTHON) -m pip --version; } >/dev/null 2>&1; then \
+	  python=; \
+	  for candidate in $(CANDIDATES); do \
+	    if $$candidate -c '$(SUITABLE)' >/dev/null 2>&1; then python=$$candidate; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "moelab needs Python 3.11, 3.12 or 3.13; none of $(CANDIDATES) is one." >&2; exit 1; \
+	  fi; \
+	  echo "Making $(VENV) with $$($$python --version)"; \
+	  rm -rf $(VENV); \
+	  if ! $$python -m venv $(VENV) >$(VENV).log 2>&1; then \
+	    cat $(VENV).log >&2; rm -rf $(VENV) $(VENV).log; \
+	    echo "$$python cannot make virtual environments; on Debian or Ubuntu: apt-get install python3-venv" >&2; \
+	    exit 1; \
+	  fi; \
+	  rm -f $(VENV).log; \
+	fi; \
+	echo "Installing moelab and what it needs into $(VENV); the first time takes minutes"; \
+	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
+	$(PYTHON) -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[lab,ane,test]' && touch $@

@@ -1,0 +1,58 @@
+"""The command line: `python -m moelab COMMAND`, or `moelab COMMAND` once installed.
+
+A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one line in COMMANDS; it
+is imported only when it is chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+#: name → (module, what it does)
+COMMANDS = {
+    "reproduce": ("moelab.lab.reproduce", "run the notebooks and write the report"),
+    "run": ("moelab.lab.runner", "run one notebook, with parameters"),
+    "check": ("moelab.lab.check", "compare the newest runs with results/baseline"),
+    "bench": ("moelab.bench", "measure on this machine"),
+    "train-small": ("moelab.bench.card", "train the small model again"),
+}
+
+
+def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
+    """The parser; only the chosen command's arguments are known to it."""
+    parser = argparse.ArgumentParser(prog="moelab", description="Mixture-of-experts models on machines too small "
+                                                                "for them.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (module, purpose) in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        if name == chosen:
+            implementation = importlib.import_module(module)
+            implementation.add_arguments(command)
+            command.set_defaults(main=implementation.main)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 (it found a failure), 2 (bad input), 130 (interrupted)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = build_parser(arguments).parse_args(arguments)
+    try:
+        return args.main(args)
+    except KeyboardInterrupt:
+        print("\nmoelab: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, LookupError, OSError, RuntimeError, ImportError) as error:
+        if args.debug:
+            raise
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"moelab: {message or type(error).__name__}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""What the process of one notebook does: papermill, then a look at what papermill overlooks.
+
+The runner starts `python -m moelab.lab.execute` and writes one line of JSON to its standard input; when that
+input closes, because the runner ended or was killed, this process ends too and its kernel follows. It leaves the
+executed notebook and, after a failure, `error.txt` in the run directory: first a sentence, then the traceback.
+
+Papermill takes three things for success that are none: an exception inside a widget's callback (it lands in the
+widget's state), a notebook bound to another interpreter's kernel, and a parameter that does not exist (refused
+before, in the runner). The first two are dealt with here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moelab.progress import progress
+
+WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
+PLOTLY = "application/vnd.plotly.v1+json"
+
+
+class _Watch:
+    """Which cell is running, told every ten seconds even when it takes long."""
+
+    def __init__(self, bar: progress) -> None:
+        self.bar, self.cell = bar, None
+        self._end = threading.Event()
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def started(self, cell: Any, cell_index: int) -> None:
+        self.cell = cell
+        self.bar.note(f"now: {first_line(cell)}")
+
+    def executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
+        self.bar.update()
+
+    def stop(self) -> None:
+        self._end.set()
+
+    def _tick(self) -> None:
+        while not self._end.wait(10):
+            self.bar.update(0)
+
+
+def first_line(cell: Any) -> str:
+    """The first line of code of a cell that is no comment; the first line if all are."""
+    lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith("#")), lines[0] if lines else "")[:60]
+
+
+def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: float, pictures: bool) -> str | None:
+    """Execute a notebook into a run directory; returns what went wrong, or None.
+
+    Parameters
+    ----------
+    notebook, directory : absolute paths.
+    parameters : name → value, already checked.
+    timeout : seconds that one cell may take.
+    pictures : also draw the figures as PNG, where that works.
+    """
+    import nbformat
+    import papermill
+    from ipykernel.kernelspec import get_kernel_dict
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+
+    class ThisInterpreter(AsyncKernelManager):
+        """The kernel of the running Python, whatever kernelspecs are installed for the user."""
+
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=50"]))
+
+    source, output = Path(notebook), Path(directory) / Path(notebook).name
+    cells = sum(cell.cell_type == "code" for cell in nbformat.read(source, 4).cells) + bool(parameters)
+    error = None
+    for attempt in (1, 2):
+        with progress(total=cells, desc=source.stem, unit="cells") as bar:
+            watch = _Watch(bar)
+            try:
+                papermill.execute_notebook(
+                    str(source), str(output), parameters, kernel_name="python3", language="python",
+                    progress_bar=False, execution_timeout=timeout, kernel_manager_class=ThisInterpreter,
+                    on_cell_start=watch.started, on_cell_executed=watch.executed)
+                error = None
+            except Exception as failure:
+                error = explain(failure, watch.cell, timeout)
+            finally:
+                watch.stop()
+        if error is None or watch.cell is not None:     # again only where the kernel did not even start
+            break
+    if output.exists():
+        executed = nbformat.read(output, 4)
+        if error is None:
+            error = "\n\n".join(widget_errors(executed)) or None
+        tidy(executed)
+        if error is None and pictures:
+            add_pictures(executed, Path(directory))
+        part = output.with_suffix(".part")
+        nbformat.write(executed, part)
+        os.replace(part, output)
+    return error
+
+
+def explain(error: Exception, cell: Any, timeout: float) -> str:
+    """A sentence for people, then the traceback where there is one."""
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from papermill.exceptions import PapermillExecutionError, strip_color
+    where = f"in the cell that begins `{first_line(cell)}`" if cell is not None else "before the first cell"
+    if isinstance(error, PapermillExecutionError):
+        trace = strip_color("\n".join(error.traceback))
+        return f"{error.ename}: {strip_color(error.evalue)} ({where})\n\n{trace}"
+    if isinstance(error, CellTimeoutError):
+        return f"a cell took longer than {timeout:g} s, {where}; allow more with --timeout, or try -p smoke=true"
+    if isinstance(error, DeadKernelError):
+        return f"the kernel died {where}; most often the machine ran out of memory, so try smaller parameters"
+    return f"{type(error).__name__}: {error} ({where})"
+
+
+def widget_errors(notebook: Any) -> Iterator[str]:
+    """The exceptions that were caught in the notebook's Output widgets, each with its traceback."""
+    from papermill.exceptions import strip_color
+    states = notebook.metadata.get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
+    for model in states.values():
+        if model.get("model_name") != "OutputModel":
+            continue
+        for output in model.get("state", {}).get("outputs", ()):
+            if output.get("output_type") == "error":
+                trace = strip_color("\n".join(output.get("traceback", ())))
+                yield f"{output['ename']}: {output['evalue']} (inside the callback of a widget)\n\n{trace}"
+
+
+def tidy(notebook: Any) -> None:
+    """Drop what only a live kernel could use: widget state and views (their text stays)."""
+    notebook.metadata.pop("widgets", None)
+    for output in _displays(notebook):
+        output.data.pop(WIDGET_VIEW, None)
+
+
+def add_pictures(notebook: Any, directory: Path) -> None:
+    """Add a PNG beside every plotly figure, for viewers that run no scripts; nothing happens without a browser."""
+    figures = [output for output in _displays(notebook) if PLOTLY in output.data]
+    if not figures:
+        return
+    from base64 import b64encode
+
+    from moelab.viz.theme import render_png
+    for output, png in zip(figures, render_png([output.data[PLOTLY] for output in figures])):
+        output.data["image/png"] = b64encode(png).decode()
+        if name := output.metadata.get("moelab_figure"):
+            (directory / "figures" / f"{name}.png").write_bytes(png)
+
+
+def _displays(notebook: Any) -> Iterator[Any]:
+    """The outputs that show something."""
+    return (output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output)
+
+
+def _end_with_the_runner() -> None:
+    os.read(sys.stdin.fileno(), 1)      # returns when the runner closes the pipe, or dies
+    os._exit(1)
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    logging.disable()       # what papermill and nbclient log is in the error that is returned
+    threading.Thread(target=_end_with_the_runner, daemon=True).start()
+    error = execute(**job)
+    if error is not None:
+        (Path(job["directory"]) / "error.txt").write_text(error.strip() + "\n", encoding="utf-8")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

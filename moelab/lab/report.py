@@ -1,0 +1,125 @@
+"""One static page of the newest finished run of every notebook: parameters, metrics, claims, figures.
+
+The page is a single file that works without a network: plotly.js is inside, once. It is made of headings, tables
+and figures in the order of the notebooks, every figure with its caption and its description, so it can be read
+by a screen reader and printed. Left out: history; the runs themselves are kept beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from moelab.lab.results import finished_runs, read_json, results_root
+from moelab.lab.table import format_value
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, Helvetica, Arial, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 3rem; border-top: 1px solid #888; padding-top: 1.5rem; }
+table { border-collapse: collapse; margin: 1rem 0; width: 100%; }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; }
+th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8886; vertical-align: top; }
+td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+figure { margin: 1.5rem 0; } figcaption { font-style: italic; margin-top: .4rem; }
+.plot { background: white; min-height: 420px; }
+.note { opacity: .8; }
+@media print { body { max-width: none; margin: 0; font-size: 11pt; } figure, tr { break-inside: avoid; } }
+"""
+KINDS_NOTE = """Every number says what it is: <em>exact</em> (a count or a bit-for-bit check), <em>measured</em>
+(on this machine), <em>simulated</em> (our policies on a device card), <em>modelled</em> (a fitted formula) or
+<em>paper</em> (a source's figure)."""
+
+
+def write_report(results: str | Path | None = None, notebooks: list[str] | None = None) -> Path:
+    """Write results/report.html from the newest finished runs; returns its path.
+
+    Parameters
+    ----------
+    results : where results lie; see `results_root`.
+    notebooks : their names, in order; all that have a finished run without.
+    """
+    from moelab.viz.theme import plotly_js
+    root = results_root(results)
+    names = notebooks or sorted(path.name for path in (root / "runs").glob("*") if path.is_dir())
+    runs = [(name, found[-1]) for name in names if (found := finished_runs(name, root))]
+    contents = "".join(f'<li><a href="#{escape(name)}">{escape(name)}</a></li>' for name, _ in runs)
+    body = "".join(_section(name, run) for name, run in runs) or "<p>No notebook has finished yet.</p>"
+    page = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>moelab: results</title>
+<style>{STYLE}</style>
+<script>{plotly_js()}</script>
+</head>
+<body>
+<main>
+<h1>moelab: results</h1>
+<p class="note">{KINDS_NOTE}</p>
+<nav aria-label="Notebooks"><ul>{contents}</ul></nav>
+{body}
+</main>
+</body>
+</html>
+"""
+    path = root / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(page, encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def _section(name: str, run: Path) -> str:
+    """One notebook: what it ran with, what it found, what it showed."""
+    about = read_json(run / "run.json")
+    found = read_json(run / "metrics.json") if (run / "metrics.json").exists() else {}
+    env = about["env"]
+    commit = (env["git"] or "no commit")[:12] + ("+changes" if (env["git"] or "").endswith("+changes") else "")
+    versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
+    parts = [
+        f'<section aria-labelledby="{escape(name)}"><h2 id="{escape(name)}">{escape(name)}</h2>',
+        f'<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])} '
+        f'({env["cores"]} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>',
+        _table("Parameters", ["name", "value"], [[k, v] for k, v in about["parameters"].items()]),
+        _table("Metrics", ["metric", "value", "unit", "kind"],
+               [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()]),
+        _table("Claims of the sources beside what was found here", ["source", "claim", "source's value", "here"],
+               [[f"{c['paper']} {c['section']}", c["text"], c["paper_value"], c["ours"]]
+                for c in found.get("claims", ())]),
+    ]
+    parts += [_figure(f"{name}-{key}", run / figure["file"]) for key, figure in found.get("figures", {}).items()]
+    return "\n".join(part for part in parts if part) + "</section>"
+
+
+def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
+    """A table, or nothing where there are no rows."""
+    if not rows:
+        return ""
+    heads = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+    lines = []
+    for first, *rest in rows:
+        cells = "".join(f'<td{" class=number" if isinstance(v, (int, float)) else ""}>{escape(format_value(v))}</td>'
+                        for v in rest)
+        lines.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>" \
+           f"<tbody>{''.join(lines)}</tbody></table>"
+
+
+def _figure(name: str, path: Path) -> str:
+    """A live figure; its description is what a screen reader says in its place."""
+    content = read_json(path)
+    figure = content["figure"]
+    # "</script>" inside a string would end the script element
+    data, layout = (json.dumps(figure[key]).replace("</", "<\\/") for key in ("data", "layout"))
+    return f"""<figure>
+<div class="plot" id="{escape(name)}" role="img" aria-label="{escape(content['alt'])}"></div>
+<figcaption>{escape(content['caption'])}</figcaption>
+<noscript><p>{escape(content['alt'])}</p></noscript>
+<script>Plotly.newPlot({json.dumps(name)}, {data}, {layout}, {{responsive: true, displaylogo: false}});</script>
+</figure>"""

@@ -1,0 +1,207 @@
+"""What a notebook finds, in a form that can be compared: metrics, claims and figures of one run.
+
+    run = moelab.lab.open_run("01_calibration", dict(smoke=smoke, seed=seed), seed)
+    run.metric("imbalance_prefill", 1.8, "busiest ÷ mean", "exact")
+    run.claim("NPUMoE", "§5.8", "Overlap@4 on unseen prompts", "86 %", "91 %")
+    run.figure("heatmap", fig, caption="…", alt="…")
+    run.save()
+
+Everything lands in one run directory: `metrics.json` and `figures/*.json`. Under the runner that directory is
+made, renamed when the notebook has finished, and named in MOELAB_RUN_DIR; in JupyterLab it is
+`results/runs/<notebook>/interactive-<time>/`, which the check and the report pass over. Left out: any database;
+a run is a folder that other tools can read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCHEMA = "moelab.metrics/1"
+#: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
+#: modelled: a fitted formula; paper: a source's figure
+KINDS = ("exact", "measured", "simulated", "modelled", "paper")
+UNFINISHED = (".part", ".failed")
+
+
+def results_root(results: str | Path | None = None) -> Path:
+    """Where results lie: the argument, else the environment's MOELAB_RESULTS, else `results/` of the repository."""
+    return Path(results or os.environ.get("MOELAB_RESULTS") or REPOSITORY / "results").resolve()
+
+
+def new_run_id() -> str:
+    """A name for a run that sorts by time (UTC)."""
+    return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def open_run(notebook: str, params: dict[str, Any], seed: int) -> Run:
+    """The run that a notebook writes to.
+
+    Parameters
+    ----------
+    notebook : the notebook's name without suffix, such as "01_calibration".
+    params : the parameters that determine the metrics; a check refuses to compare runs where they differ.
+    seed : the random seed.
+    """
+    directory = os.environ.get("MOELAB_RUN_DIR")
+    if not directory:
+        directory = results_root() / "runs" / notebook / f"interactive-{new_run_id()}"
+    return Run(notebook, dict(params), seed, Path(directory))
+
+
+@dataclass
+class Run:
+    """The findings of one execution of a notebook; `open_run` makes one."""
+
+    notebook: str
+    params: dict[str, Any]
+    seed: int
+    directory: Path
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    claims: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured") -> None:
+        """Note one number. The same name again replaces it, as running a cell twice should.
+
+        Raises
+        ------
+        ValueError : an unknown kind, or a value that is no finite number, text or truth value.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}")
+        self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind}
+
+    def claim(self, paper: str, section: str, text: str, paper_value: Any, ours: Any) -> None:
+        """Put a claim of a source beside what was found here.
+
+        The values are numbers or text; say in the text what kind of number ours is.
+        """
+        claim = {"paper": paper, "section": section, "text": text}
+        claim |= {"paper_value": _plain(text, paper_value), "ours": _plain(text, ours)}
+        same = [i for i, c in enumerate(self.claims) if (c["paper"], c["section"], c["text"]) == (paper, section, text)]
+        if same:
+            self.claims[same[0]] = claim
+        else:
+            self.claims.append(claim)
+
+    def figure(self, name: str, fig: Any, caption: str, alt: str) -> None:
+        """Show a plotly figure in the notebook and keep it for the report.
+
+        Parameters
+        ----------
+        name : a file name without suffix: letters, digits, `-` and `_`.
+        fig : plotly.graph_objects.Figure.
+        caption : what the figure shows, the kind of its numbers included.
+        alt : the figure in words, for those who cannot see it.
+        """
+        from moelab.viz import theme
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ValueError(f"figure name {name!r}: use letters, digits, - and _ only; it becomes a file name")
+        if not caption.strip() or not alt.strip():
+            raise ValueError(f"figure {name!r} needs a caption and a text that describes it (alt)")
+        content = {"caption": caption, "alt": alt, "figure": theme.to_json(fig)}
+        write_json(self.directory / "figures" / f"{name}.json", content)
+        self.figures[name] = {"file": f"figures/{name}.json", "caption": caption, "alt": alt}
+        theme.show(fig, caption, alt, name=name)
+
+    def save(self) -> Path:
+        """Write metrics.json; returns its path. Call it in the last cell."""
+        content = {"schema": SCHEMA, "notebook": self.notebook, "params": self.params, "seed": self.seed,
+                   "env": environment(), "metrics": self.metrics, "claims": self.claims, "figures": self.figures}
+        path = self.directory / "metrics.json"
+        write_json(path, content)
+        return path
+
+
+def _plain(name: str, value: Any) -> float | int | str | bool:
+    """`value` as JSON knows it: numpy and torch scalars become Python's."""
+    value = value.item() if getattr(value, "size", 0) == 1 or getattr(value, "shape", None) == () else value
+    if not isinstance(value, (bool, int, float, str)):
+        raise ValueError(f"{name!r} is {type(value).__name__}; it must be one number, text or truth value")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name!r} is {value}; it must be finite, so say in words what happened instead")
+    return value
+
+
+def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
+    """The finished runs of a notebook by the runner, oldest first; unfinished and interactive ones do not count."""
+    folder = results_root(results) / "runs" / notebook
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and not path.name.endswith(UNFINISHED))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; what cannot be read is named in a ValueError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); delete it or make it again") from error
+
+
+# ---------------------------------------------------------------------------------------------- the environment
+
+def environment() -> dict[str, Any]:
+    """What a run ran on: git commit, versions, device, processor, cores."""
+    packages = ("moelab", "torch", "transformers", "numpy", "numba", "zstandard", "lz4", "coremltools", "plotly")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return {"git": _git(), "versions": versions, "device": _device(), "system": platform.platform(),
+            "cpu": _cpu(), "cores": os.cpu_count()}
+
+
+def _git() -> str | None:
+    """The commit, with "+changes" where the tree differs from it; None outside a repository."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True,
+                              timeout=20).stdout.strip()
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _device() -> str:
+    """The accelerator that torch sees, if the run has loaded torch at all."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if torch is not None and torch.backends.mps.is_available():
+        return "Apple GPU (mps)"
+    return "cpu"
+
+
+def _cpu() -> str:
+    """The processor's name."""
+    try:
+        if sys.platform == "darwin":
+            return subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True,
+                                  check=True).stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return platform.processor() or platform.machine()

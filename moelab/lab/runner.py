@@ -1,0 +1,270 @@
+"""Runs a notebook headlessly, one process a notebook, and keeps the run whole or not at all.
+
+`run_notebook` checks the parameters, starts `moelab.lab.execute` in a process of its own and gives it a run
+directory that does not count until it has its final name:
+
+    results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
+    results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/, run.json
+    results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came, error.txt
+
+One process a notebook because papermill changes the working directory, which threads would share. Left out:
+running notebooks side by side (they measure, and would disturb each other).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import tokenize
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moelab.lab.results import REPOSITORY, environment, new_run_id, read_json, results_root, write_json
+
+CELL_TIMEOUT = 1200.0
+
+
+class NotebookFailed(RuntimeError):
+    """A notebook that did not run to its end; `directory` holds what there is of it."""
+
+    def __init__(self, notebook: str, error: str, directory: Path) -> None:
+        super().__init__(f"{notebook} failed: {error}\n\nThe notebook as far as it came is in {directory}")
+        self.error, self.directory = error, directory
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a notebook, as its parameters cell states it."""
+
+    name: str
+    type: str           # its annotation, or the type of its default
+    default: Any
+    help: str           # its trailing comment
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type} = {self.default!r}" + (f"   # {self.help}" if self.help else "")
+
+
+def notebooks(names: list[str] | None = None) -> list[Path]:
+    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names.
+
+    Raises
+    ------
+    FileNotFoundError : a name that fits none, with the list of those there are.
+    """
+    known = sorted((REPOSITORY / "notebooks").glob("[0-9]*.ipynb"))
+    if not names:
+        return known
+    found = []
+    for name in names:
+        path = Path(name)
+        matches = [path] if path.suffix == ".ipynb" and path.is_file() else [
+            p for p in known if p.stem == name or p.stem.split("_")[0] == name.zfill(2)]
+        if len(matches) != 1:
+            raise FileNotFoundError(f"no notebook {name!r}; there are {', '.join(p.stem for p in known) or 'none'}")
+        found.append(matches[0].resolve())
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- parameters
+
+def inspect(path: str | Path) -> dict[str, Parameter]:
+    """The parameters of a notebook, from its cell tagged "parameters": name → Parameter.
+
+    Papermill's own reader takes lines with two `=` for none, even where one is in a comment; this one parses.
+
+    Raises
+    ------
+    ValueError : the parameters cell is no plain Python.
+    """
+    cells = [cell for cell in read_json(Path(path))["cells"] if "parameters" in cell["metadata"].get("tags", ())]
+    source = "".join(cells[0]["source"]) if cells else ""
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError as error:
+        raise ValueError(f"{path}: the parameters cell must hold assignments only ({error})") from error
+    comments = {token.start[0]: token.string.lstrip("# ") for token in
+                tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
+    found = {}
+    for node in statements:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if not isinstance(target, ast.Name) or node.value is None:
+            continue
+        try:
+            default = ast.literal_eval(node.value)
+        except ValueError:
+            default = ast.unparse(node.value)       # an expression, known by its text only
+        annotated = getattr(node, "annotation", None)
+        kind = ast.unparse(annotated) if annotated is not None else type(default).__name__
+        found[target.id] = Parameter(target.id, kind, default, comments.get(node.end_lineno, ""))
+    return found
+
+
+def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The given parameters with the types that the notebook expects; text, as typed on a command line, is read.
+
+    Raises
+    ------
+    ValueError : a parameter that the notebook does not have (the message lists those it has), or a value of the
+        wrong type.
+    """
+    valid = inspect(path)
+    listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
+    unknown = [name for name in given if name not in valid]
+    if unknown:
+        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}. It has\n{listing}")
+    return {name: convert(valid[name], value) for name, value in given.items()}
+
+
+def convert(parameter: Parameter, value: Any) -> Any:
+    """`value` as the parameter's type; the error for one that cannot be says what was expected."""
+    base = parameter.type.split("[")[0].strip()
+    readers = {"bool": _read_bool, "int": int, "float": float, "str": str}
+    types = {"bool": bool, "int": int, "float": (int, float), "str": str, "list": list, "tuple": (list, tuple),
+             "dict": dict}
+    try:
+        if isinstance(value, str):
+            value = readers.get(base, _read_literal)(value)
+        expected = types.get(base, object)
+        if not isinstance(value, expected) or (isinstance(value, bool) and base in ("int", "float")):
+            raise ValueError
+    except (ValueError, SyntaxError):
+        example = {"bool": "true", "list": '\'["a", "b"]\'', "dict": '\'{"a": 1}\''}.get(base, repr(parameter.default))
+        raise ValueError(f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
+                         f"for example {parameter.name}={example}") from None
+    return float(value) if base == "float" else value
+
+
+def _read_bool(text: str) -> bool:
+    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower(), None)
+
+
+def _read_literal(text: str) -> Any:
+    """JSON, or a Python literal; where the type is unknown and neither fits, the text itself."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text
+
+
+def split_assignments(assignments: list[str]) -> dict[str, str]:
+    """["a=1", "b=x"] as a dictionary."""
+    for assignment in assignments:
+        if not assignment.partition("=")[0].isidentifier() or "=" not in assignment:
+            raise ValueError(f"-p {assignment}: write -p name=value")
+    return dict(assignment.split("=", 1) for assignment in assignments)
+
+
+# ------------------------------------------------------------------------------------------------------- running
+
+def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, results: str | Path | None = None,
+                 timeout: float = CELL_TIMEOUT) -> Path:
+    """Execute a notebook in a process of its own; returns the directory of the finished run.
+
+    Parameters
+    ----------
+    path : the notebook.
+    parameters : name → value, or → text that is read by the parameter's type.
+    results : where results lie; see `moelab.lab.results.results_root`.
+    timeout : seconds that one cell may take.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError : no such notebook; unknown or unreadable parameters.
+    NotebookFailed : a cell or a widget's callback raised, took too long, or the kernel died.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no notebook at {path}")
+    parameters = check_parameters(path, parameters or {})
+    in_force = {name: parameter.default for name, parameter in inspect(path).items()} | parameters
+    folder = results_root(results) / "runs" / path.stem
+    remove_leftovers(folder)
+    run_id = new_run_id()
+    part = folder / f"{run_id}@{platform.node()}@{os.getpid()}.part"
+    part.mkdir(parents=True)
+
+    job = {"notebook": str(path), "parameters": parameters, "directory": str(part), "timeout": timeout,
+           "pictures": in_force.get("smoke") is not True}
+    variables = {"MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(part), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    start = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"], stdin=subprocess.PIPE,
+                               cwd=REPOSITORY, env=os.environ | variables, text=True, start_new_session=True)
+    try:
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        process.wait()
+    finally:
+        process.stdin.close()       # the sign to end, if it has not
+        process.wait()
+
+    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
+    write_json(part / "run.json", {"notebook": path.stem, "parameters": in_force,
+                                   "seconds": round(time.monotonic() - start, 1), "env": environment(),
+                                   "packages": packages})
+    if process.returncode != 0:
+        failed = folder / f"{run_id}.failed"
+        os.replace(part, failed)
+        report = failed / "error.txt"
+        error = report.read_text(encoding="utf-8").strip() if report.exists() else (
+            f"its process ended with status {process.returncode} and left no word; see above")
+        raise NotebookFailed(path.stem, error, failed)
+    os.replace(part, folder / run_id)
+    return folder / run_id
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the `.part` directories of runs on this machine whose process is gone."""
+    for part in folder.glob("*@*@*.part"):
+        _, host, pid = part.stem.split("@")
+        if host != platform.node():
+            continue
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(part, ignore_errors=True)
+        except OSError:             # it runs, and belongs to somebody else
+            pass
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `run` and `reproduce` share."""
+    parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
+                        help="set a parameter of the notebook; may be given several times")
+    parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, metavar="SECONDS",
+                        help="the longest that one cell may take (%(default)g)")
+    parser.add_argument("--results", metavar="FOLDER", help="where to write (results/, or $MOELAB_RESULTS)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("notebook", help="its number, its name or a path")
+    parser.add_argument("--list", action="store_true", help="list the notebook's parameters and do nothing")
+    add_run_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    path, = notebooks([args.notebook])
+    if args.list:
+        print("\n".join(map(str, inspect(path).values())) or f"{path.stem} has no parameters")
+        return 0
+    try:
+        directory = run_notebook(path, split_assignments(args.parameter), args.results, args.timeout)
+    except NotebookFailed as failure:
+        print(f"moelab: {failure}", file=sys.stderr)
+        return 1
+    print(f"{path.stem} finished in {read_json(directory / 'run.json')['seconds']:.1f} s: {directory}")
+    return 0

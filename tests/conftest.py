@@ -1,0 +1,22 @@
+"""What every test shares: results go to a temporary folder, torch uses one thread, hypothesis takes its time."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch is loaded
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# how long an example takes depends on the machine, and says nothing about the code
+settings.register_profile("moelab", deadline=None, print_blob=True)
+settings.load_profile("moelab")
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path_factory, monkeypatch):
+    """A folder for results of its own; MOELAB_RESULTS points there."""
+    folder = tmp_path_factory.mktemp("results")
+    monkeypatch.setenv("MOELAB_RESULTS", str(folder))
+    monkeypatch.delenv("MOELAB_RUN_DIR", raising=False)
+    return folder

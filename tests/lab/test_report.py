@@ -1,0 +1,78 @@
+from html.parser import HTMLParser
+
+import pytest
+
+from moelab.__main__ import main
+from moelab.lab.report import write_report
+from moelab.lab.runner import run_notebook
+from tests.lab.conftest import GOOD
+
+pytest.importorskip("plotly")
+from moelab.viz.theme import plotly_js  # noqa: E402
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and collects what the tests ask for."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.text = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if "script" not in self.open:
+            self.text.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_the_report_has_everything_and_needs_no_network(notebook, results):
+    run_notebook(notebook("good", *GOOD))
+    library = plotly_js()
+    text = write_report().read_text()
+    assert text.count(library) == 1
+    text = text.replace(library, "")        # megabytes that the parser would read slowly
+    page = Page(text)
+    assert page.all("html") == [{"lang": "en"}] and len(page.all("h1")) == 1
+    assert [a["id"] for a in page.all("h2")] == ["good"]
+    words = " ".join(page.text)
+    for expected in ("A line & its end [exact]", "experts", "measured", "Overlap@4 <unseen>", "86 %", "91 %", "seed"):
+        assert expected in words
+    plot, = [a for a in page.all("div") if a.get("role") == "img"]
+    assert plot["aria-label"] == 'It rises from 1 to 2, "always"'
+    assert text.count("Plotly.newPlot(") == text.count('Plotly.newPlot("good-line"') == 1
+    assert not any("src" in a for a in page.all("script")) and not page.all("link") and not page.all("img")
+    assert not list(results.glob("*.part"))
+
+
+def test_a_report_of_nothing(results):
+    (results / "runs" / "x" / "20250101-1@h@1.part").mkdir(parents=True)
+    assert "No notebook has finished yet." in Page(write_report().read_text().replace(plotly_js(), "")).text
+
+
+def test_reproduce_goes_on_after_a_failure(notebook, results, capsys):
+    bad, good = notebook("bad", "raise ValueError('broken')"), notebook("good", *GOOD)
+    assert main(["reproduce", str(bad), str(good), "-p", "seed=5"]) == 1
+    told = capsys.readouterr()
+    assert "experts 3 experts [exact]" in told.out and str(results / "report.html") in told.out
+    assert "ValueError: broken" in told.out and "Traceback" in told.err
+    assert "A line &amp; its end" in (results / "report.html").read_text()
+
+
+def test_reproduce_refuses_a_parameter_that_no_notebook_has(notebook, results, capsys):
+    assert main(["reproduce", str(notebook("good", *GOOD)), "-p", "sede=5"]) == 2
+    assert "no notebook has a parameter 'sede'; they have seed, smoke" in capsys.readouterr().err
+    assert not (results / "runs").exists()

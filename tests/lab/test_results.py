@@ -1,0 +1,65 @@
+import json
+
+import numpy as np
+import pytest
+
+from moelab.lab import open_run
+from moelab.lab.results import finished_runs, write_json
+
+
+def test_an_interactive_run_writes_beside_the_others_and_does_not_count(results):
+    run = open_run("01_x", {"a": 1}, seed=3)
+    run.metric("n", 1, "", "exact")
+    path = run.save()
+    assert path.parent.name.startswith("interactive-") and path.parent.parent == results / "runs" / "01_x"
+    assert not finished_runs("01_x", results)
+    content = json.loads(path.read_text())
+    assert content["seed"] == 3 and {"git", "versions", "device", "cpu", "cores"} <= set(content["env"])
+
+
+def test_metrics_take_plain_values_and_numpy_scalars():
+    run = open_run("x", {}, 0)
+    for value in (1, 1.5, "text", True, np.float32(2.5), np.int64(7), np.bool_(True)):
+        run.metric("m", value, "B", "exact")
+        assert json.loads(json.dumps(run.metrics["m"]["value"])) == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, [1], np.ones(2), {"a": 1}])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match="'m' is"):
+        open_run("x", {}, 0).metric("m", value, "B", "exact")
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(ValueError, match="the kinds are exact, measured, simulated, modelled, paper"):
+        open_run("x", {}, 0).metric("m", 1, "B", "guessed")
+
+
+def test_a_claim_made_again_replaces_the_first():
+    run = open_run("x", {}, 0)
+    for ours in (1, 2):
+        run.claim("P", "§1", "a", 3, ours)
+        run.claim("P", "§1", "b", 3, ours)
+    assert [(c["text"], c["ours"]) for c in run.claims] == [("a", 2), ("b", 2)]
+
+
+def test_figures_need_words():
+    go = pytest.importorskip("plotly.graph_objects")
+    run = open_run("x", {}, 0)
+    for name, caption, alt in (("a/b", "c", "d"), ("a", " ", "d"), ("a", "c", "")):
+        with pytest.raises(ValueError):
+            run.figure(name, go.Figure(), caption, alt)
+
+
+def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
+    for name in ("20250102-1", "20250101-2", "20250103-1@h@1.part", "20250104-1.failed", "interactive-1"):
+        (tmp_path / "runs" / "n" / name).mkdir(parents=True)
+    assert [path.name for path in finished_runs("n", tmp_path)] == ["20250101-2", "20250102-1"]

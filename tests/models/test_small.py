@@ -1,0 +1,176 @@
+"""The small model: its recipe (batches, losses, resuming) and the shipped weights against the issue's bars."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moelab
+from moelab import datasets
+from moelab.bench import scores
+from moelab.models import small
+from moelab.models.small import Phase, Recipe
+
+
+@pytest.fixture(scope="module")
+def model():
+    return moelab.open_model()
+
+
+# ----------------------------------------------------------------------------------------------- the shipped weights
+
+def test_it_is_what_the_workbench_needs(model):
+    spec = model.spec
+    assert spec.L >= 4 and spec.E >= 16
+    assert sum(f.stat().st_size for f in small.SMALL.glob("*.safetensors")) <= 16e6
+    plain = transformers.AutoModelForCausalLM.from_pretrained(small.SMALL)
+    assert plain.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("task, bar", [("needle", 0.95), ("needle_multikey", 0.85), ("lookup", 0.90)])
+def test_retrieval_on_unseen_keys_and_text(model, task, bar):
+    """Another seed than the card's. Three standard errors below the bar would be a real fall."""
+    n = 120
+    right = np.mean(scores.right_answers(model, datasets.prompts(task, n, tokens=256, seed=77)))
+    assert right >= bar - 3 * (bar * (1 - bar) / n) ** 0.5
+
+
+def test_greedy_generation_gives_the_same_answers(model):
+    """`right_answers` reads one forward pass; this asks transformers' own generate."""
+    prompts = datasets.prompts("needle_multikey", 12, tokens=128, seed=5)
+    expected = []
+    for p in prompts:
+        ids = model.tokenizer(p.text, return_tensors="pt")
+        answer = model.tokenizer(p.answer)["input_ids"]
+        out = model.generate(**ids, max_new_tokens=len(answer), do_sample=False)
+        expected.append(out[0, ids["input_ids"].shape[1]:].tolist() == answer)
+    assert scores.right_answers(model, prompts, batch_size=5) == expected
+
+
+def test_language_loss_is_clearly_below_ngrams(model):
+    card = json.loads((small.SMALL / "card.json").read_text())["scores"]["language loss"]
+    loss = scores.language_loss(model, scores.text_windows(model.tokenizer, "test", 24, 256, seed=9)).mean()
+    assert loss < card["bigram"] - 0.4 < card["unigram"]
+    assert abs(loss - card["model"]) < 0.5          # other windows, other Python version
+
+
+def test_load_is_skewed_but_no_expert_is_dead(model):
+    texts = [p.text for source in ("needle", "code", "prose") for p in datasets.prompts(source, 12, seed=31)]
+    counts = moelab.record(model, texts).counts().double()
+    ratio = counts.amax(1) / counts.mean(1)
+    assert (counts > 0).all()
+    assert ratio.min() >= 1.2 and ratio.max() <= 3.0
+
+
+# -------------------------------------------------------------------------------------------------------- the recipe
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), tokens=st.sampled_from([32, 64, 128, 256]), yesno=st.sampled_from([0.0, 0.5]))
+def test_pieces_tokenise_apart_as_they_do_together(model, seed, tokens, yesno):
+    """An answer must be a copy of its fact's tokens, wherever it stands: retrieval cannot be learned otherwise."""
+    def ids(text):
+        return model.tokenizer(text)["input_ids"]
+    for pieces in (datasets.retrieval_pieces(random.Random(seed), tokens, yesno, lambda t: len(ids(t))),
+                   datasets.echo_pieces(random.Random(seed), tokens)):
+        assert ids("".join(text for text, _ in pieces)) == [i for text, _ in pieces for i in ids(text)]
+        assert sum(len(ids(text)) for text, _ in pieces) <= tokens
+
+
+def test_every_word_of_the_facts_is_one_token(model):
+    for word in datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS:
+        assert len(model.tokenizer(" " + word)["input_ids"]) == 1, word
+
+
+TINY = Recipe(phases=(Phase(3, 32, 0.3, 0.3, 0.0), Phase(3, 64, 0.3, 0.0, 0.5)), hidden=16, intermediate=8, layers=2,
+              experts=4, experts_per_token=2, warmup=2)
+
+
+@pytest.fixture
+def tiny_corpus(monkeypatch, model):
+    """The shipped tokenizer and a random stream: no three-second training of a tokenizer in every test."""
+    stream = np.random.default_rng(0).integers(1, 1000, 5000).astype(np.uint16)
+    monkeypatch.setattr(small, "train_tokenizer", lambda vocabulary: model.tokenizer)
+    monkeypatch.setattr(small, "corpus_ids", lambda tokenizer: stream)
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+    return load_file(next(folder.glob("*.safetensors")))
+
+
+def test_an_interrupted_training_gives_the_same_weights(tmp_path, tiny_corpus):
+    whole = small.train_small(tmp_path / "whole", TINY)
+    for stop in (1, 2):
+        small.train_small(tmp_path / "parts", TINY, stop_after=stop)
+        assert not (tmp_path / "parts").exists()
+    parts = small.train_small(tmp_path / "parts", TINY)
+    a, b = weights(whole), weights(parts)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["parts", "whole"]
+    assert moelab.open_model(parts).tokenizer("x")["input_ids"]
+
+
+def test_another_seed_gives_other_weights(tmp_path, tiny_corpus):
+    a = weights(small.train_small(tmp_path / "a", TINY))
+    b = weights(small.train_small(tmp_path / "b", replace(TINY, seed=1)))
+    assert any(not torch.equal(a[k], b[k]) for k in a)
+
+
+def test_training_never_overwrites(tmp_path, tiny_corpus):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(FileExistsError, match="not overwritten"):
+        small.train_small(tmp_path / "there", TINY)
+    small.train_small(tmp_path / "begun", TINY, stop_after=1)
+    with pytest.raises(FileExistsError, match="another recipe"):
+        small.train_small(tmp_path / "begun", replace(TINY, seed=5))
+
+
+@settings(max_examples=20, deadline=None)
+@given(T=st.integers(1, 12), E=st.integers(2, 6), seed=st.integers(0, 99), data=st.data())
+def test_balance_loss_equals_a_naive_loop(T, E, seed, data):
+    K = data.draw(st.integers(1, E))
+    layers = [torch.randn(T, E, generator=torch.Generator().manual_seed(seed + i)) for i in range(2)]
+    expected = 0.0
+    for logits in layers:
+        f, P = [0.0] * E, [0.0] * E
+        for row in logits.tolist():
+            total = sum(np.exp(v) for v in row)
+            for e in range(E):
+                P[e] += np.exp(row[e]) / total / T
+            for e in sorted(range(E), key=lambda e: -row[e])[:K]:
+                f[e] += 1 / T / K
+        expected += E * sum(a * b for a, b in zip(f, P)) / len(layers)
+    assert float(small.balance_loss(tuple(layers), K)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weighted_loss_equals_a_naive_loop():
+    g = torch.Generator().manual_seed(0)
+    logits, ids = torch.randn(3, 7, 11, generator=g), torch.randint(0, 11, (3, 7), generator=g)
+    w = torch.rand(3, 7, generator=g)
+    total = norm = 0.0
+    for b in range(3):
+        for s in range(1, 7):
+            total += float(w[b, s] * -logits[b, s - 1].log_softmax(-1)[ids[b, s]])
+            norm += float(w[b, s])
+    assert float(small.weighted_loss(logits, ids, w)) == pytest.approx(total / norm, rel=1e-5)
+
+
+def test_ngram_losses_equal_naive_counting():
+    rng = np.random.default_rng(0)
+    train, windows, V = rng.integers(0, 5, 200), rng.integers(0, 5, (3, 9)), 6
+    ones, pairs = Counter(train.tolist()), Counter(zip(train[:-1].tolist(), train[1:].tolist()))
+    first = Counter(train[:-1].tolist())
+    p1 = {v: (ones[v] + 1) / (len(train) + V) for v in range(V)}
+    steps = [(int(a), int(b)) for row in windows for a, b in zip(row[:-1], row[1:])]
+    unigram = -np.mean([np.log(p1[b]) for _, b in steps])
+    bigram = -np.mean([np.log((pairs[a, b] + 10 * p1[b]) / (first[a] + 10)) for a, b in steps])
+    assert scores.ngram_losses(train, windows, V) == pytest.approx((unigram, bigram))

@@ -1,0 +1,171 @@
+"""The design's directions of imports, read from the sources; imports inside functions count too."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "moelab"
+FILES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
+
+#: what every part may use
+COMMON = {"specs", "progress", "cards", "datasets"}
+#: part of moelab → the parts that it may import, COMMON aside
+DIRECTIONS = {
+    "specs": set(), "progress": set(), "cards": set(), "datasets": set(),
+    "models": set(),
+    "trace": {"models"},
+    "recording": {"models", "trace"},
+    "calibration": {"models", "trace"},
+    "store": set(),
+    "experts": set(),
+    "cache": {"trace"},
+    "schedule": {"trace"},
+    "speculate": {"models", "trace"},
+    "runtime": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
+    "ane": {"trace", "experts"},
+    "ndp": {"trace", "experts"},
+}
+TECHNIQUES = set(DIRECTIONS)
+DIRECTIONS["bench"] = TECHNIQUES
+DIRECTIONS["viz"] = TECHNIQUES | {"bench"}
+DIRECTIONS["lab"] = TECHNIQUES | {"bench", "viz"}
+DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
+#: above everything, so they may use what `moelab` itself exports
+FACADE_USERS = {"bench", "viz", "lab", "__main__", "__init__"}
+#: constructors that hand on to the part that knows, inside a function
+HANDED_ON = {("specs", "models"), ("specs", "cards"), ("datasets", "models")}
+#: package → the only parts that may import it
+ONLY_IN = {
+    "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},
+    "nbformat": {"lab"}, "jupyter_client": {"lab"}, "plotly": {"viz"}, "kaleido": {"viz"}, "ipywidgets": {"viz"}}
+#: package → the only parts that may import it outside a function
+AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
+                      "plotly": {"viz"}}
+WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "lab", "__main__", "__init__"}
+
+
+def part_of(path):
+    """The part of moelab that a file belongs to: its folder or, at the top, its own name."""
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """(imported dotted name, whether it is inside a function) of a file, relative imports resolved."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = ["moelab", *path.relative_to(PACKAGE).parts[:-1]]
+
+    def visit(node, inside):
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                continue            # never executed
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[:len(package) - child.level + 1] if child.level else []
+                module = ".".join(base + ([child.module] if child.module else []))
+                if module == "moelab":
+                    yield from ((f"moelab.{alias.name}", inside) for alias in child.names)
+                else:
+                    yield module, inside
+            else:
+                yield from visit(child, inside)
+    return list(visit(tree, False))
+
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+
+
+@every_file
+def test_directions(path):
+    part = part_of(path)
+    assert part in DIRECTIONS, f"{part} is new: say in DIRECTIONS what it may import"
+    for name, inside in imports(path):
+        root, _, rest = name.partition(".")
+        if root != "moelab" or (not rest and part in FACADE_USERS):
+            continue
+        other = rest.partition(".")[0]
+        assert other, "import the part that is needed, not moelab as a whole, which would hide the direction"
+        assert other in DIRECTIONS or part in FACADE_USERS, f"moelab.{other} is no part of DIRECTIONS"
+        common = {"specs", "progress"} if part in ("cards", "datasets") else set() if part in COMMON else COMMON
+        allowed = other in {part} | DIRECTIONS[part] | common or part in FACADE_USERS and other not in DIRECTIONS
+        assert allowed or inside and (part, other) in HANDED_ON, f"{part} must not import moelab.{rest}"
+
+
+@every_file
+def test_packages_that_only_one_part_may_import(path):
+    part = part_of(path)
+    for name, inside in imports(path):
+        package = name.partition(".")[0]
+        assert part in ONLY_IN.get(package, {part}), f"{package} is imported only in {ONLY_IN[package]}"
+        if not inside:
+            assert part in AT_THE_TOP_ONLY_IN.get(package, {part}), f"import {package} inside the function that uses it"
+        if part in WITHOUT_TORCH:
+            assert package != "torch", f"{part} works without torch"
+
+
+@every_file
+def test_lines_are_at_most_120_wide(path):
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    assert [number for number, line in lines if len(line) > 120] == []
+
+
+def python(code):
+    """Run code in a fresh interpreter; returns what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_moelab_loads_nothing_heavy():
+    assert python(f"import sys, moelab; print([m for m in {HEAVY} if m in sys.modules])") == "[]"
+
+
+def test_everything_but_viz_imports_where_optional_packages_are_missing():
+    """Without the packages of the extras `lab`, `ane` and `peers`."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES
+               if part_of(path) not in ("viz", "__main__") and not path.stem.endswith("_triton")]   # GPU kernels
+    assert len(modules) > 10
+    python(f"""
+import importlib, sys
+MISSING = {{"coremltools", "plotly", "ipywidgets", "papermill", "nbformat", "nbclient", "IPython", "ipykernel",
+           "jupyter_client", "kaleido", "datasets", "accelerate", "lm_eval", "zipnn", "psutil"}}
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+for name in {modules}:
+    importlib.import_module(name)
+""")
+
+
+# ------------------------------------------------------------------------ the test can fail: what it must object to
+
+@pytest.mark.parametrize("file, source", [
+    ("cache/x.py", "import plotly.graph_objects as go"),
+    ("cache/x.py", "def f():\n    from moelab.viz import theme"),
+    ("cache/x.py", "from ..lab import results"),
+    ("models/x.py", "from moelab.trace import RoutingTrace"),
+    ("models/x.py", "from moelab import trace"),
+    ("specs.py", "from moelab.models import configs"),
+    ("experts/x.py", "import moelab"),
+    ("store/x.py", "import coremltools"),
+    ("runtime/x.py", "def f():\n    import zstandard"),
+    ("runtime/x.py", "from transformers import AutoModel"),
+    ("viz/x.py", "class A:\n    def f(self):\n        import moelab.lab.runner"),
+    ("datasets.py", "import torch")])
+def test_violations_are_seen(file, source, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    with pytest.raises(AssertionError):
+        test_directions(path)
+        test_packages_that_only_one_part_may_import(path)

@@ -1,0 +1,58 @@
+import subprocess
+import sys
+
+import pytest
+
+from moelab.__main__ import COMMANDS, build_parser, main
+from moelab.lab.results import REPOSITORY
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_imports_nothing_heavy_for_it(command):
+    code = ("import sys; from moelab.__main__ import build_parser\n"
+            f"assert callable(build_parser(['{command}'])) or True\n"
+            "print([m for m in ('torch', 'transformers', 'papermill', 'plotly') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+
+
+def test_errors_are_one_line_and_status_2(capsys):
+    assert main(["run", "77"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("moelab: no notebook '77'") and "Traceback" not in told
+    with pytest.raises(FileNotFoundError):
+        main(["--debug", "run", "77"])
+    with pytest.raises(FileNotFoundError):
+        main(["run", "77", "--debug"])
+
+
+def test_an_interrupt_ends_with_130(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr("moelab.lab.check.main", interrupted)
+    assert main(["check"]) == 130
+    assert capsys.readouterr().err == "\nmoelab: interrupted\n"
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        build_parser(["chekc"]).parse_args(["chekc"])
+    assert end.value.code == 2 and "reproduce" in capsys.readouterr().err
+
+
+def test_train_small_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
+    card = pytest.importorskip("moelab.bench.card")
+    seen = []
+
+    def train(destination, recipe):
+        seen.append((destination, recipe))
+        raise RuntimeError("far enough")
+    monkeypatch.setattr(card, "train_small", train)
+    assert main(["train-small", str(tmp_path / "m"), "--seed", "5", "--steps", "420"]) == 2
+    (destination, recipe), = seen
+    assert destination == tmp_path / "m" and recipe.seed == 5 and abs(recipe.steps - 420) <= 2
+    assert main(["train-small", str(tmp_path / "m"), "--steps", "1"]) == 2
+    assert "phases" in capsys.readouterr().err
