@@ -1,0 +1,267 @@
+"""The lossless codecs in one dictionary, and how a tensor is cut into byte planes and shards for them.
+
+Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (K exponent shards a tensor, "E-chunks", and the rest in
+one "SM-chunk"). A float of w bytes is rotated left by one bit (see `moelab.store.bits`) and cut into w planes, one
+for each byte, the top one first: exponents and sign-mantissa for bf16. A plane is stored compressed, in shards
+that different threads can decode, if that saves at least 2 %, and raw otherwise: one rule for bf16, fp16, fp32
+and fp8 (whole bytes), which also finds the zero bytes of weights that were widened from a narrower type.
+
+Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in 1 … K shards.
+Left out: matching across bytes or tensors, filters, dictionaries; files (see the store).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.store import bits
+from moelab.store.bits import as_bytes
+
+try:
+    from moelab.store import huffman
+except ImportError:         # no numba: everything but the codec "huffman" works
+    huffman = None
+
+#: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs are felt.
+MIN_SHARD = 3 * (180 << 10)
+#: a plane is compressed if that leaves at most this fraction of it
+WORTH = 0.98
+_SAMPLE, _BLOCK = 1 << 15, 1 << 11      # bytes looked at, in runs of so many, to see whether a plane can be worth it
+
+
+@dataclass(frozen=True)
+class Codec:
+    """`compress(bytes-like) → bytes` and `decompress(blob, writable buffer)`; both release the GIL.
+
+    `decompress` fills the buffer to its last byte or raises ValueError, naming what is wrong.
+    """
+
+    name: str
+    compress: Callable[[Any], bytes]
+    decompress: Callable[[Any, Any], None]
+
+
+def _raw_decompress(blob: Any, out: Any) -> None:
+    source, target = as_bytes(blob), as_bytes(out, writable=True)
+    if len(source) != len(target):
+        raise ValueError(f"the raw blob has {len(source)} bytes; {len(target)} were expected")
+    np.copyto(target, source)
+
+
+def _lz4_compress(data: Any) -> bytes:
+    import lz4.block
+    return lz4.block.compress(as_bytes(data), mode="high_compression", compression=9, store_size=False)
+
+
+def _lz4_decompress(blob: Any, out: Any) -> None:
+    import lz4.block
+    target = as_bytes(out, writable=True)
+    try:
+        data = lz4.block.decompress(as_bytes(blob), uncompressed_size=len(target))
+    except lz4.block.LZ4BlockError as error:
+        raise ValueError(f"the LZ4 blob cannot be decoded into {len(target)} bytes: {error}") from None
+    if len(data) != len(target):
+        raise ValueError(f"the LZ4 blob holds {len(data)} bytes; {len(target)} were expected")
+    target[:] = np.frombuffer(data, np.uint8)
+
+
+@lru_cache
+def _zstd_options(level: int) -> dict[str, Any]:
+    """Options of a zstd compressor; level 0 stands for Huffman coding without matches.
+
+    zstd has no switch for that: these parameters starve its match finder. A nonzero `target_length` would make
+    it store literals raw.
+    """
+    import zstandard
+    if level:
+        return {"level": level}
+    return {"compression_params": zstandard.ZstdCompressionParameters(
+        window_log=17, chain_log=6, hash_log=6, search_log=1, min_match=7, target_length=0,
+        strategy=zstandard.STRATEGY_FAST)}
+
+
+def _zstd_compress(level: int) -> Callable[[Any], bytes]:
+    def compress(data: Any) -> bytes:
+        import zstandard
+        return zstandard.ZstdCompressor(**_zstd_options(level)).compress(as_bytes(data))
+    return compress
+
+
+def _zstd_decompress(blob: Any, out: Any) -> None:
+    import zstandard
+    source, target = as_bytes(blob), as_bytes(out, writable=True)
+    try:
+        size = zstandard.get_frame_parameters(source).content_size
+        if size != len(target):
+            raise ValueError(f"the zstd frame holds {size} bytes; {len(target)} were expected")
+        with zstandard.ZstdDecompressor().stream_reader(source) as reader:
+            filled = 0
+            while filled < len(target):
+                n = reader.readinto(target[filled:])
+                if not n:
+                    raise ValueError(f"the zstd frame ends after {filled} of {len(target)} bytes")
+                filled += n
+            if reader.read(1):
+                raise ValueError(f"the zstd frame goes on after {len(target)} bytes")
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None
+
+
+def _huffman_compress(data: Any) -> bytes:
+    source = as_bytes(data)
+    out = np.empty(huffman.bound(len(source)), np.uint8)
+    return out[:huffman.compress_into(source, out)].tobytes()
+
+
+#: every codec by its name; ZipMoE's own settings are lz4hc level 9 and zstd level 1
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (
+    Codec("raw", lambda data: as_bytes(data).tobytes(), _raw_decompress),
+    Codec("lz4hc", _lz4_compress, _lz4_decompress),
+    Codec("zstd", _zstd_compress(1), _zstd_decompress),
+    Codec("zstd-huffman", _zstd_compress(0), _zstd_decompress),
+)}
+if huffman is not None:
+    CODECS["huffman"] = Codec("huffman", _huffman_compress, huffman.decompress_into)
+DEFAULT = "huffman" if huffman is not None else "zstd-huffman"
+
+
+def find_codec(name: str) -> Codec:
+    """`CODECS[name]`, or a ValueError that says which there are and what a missing one needs."""
+    if name in CODECS:
+        return CODECS[name]
+    if name == "huffman":
+        raise ValueError("the codec 'huffman' needs the package numba, which is not installed here: install it, or "
+                         "convert the model with codec='zstd-huffman', which needs only zstandard")
+    raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}")
+
+
+# --------------------------------------------------------------------------------------------- planes and shards
+
+@dataclass(frozen=True)
+class Plane:
+    """One byte of every weight: `codec` and the shards, bytes-like objects, in order; a raw plane is one shard."""
+
+    codec: str
+    shards: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A compressed tensor: `n` weights in one plane for each byte of a weight, the exponents' first."""
+
+    n: int
+    planes: tuple[Plane, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Stored size in bytes."""
+        return sum(len(shard) for plane in self.planes for shard in plane.shards)
+
+
+def shards(n_bytes: int, k: int) -> int:
+    """How many shards a plane of `n_bytes` is cut into: at most `k`, and none smaller than `MIN_SHARD`."""
+    if k < 1:
+        raise ValueError(f"K is {k}; a tensor has at least one exponent shard")
+    return max(1, min(k, n_bytes // MIN_SHARD))
+
+
+def shard_bounds(n_bytes: int, k: int) -> list[tuple[int, int]]:
+    """(begin, end) of each of `k` shards of a plane; all but the last begin and end on a multiple of 64 bytes."""
+    step = -(-n_bytes // (64 * k)) * 64
+    return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(k)]
+
+
+def compress_tensor(weights: Any, codec: str = DEFAULT, K: int = 4) -> Packed:
+    """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
+
+    Parameters
+    ----------
+    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are cut into byte planes,
+        anything else is one plane of bytes.
+    codec : a key of `CODECS`.
+    K : exponent shards, fewer if they would become smaller than `MIN_SHARD`.
+    """
+    chosen, planes = find_codec(codec), _cut(weights)
+    return Packed(len(planes[0]), tuple(_pack(plane, chosen, K, exponents=not i) for i, plane in enumerate(planes)))
+
+
+def decompress_tensor(packed: Packed, out: Any, scratch: Any = None) -> None:
+    """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size.
+
+    16-bit weights are joined shard by shard, while the shard's exponents are still in the processor's cache.
+    `scratch`, a writable buffer of n bytes or more, saves an allocation.
+    Raises ValueError if a blob is damaged or the sizes do not fit.
+    """
+    target, n, width = as_bytes(out, writable=True), packed.n, len(packed.planes)
+    if len(target) != n * width:
+        raise ValueError(f"the output has {len(target)} bytes; {n} weights of {width} bytes need {n * width}")
+    if width == 1:
+        _unpack(packed.planes[0], target)
+    elif width == 2:
+        exponents, rest = packed.planes
+        room = np.empty(n, np.uint8) if scratch is None else as_bytes(scratch, writable=True)
+        words, sign_mantissa, decode = target.view(np.uint16), _plane(rest, n), find_codec(exponents.codec).decompress
+        for (begin, end), blob in zip(shard_bounds(n, len(exponents.shards)), exponents.shards):
+            decode(blob, room[:end - begin])
+            bits.join(room[:end - begin], sign_mantissa[begin:end], words[begin:end])
+    else:
+        for i, plane in enumerate(packed.planes):
+            target.reshape(n, width)[:, width - 1 - i] = _plane(plane, n)
+        words = target.view(f"u{width}")
+        words[:] = (words >> 1) | (words << (8 * width - 1))
+
+
+def _cut(weights: Any) -> list[np.ndarray]:
+    """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
+    data = as_bytes(weights)
+    if isinstance(weights, torch.Tensor):
+        width = weights.element_size() if weights.dtype.is_floating_point or weights.dtype == torch.uint16 else 1
+    else:
+        dtype = getattr(weights, "dtype", np.dtype(np.uint8))
+        width = dtype.itemsize if dtype.kind == "f" or dtype == np.uint16 else 1
+    if width == 1:
+        return [data]
+    if width == 2:
+        return list(bits.split(data.view(np.uint16)))
+    words = data.view(f"u{width}")
+    rotated = ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
+    return [np.ascontiguousarray(rotated[:, i]) for i in reversed(range(width))]
+
+
+def _pack(plane: np.ndarray, codec: Codec, K: int, exponents: bool) -> Plane:
+    """The plane compressed, or raw where that does not pay; only exponents are tried without a look at a sample."""
+    if codec.name != "raw" and len(plane) and (exponents or _sampled_entropy(plane) < 8 * WORTH):
+        blobs = tuple(codec.compress(plane[a:b]) for a, b in shard_bounds(len(plane), shards(len(plane), K)))
+        if sum(map(len, blobs)) <= WORTH * len(plane):
+            return Plane(codec.name, blobs)
+    return Plane("raw", (np.require(plane, requirements=["OWNDATA"]),))     # a copy only if it is the caller's memory
+
+
+def _sampled_entropy(plane: np.ndarray) -> float:
+    """Entropy in bits of the bytes in runs that are spread over the plane."""
+    if len(plane) > _SAMPLE:
+        begins = np.linspace(0, len(plane) - _BLOCK, _SAMPLE // _BLOCK).astype(np.int64)
+        plane = np.concatenate([plane[begin:begin + _BLOCK] for begin in begins])
+    p = np.bincount(plane, minlength=256) / len(plane)
+    return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
+
+
+def _plane(plane: Plane, n: int) -> np.ndarray:
+    """The `n` bytes of a plane; those of a raw one without a copy."""
+    if plane.codec == "raw" and len(plane.shards) == 1 and len(plane.shards[0]) == n:
+        return as_bytes(plane.shards[0])
+    out = np.empty(n, np.uint8)
+    _unpack(plane, out)
+    return out
+
+
+def _unpack(plane: Plane, out: np.ndarray) -> None:
+    decode = find_codec(plane.codec).decompress
+    for (begin, end), blob in zip(shard_bounds(len(out), len(plane.shards)), plane.shards):
+        decode(blob, out[begin:end])

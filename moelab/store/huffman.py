@@ -1,0 +1,256 @@
+"""Table Huffman coding of bytes, decoded several symbols a look-up from six interleaved streams.
+
+Source: length-limited codes by package-merge (Larmore & Hirschberg, JACM 1990); words of variable length in the
+manner of Tunstall (1967); decoding after zstd's huf (backward bit streams, a sentinel instead of a bit counter).
+Exponents (ZipMoE §2.2) have about 2.6 bits of entropy, so 12 bits of a stream hold four of them: a table of 4096
+words gives all four in one look-up, one 8-byte store writes them, and six streams keep the processor busy. Up to
+three frequent bytes are *leads*: a lead and the byte after it share one code, which halves the loss of whole bits.
+
+A blob is little-endian 64-bit words and bytes:
+
+    word 0       magic (32 bits), last symbol, first symbol, longest code, mode (8 bits each)
+    word 1       n, the number of bytes coded
+    RAW          n bytes                             (coding would not have made it smaller)
+    CONSTANT     nothing; every byte is `first`
+    CODED + k    6 words: a stream's size (56 bits), 1 + the lead that its bytes end on, if one is left (8 bits);
+                 a word: the k leads, a byte each; the code lengths, 4 bits each: of first … last alone, then of
+                 first … last after each lead; the streams
+
+Stream i codes bytes n·i/6 … n·(i+1)/6 in their order, low bits first, closed by a 1 bit; it is decoded from its
+end, so output is written downwards. `decompress_into` never reads outside the blob nor writes outside the output
+whatever the bytes are, and never loops for ever. It finds most damage, not all: checksums are the store's job.
+
+Left out: adaptive or shared tables, matches, a model of what follows what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from moelab.store.bits import as_bytes, kernel
+from moelab.store.huffman_decoder import (CODED, CODED_HEADER, CONSTANT, ERRORS, HEADER, LEADS, MAGIC, MAX_BITS, RAW,
+                                          STREAMS, WORDS, canonical, decompress, segment)
+from moelab.store.memory import copy, load, load_byte, store, store_byte
+
+_U = np.uint64
+
+
+def bound(n: int) -> int:
+    """Bytes that `compress_into` may need for `n` bytes of input."""
+    return n + 1024
+
+
+def compress_into(data: Any, out: Any) -> int:
+    """Compress bytes-like `data` into the writable buffer `out` and return the blob's size in bytes.
+
+    Raises ValueError if `out` is smaller than `bound(len(data))`. Releases the GIL.
+    """
+    source, target = as_bytes(data), as_bytes(out, writable=True)
+    if len(target) < bound(len(source)):
+        raise ValueError(f"the buffer has {len(target)} bytes; compressing {len(source)} needs {bound(len(source))}")
+    return int(_compress(source.ctypes.data, len(source), target.ctypes.data))
+
+
+def decompress_into(blob: Any, out: Any) -> None:
+    """Decompress `blob` into the writable buffer `out`, whose size must be exactly that of the data.
+
+    Raises ValueError, naming what is wrong, if the blob is damaged or holds another number of bytes; `out` then
+    holds rubbish. Releases the GIL.
+    """
+    source, target = as_bytes(blob), as_bytes(out, writable=True)
+    error = decompress(source.ctypes.data, len(source), target.ctypes.data, len(target))
+    if error:
+        raise ValueError(f"the Huffman blob of {len(source)} bytes {ERRORS[error]} (decoding into {len(target)} bytes)")
+
+
+# --------------------------------------------------------------------------------------------------- compression
+
+@kernel
+def histogram(source, n):
+    """Counts of the 256 byte values among `n` bytes at address `source`: int64 [256].
+
+    Four tables, because adding to the same counter twice in a row waits for the first addition to be stored.
+    """
+    counts = np.zeros((4, 256), np.int64)
+    for i in range(n >> 3):
+        word = load(source + 8 * i)
+        for lane in range(8):
+            counts[lane & 3, (word >> _U(8 * lane)) & _U(255)] += 1
+    for i in range(n & ~7, n):
+        counts[0, load_byte(source + i)] += 1
+    for s in range(256):
+        counts[0, s] += counts[1, s] + counts[2, s] + counts[3, s]
+    return counts[0]
+
+
+@kernel
+def code_lengths(counts, limit):
+    """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0 where unused.
+
+    Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a count is among
+    the cheapest 2n − 2 items, unpacked through the lists, its code is one bit longer.
+    """
+    words, n = np.empty(len(counts), np.int64), 0
+    for s in range(len(counts)):                                # insertion sort: few words occur
+        if counts[s] > 0:
+            j = n
+            while j > 0 and counts[words[j - 1]] > counts[s]:
+                words[j] = words[j - 1]
+                j -= 1
+            words[j] = s
+            n += 1
+    is_count = np.zeros((limit, 2 * n + 1), np.bool_)
+    old, new, size = np.zeros(2 * n + 1, np.int64), np.zeros(2 * n + 1, np.int64), 0
+    for level in range(limit):
+        a, b, pairs = 0, 0, size // 2
+        size = n + pairs
+        for j in range(size):
+            if b == pairs or (a < n and counts[words[a]] <= old[2 * b] + old[2 * b + 1]):
+                new[j] = counts[words[a]]
+                is_count[level, j] = True
+                a += 1
+            else:
+                new[j] = old[2 * b] + old[2 * b + 1]
+                b += 1
+        old, new = new, old
+    lengths, take = np.zeros(len(counts), np.int64), 2 * n - 2
+    for level in range(limit - 1, -1, -1):
+        a = 0
+        for j in range(take):
+            if is_count[level, j]:
+                lengths[words[a]] += 1
+                a += 1
+        take = 2 * (take - a)
+    return lengths
+
+
+@kernel
+def _compress(source, n, target):
+    """Write the blob of `n` bytes at `source` to `target`; returns its size."""
+    counts, first, last = histogram(source, n), 0, 255
+    while first < 255 and counts[first] == 0:
+        first += 1
+    while last > first and counts[last] == 0:
+        last -= 1
+    if n > 0 and first == last:
+        _write_header(target, last, first, 0, CONSTANT, n)
+        return HEADER
+    if n > 0:
+        alone, smallest, bits = np.zeros(WORDS, np.int64), HEADER + n, 0
+        for s in range(256):
+            alone[s] = counts[s]
+        words, leads, k = _expected_words(counts, n)
+        lengths = code_lengths(alone, MAX_BITS)
+        for s in range(256):
+            bits += alone[s] * lengths[s]
+        limit = min(smallest, CODED_HEADER + ((last - first + 2) >> 1) + (bits >> 3))       # what the 2nd turn needs
+        for turn in range(2):
+            if turn == 1:
+                words, k, limit = alone, 0, smallest
+            size = _write(source, n, target, first, last, leads, k, code_lengths(words, MAX_BITS), limit)
+            if size > 0:
+                return size
+    _write_header(target, 255, 0, 0, RAW, n)
+    copy(source, n, target + HEADER)
+    return HEADER + n
+
+
+@kernel
+def _write_header(target, last, first, longest, mode, n):
+    store(target, _U(MAGIC) | _U(last) << _U(32) | _U(first) << _U(40) | _U(longest) << _U(48) | _U(mode) << _U(56))
+    store(target + 8, _U(n))
+
+
+@kernel
+def _expected_words(counts, n):
+    """How often each word occurs if bytes are independent, int64 [WORDS]; the most frequent bytes and their number."""
+    words, leads, k = np.zeros(WORDS, np.int64), np.zeros(LEADS, np.int64), 0
+    for s in range(256):
+        words[s] = counts[s]
+    while k < LEADS:
+        lead = 0
+        for s in range(256):
+            lead = s if words[s] > words[lead] else lead
+        if words[lead] == 0:
+            break
+        words[lead], leads[k] = 0, lead
+        k += 1
+        for s in range(256):
+            if counts[s] > 0:                               # what can occur needs a code
+                words[256 * k + s] = max(1, np.int64(counts[lead] * (counts[s] / n)))
+    return words, leads, k
+
+
+@kernel
+def _write(source, n, target, first, last, leads, k, lengths, limit):
+    """Write a coded blob with `k` leads; returns its size, or 0 as soon as it becomes larger than `limit`."""
+    longest, span = 0, last - first + 1
+    for word in range(WORDS):
+        longest = max(longest, lengths[word])
+    at = target + CODED_HEADER + ((span * (k + 1) + 1) >> 1)
+    _write_header(target, last, first, longest, CODED + k, n)
+    for i in range(target + CODED_HEADER - 8, at):
+        store_byte(i, _U(0))
+    is_lead, row_of = np.zeros(256, np.uint64), np.zeros(256, np.uint64)
+    for j in range(k):
+        store_byte(target + CODED_HEADER - 8 + j, _U(leads[j]))
+        is_lead[leads[j]], row_of[leads[j]] = ~_U(0), _U(256 * (j + 1))
+    for i in range(span * (k + 1)):
+        place, word = target + CODED_HEADER + (i >> 1), 256 * (i // span) + first + i % span
+        store_byte(place, load_byte(place) | _U(lengths[word]) << _U(4 * (i & 1)))
+    # an entry a word: its code in the top bits, the code's length in the low byte; none for a lead that waits
+    codes, code = np.zeros(WORDS, np.uint64), 0
+    order, n_words = canonical(lengths, longest)
+    for j in range(n_words):
+        codes[order[j]] = _U(code) << _U(64 - longest) | _U(lengths[order[j]])
+        code += 1 << (longest - lengths[order[j]])
+    for i in range(STREAMS):
+        begin, end = segment(n, i), segment(n, i + 1)
+        size, row = _encode(codes, is_lead, row_of, source + begin, end - begin, at, target + limit)
+        if size == 0:
+            return 0
+        store(target + HEADER + 8 * i, _U(size) | row >> _U(8) << _U(56))
+        at += size
+    return at - target
+
+
+@kernel
+def _encode(codes, is_lead, row_of, source, n, target, limit):
+    """Write one stream of `n` bytes; returns its size, 0 if it goes past `limit`, and the row of a lead left over.
+
+    `row` is the row of words of a lead that waits for its second byte (`waiting` is all ones then), else 0: two
+    variables, so that a byte depends on the one before it by a single AND. Stores up to 8 bytes past the end.
+    """
+    bits, used, at = _U(0), _U(0), target           # `used` low bits of `bits` wait to be written: 0 … 7
+    row, waiting, low = _U(0), _U(0), _U(255)
+    for i in range(source, source + (n & ~3), 4):
+        four, length = _U(0), _U(0)
+        for j in range(4):                          # a lead adds no bits, but the byte after it does: length > 0
+            s = load_byte(i + j)
+            code = codes[row + s]
+            row = row_of[s] & ~waiting
+            waiting = is_lead[s] & ~waiting
+            four = four >> (code & _U(63)) | code   # the lengths in the low byte stay below the codes
+            length += code
+        length &= low
+        bits |= (four >> (_U(64) - length)) << used
+        used += length
+        store(at, bits)
+        at += np.int64(used >> _U(3))
+        bits >>= used & _U(56)
+        used &= _U(7)
+        if at > limit:
+            return 0, row
+    for i in range(source + (n & ~3), source + n):
+        s = load_byte(i)
+        code = codes[row + s]
+        row = row_of[s] & ~waiting
+        waiting = is_lead[s] & ~waiting
+        bits |= (code >> _U(1) >> (_U(63) - (code & low))) << used
+        used += code & low
+    bits |= _U(1) << used                           # the closing 1 bit
+    store(at, bits)
+    at += np.int64((used + _U(8)) >> _U(3))
+    return (at - target if at <= limit else 0), row
