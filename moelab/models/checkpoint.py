@@ -102,10 +102,12 @@ class CheckpointExperts:
     Nothing is cached: this is the slow and simple source, the oracle for faster ones.
 
     dtype : what the tensors are cast to, as loading the whole model would cast them; None keeps the stored one.
+    device : where they are put.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None = None) -> None:
-        self.checkpoint, self.config, self.dtype = checkpoint, config, dtype
+    def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None = None,
+                 device: torch.device | str = "cpu") -> None:
+        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
 
     @cached_property
     def _plans(self) -> list[tuple[str, dict[str, compat.ParameterPlan]]]:
@@ -149,9 +151,9 @@ class CheckpointExperts:
             sources = {pattern: self._read(keys, expert) for pattern, keys in plan.sources.items()}
             made = compat.convert_expert(plan, sources, f"{module}.{name}", self._twin, self._quantizer)
             if numbered is not None:
-                tensors[numbered[1]] = _ready(made, self.dtype)
+                tensors[numbered[1]] = self._ready(made)
             else:
-                tensors[name] = _ready(made[0], self.dtype)
+                tensors[name] = self._ready(made[0])
         return tensors
 
     def _read(self, keys: list[str], expert: int) -> torch.Tensor:
@@ -162,10 +164,8 @@ class CheckpointExperts:
         piece = self._handles[self._files[keys[0]]].get_slice(keys[0])
         return piece[...] if compat.numbered_expert(keys[0].rpartition("experts.")[2]) else piece[expert:expert + 1]
 
-
-def _ready(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In the model's dtype and at a 64-byte boundary: at odd offsets CPU kernels take other, slower paths whose
-    fp32 results differ in the last bit."""
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
+    def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the model's dtype, on its device and at a 64-byte boundary: at odd offsets CPU kernels take other,
+        slower paths whose fp32 results differ in the last bit."""
+        tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+        return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()

@@ -65,7 +65,7 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
             stock = {type(layer.experts) for layer in discover(compat.meta_twin(config))}
             with compat.classes_replaced(stock, external_class):
                 model = cls.from_pretrained(checkpoint.folder, config=config, **options)
-            plug(model, source=CheckpointExperts(checkpoint, config, model.dtype))
+            plug(model, source=CheckpointExperts(checkpoint, config, model.dtype, device or "cpu"))
     finally:
         logging.set_verbosity(level)
         if bars:

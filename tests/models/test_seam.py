@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.models import discover, identity, open_model, plug, unplug
+from moelab.models import discover, eager, open_model, plug, unplug
 from moelab.models.seam import SeamExperts
 
 from . import tiny
@@ -38,3 +38,57 @@ def test_external_experts_equal_eager_bit_for_bit(name, dtype, tmp_path):
         tokens_external, logits_external = generate(external, seed)
         assert torch.equal(tokens, tokens_external)
         assert torch.equal(logits, logits_external)
+
+
+def test_mxfp4_experts_are_dequantised_one_by_one(tmp_path):
+    folder = tiny.save_mxfp4(tmp_path / "m")
+    reference, external = open_model(folder), open_model(folder, experts="external")
+    tokens, logits = generate(reference, 0)
+    tokens_external, logits_external = generate(external, 0)
+    assert torch.isfinite(logits).all() and logits.std() > 0
+    assert torch.equal(tokens, tokens_external) and torch.equal(logits, logits_external)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_plugging_resident_experts_changes_no_bit(name, tmp_path):
+    model = open_model(tiny.save(name, tmp_path / name))
+    tokens, logits = generate(model, 3)
+    plug(model)
+    tokens_plugged, logits_plugged = generate(model, 3)
+    unplug(model)
+    assert torch.equal(tokens, tokens_plugged) and torch.equal(logits, logits_plugged)
+
+
+def test_an_executor_sees_every_token_once(tmp_path):
+    """A dozen-line executor of one's own: here it counts, and drops the second choice of every token."""
+    model = open_model(tiny.save("mixtral", tmp_path / "m"))
+    seen = []
+
+    def first_choice_only(x, ids, weights, experts):
+        seen.append((experts.layer, tuple(x.shape), tuple(ids.shape)))
+        return eager(x, torch.where(torch.arange(ids.shape[1]) == 0, ids, experts.num_experts), weights, experts)
+    plug(model, executor=first_choice_only)
+    ids = torch.arange(3, 14)[None]
+    dropped = model(ids).logits
+    assert seen == [(layer, (11, 32), (11, 2)) for layer in range(3)]
+    plug(model, executor=eager)
+    assert not torch.equal(model(ids).logits, dropped)
+
+
+def test_any_architecture_of_the_interface_goes_through(tmp_path):
+    """Architectures nobody wrote a line for: all that transformers has and that build from a small config."""
+    import transformers
+    passed = []
+    for name in ("dots1", "glm4_moe", "minimax", "flex_olmo", "hunyuan_v1_moe", "ernie4_5_moe"):
+        cfg = transformers.AutoConfig.for_model(name, **tiny.COMMON, num_experts=4, num_local_experts=4,
+                                                n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2,
+                                                moe_k=2, moe_topk=2, n_group=1, topk_group=1, n_shared_experts=1,
+                                                moe_num_shared_experts=1, moe_intermediate_size=16,
+                                                intermediate_size=24, head_dim=8, first_k_dense_replace=1)
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(cfg).save_pretrained(tmp_path / name)
+        reference, external = open_model(tmp_path / name), open_model(tmp_path / name, experts="external")
+        ids = torch.arange(3, 20)[None]
+        assert torch.equal(reference(ids).logits, external(ids).logits), name
+        passed.append(name)
+    assert len(passed) == 6

@@ -68,3 +68,29 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int 
                 parameter.normal_(0, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def save_mxfp4(folder: Path, seed: int = 0) -> Path:
+    """A random GPT-OSS checkpoint whose experts are MXFP4 blocks and scales, as OpenAI published them."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+    save("gpt_oss", folder, torch.bfloat16, seed, intermediate_size=32)
+    file = next(folder.glob("*.safetensors"))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for key, tensor in load_file(file).items():
+        if key.endswith(("gate_up_proj", "down_proj")):
+            E, inputs, outputs = tensor.shape                      # blocks run along the inputs, 32 to a scale
+            tensors[key + "_blocks"] = torch.randint(0, 256, (E, outputs, inputs // 32, 16), dtype=torch.uint8,
+                                                     generator=generator)
+            tensors[key + "_scales"] = torch.randint(122, 126, (E, outputs, inputs // 32), dtype=torch.uint8,
+                                                     generator=generator)
+        else:
+            tensors[key] = tensor
+    save_file(tensors, file, {"format": "pt"})
+    cfg = json.loads((folder / "config.json").read_text())
+    cfg["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(cfg))
+    return folder
