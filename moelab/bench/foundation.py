@@ -21,11 +21,13 @@ import torch
 GB, MB = 1e9, 1e6
 
 _OPEN = """
-import json, resource, sys, time
-import moelab
-unit = 1 if sys.platform == "darwin" else 1024
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-import torch, transformers
+import json, re, resource, sys, time
+import moelab, torch, transformers
+def peak():
+    try:        # not ru_maxrss: on Linux a process inherits its parent's
+        return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 base, start = peak(), time.perf_counter()
 model = moelab.open_model(sys.argv[1], experts=sys.argv[2])
 print(json.dumps({"peak": peak(), "imports": base, "seconds": time.perf_counter() - start}))
