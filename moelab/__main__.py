@@ -15,6 +15,10 @@ COMMANDS = {
     "reproduce": ("moelab.lab.reproduce", "run the notebooks and write the report"),
     "run": ("moelab.lab.runner", "run one notebook, with parameters"),
     "check": ("moelab.lab.check", "compare the newest runs with results/baseline"),
+    "convert": ("moelab.runtime.convert", "turn a checkpoint into a compressed expert store"),
+    "verify": ("moelab.store.verify", "re-read a store and check every byte"),
+    "inspect": ("moelab.store.inspect", "show what a store holds"),
+    "synthesize": ("moelab.runtime.synthesize", "write a synthetic checkpoint or store of a card's geometry"),
     "bench": ("moelab.bench", "measure on this machine"),
     "train-small": ("moelab.bench.card", "train the small model again"),
 }

@@ -7,13 +7,16 @@ from moelab.__main__ import COMMANDS, build_parser, main
 from moelab.lab.results import REPOSITORY
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_imports_nothing_heavy_for_it(command):
-    code = ("import sys; from moelab.__main__ import build_parser\n"
-            f"assert callable(build_parser(['{command}'])) or True\n"
+@pytest.mark.parametrize("command", ["", "reproduce", "run", "check", "bench"])
+def test_the_list_of_commands_imports_nothing_heavy(command):
+    code = (f"import sys; from moelab.__main__ import build_parser; build_parser(['{command}'])\n"
             "print([m for m in ('torch', 'transformers', 'papermill', 'plotly') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0

@@ -9,7 +9,8 @@ import platform
 from importlib import import_module
 
 #: name → the module whose `run()` measures
-BENCHES = {"foundation": "moelab.bench.foundation"}
+BENCHES = {"foundation": "moelab.bench.foundation", "store": "moelab.bench.store",
+           "conversion": "moelab.bench.conversion"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,13 +24,17 @@ def main(args: argparse.Namespace) -> int:
     for section, figures in results.items():
         print(f"\n{section}")
         for name, value in figures.items():
-            print(f"  {name:<28} {_text(name, value):>14}")
+            print(f"  {name:<40} {_text(name, value):>14}")
     machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
     print("\n" + json.dumps({"bench": args.name, "kind": "measured", "machine": machine, "results": results}))
     return 0
 
 
-def _text(name: str, value: float) -> str:
+def _text(name: str, value: float | str | list[float]) -> str:
+    if isinstance(value, list):             # raw samples, in seconds
+        return f"{1e3 * min(value):.2f} … {1e3 * max(value):.2f} ms"
+    if isinstance(value, str):
+        return value
     if name.endswith("bytes"):
         return f"{value / 1e6:,.0f} MB"
     return f"{value:.3f} s" if "seconds" in name else f"{value:.3f}"

@@ -55,8 +55,9 @@ def write_card(folder: Path, recipe: Recipe, scores: dict[str, Any], parameters:
              for task in ("needle", "needle_multikey", "lookup", "yesno")}
     loss, load = scores["language loss"], scores["load"]
     text = CARD.format(
-        **{k: v for k, v in asdict(recipe).items() if k != "phases"}, **share, parameters=parameters / 1e6,
-        steps=recipe.steps, contexts=", ".join(str(phase.context) for phase in recipe.phases),
+        **{k: v for k, v in asdict(recipe).items() if k not in ("phases", "polish")}, **share,
+        parameters=parameters / 1e6, steps=recipe.steps,
+        contexts=", ".join(str(phase.context) for phase in (*recipe.phases, recipe.polish)),
         size=sum(f.stat().st_size for f in folder.iterdir()) / 1e6, python=platform.python_version(),
         questions=scores["questions a task"], context=scores["context"], loss=loss["model"],
         loss_error=loss["standard error"], bigram=loss["bigram"], unigram=loss["unigram"],
@@ -84,12 +85,14 @@ def main(args: argparse.Namespace) -> int:
     from moelab.bench.scores import score_small
     recipe = Recipe(seed=args.seed)
     if args.steps is not None:
-        if args.steps < len(recipe.phases):
-            raise ValueError(f"--steps is {args.steps}; the training has {len(recipe.phases)} phases, each of at least "
-                             "one step")
+        if args.steps <= len(recipe.phases):
+            raise ValueError(f"--steps is {args.steps}; the training has {len(recipe.phases) + 1} phases, each of at "
+                             "least one step")
         share = args.steps / recipe.steps
-        recipe = replace(recipe, warmup=max(1, round(recipe.warmup * share)), phases=tuple(
-            replace(phase, steps=max(1, round(phase.steps * share))) for phase in recipe.phases))
+        shorter = [replace(phase, steps=max(1, round(phase.steps * share)))
+                   for phase in (*recipe.phases, recipe.polish)]
+        recipe = replace(recipe, warmup=max(1, round(recipe.warmup * share)), phases=tuple(shorter[:-1]),
+                         polish=shorter[-1])
     torch.set_num_threads(args.threads)
     folder = train_small(args.destination, recipe)
     model = open_model(folder)

@@ -43,14 +43,13 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     FileNotFoundError : no such folder, or a hub id that can be had neither from the cache nor the network.
     ValueError : a dense model, an unknown architecture, a damaged file, an unknown `experts`.
     """
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     if experts not in ("resident", "external"):
         raise ValueError(f"experts is {experts!r}; it must be 'resident' or 'external'")
     checkpoint = Checkpoint.at(find(name_or_path))
-    config = _load_config(AutoConfig, checkpoint.folder)
-    spec = MoESpec.from_config(config, name=_name(name_or_path, checkpoint.folder))
+    config = load_config(checkpoint.folder)
+    spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
     cls = compat.model_class(config)
     options = {"dtype": dtype, "experts_implementation": "eager", "local_files_only": True}
 
@@ -115,12 +114,14 @@ def spec_of(model: torch.nn.Module) -> MoESpec:
     return getattr(model, "spec", None) or MoESpec.from_config(model.config)
 
 
-def _load_config(auto: Any, folder: Path) -> Any:
+def load_config(folder: Path) -> Any:
+    """The config of a checkpoint folder; ValueError for one that transformers does not know or that is damaged."""
     import transformers
+
     from moelab.models import deepseek
     deepseek.register()
     try:
-        return auto.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         import json
         try:
@@ -143,7 +144,8 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _name(name_or_path: str | Path | None, folder: Path) -> str:
+def model_name(name_or_path: str | Path | None, folder: Path) -> str:
+    """What to call a model in print: "small", the folder's name, or the hub id."""
     if name_or_path is None:
         return "small"
     text = str(name_or_path)

@@ -8,15 +8,17 @@ What makes retrieval appear in so few steps: keys and values that are single tok
 question with nothing between them, so that one induction step answers; documents that are nothing but repetition,
 to begin with; dense documents with many questions each; answers weighted up; contexts that grow from 32 to 512
 tokens; rotary wavelengths that fit these contexts; and Muon for the attention matrices. With three-digit values in
-three tokens, or an `=` between key and value, no retrieval was learned in 2,500 steps. The load-balancing loss is
-taken layer by layer: pooled over layers, as transformers does it, it leaves experts that no token ever reaches.
+three tokens, or an `=` between key and value, no retrieval was learned in 2,500 steps.
+
+The load-balancing loss is taken layer by layer: pooled over layers, as transformers does it, it leaves experts that
+no token ever reaches. A short second stage, from the rounded weights and with fresh optimizers, weighs it higher:
+the first leaves single experts with more than three times the mean load.
 
 Shapes: S tokens of context, B sequences a step with B·S = 2048 throughout, E experts, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -48,11 +50,15 @@ class Phase:
     text: float         # share of plain library text
     echo: float         # share of repeated random words; the rest are retrieval documents
     yesno: float        # share of yes/no questions among the questions
+    balance: float = 0.01       # coefficient of the load-balancing loss, a mean over layers
 
 
 PHASES = (Phase(500, 32, text=0.20, echo=0.25, yesno=0.0), Phase(600, 64, text=0.35, echo=0.10, yesno=0.2),
           Phase(600, 128, text=0.45, echo=0.05, yesno=0.3), Phase(1500, 256, text=0.50, echo=0.0, yesno=0.3),
           Phase(500, 512, text=0.50, echo=0.0, yesno=0.3))
+
+
+POLISH = Phase(450, 256, text=0.60, echo=0.0, yesno=0.3, balance=0.06)
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,12 @@ class Recipe:
 
     seed: int = 0
     phases: tuple[Phase, ...] = PHASES
+    polish: Phase = POLISH          # the second stage
+    polish_rate: float = 0.33       # its learning rates, relative to the first stage's
     learning_rate: float = 3e-3     # AdamW
     muon_rate: float = 0.02         # Muon, for the attention matrices
     warmup: int = 60
     weight_decay: float = 0.05
-    balance: float = 0.01           # coefficient of the load-balancing loss, per layer
     answer_weight: float = 3.0      # loss weight of an answer's tokens
     other_weight: float = 0.3       # loss weight of the other tokens of echo and retrieval documents
     vocabulary: int = 1024
@@ -76,8 +83,14 @@ class Recipe:
     experts_per_token: int = 4
 
     @property
-    def steps(self) -> int:
+    def first_stage(self) -> int:
+        """Steps of the first stage."""
         return sum(phase.steps for phase in self.phases)
+
+    @property
+    def steps(self) -> int:
+        """Steps of both stages."""
+        return self.first_stage + self.polish.steps
 
     def phase(self, step: int) -> Phase:
         """The phase that a step belongs to."""
@@ -85,7 +98,16 @@ class Recipe:
             if step < phase.steps:
                 return phase
             step -= phase.steps
-        return self.phases[-1]
+        return self.polish
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rates: in each stage a linear warm-up, then a cosine from 1 to 0.1."""
+        scale, steps = 1.0, self.first_stage
+        if step >= steps:
+            scale, step, steps = self.polish_rate, step - steps, self.polish.steps
+        if step < self.warmup:
+            return scale * (step + 1) / self.warmup
+        return scale * (0.55 + 0.45 * math.cos(math.pi * (step - self.warmup) / max(steps - self.warmup, 1)))
 
 
 def train_tokenizer(vocabulary: int):
@@ -231,12 +253,17 @@ def train_small(destination: str | Path, recipe: Recipe = Recipe(), *, save_ever
     last = recipe.steps if stop_after is None else min(recipe.steps, first + stop_after)
     with progress(total=recipe.steps, desc="training", unit="step", initial=first) as bar:
         for step in range(first, last):
+            if step == recipe.first_stage:
+                for parameter in model.parameters():        # not model.to(bf16): that would round RoPE's buffers too
+                    parameter.data.copy_(parameter.data.bfloat16())
+                optimizers = _optimizers(model, recipe)
             for optimizer, rate in zip(optimizers, (recipe.learning_rate, recipe.muon_rate)):
-                optimizer.param_groups[0]["lr"] = rate * _schedule(step, recipe)
+                optimizer.param_groups[0]["lr"] = rate * recipe.rate(step)
             ids, weights = batch(recipe, step, stream, count_ids)
             out = model(ids, output_router_logits=True, use_cache=False)
             loss = weighted_loss(out.logits, ids, weights)
-            (loss + recipe.balance * balance_loss(out.router_logits, recipe.experts_per_token)).backward()
+            balance = recipe.phase(step).balance * balance_loss(out.router_logits, recipe.experts_per_token)
+            (loss + balance).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
@@ -264,13 +291,6 @@ def _optimizers(model: torch.nn.Module, recipe: Recipe) -> tuple[torch.optim.Opt
     return (torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay,
                               fused=True),
             torch.optim.Muon(attention.values(), lr=recipe.muon_rate, weight_decay=recipe.weight_decay))
-
-
-def _schedule(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine from 1 to 0.1."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    return 0.55 + 0.45 * math.cos(math.pi * (step - recipe.warmup) / (recipe.steps - recipe.warmup))
 
 
 def _cached_ids(tokenizer) -> Callable[[str], list[int]]:

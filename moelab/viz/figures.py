@@ -94,8 +94,11 @@ def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None =
                            hoverinfo="skip")
     figure.add_scatter(x=ranks, y=median, name="median chunk", customdata=order, **_line(0),
                        hovertemplate="expert %{customdata} (rank %{x}): %{y:.0f} tokens<extra></extra>")
-    for name, tokens in (capacities or {}).items():
-        _reference(figure, tokens, f"{name}: {tokens:.0f}", "dash")
+    shift, below = 0, -np.inf
+    for name, tokens in sorted((capacities or {}).items(), key=lambda item: item[1]):
+        shift = shift + 12 if tokens - below < 0.05 * high.max() else 0         # labels that would overlap move up
+        _reference(figure, tokens, f"{name}: {tokens:.0f}", "dash", shift)
+        below = tokens
     figure.update_xaxes(title="popularity rank of the expert (0 = busiest)")
     figure.update_yaxes(title="tokens in a chunk", rangemode="tozero")
     return _styled(figure)
@@ -119,10 +122,10 @@ def _by_layer(series: Mapping[str, ArrayLike]) -> go.Figure:
     return figure
 
 
-def _reference(figure: go.Figure, y: float, text: str, dash: str) -> None:
-    """A grey horizontal line, labelled in the right margin, where it hides no data."""
+def _reference(figure: go.Figure, y: float, text: str, dash: str, shift: int = 0) -> None:
+    """A grey horizontal line, labelled in the right margin, where it hides no data; the label `shift` pixels up."""
     figure.add_hline(y=y, line={"color": GREY, "dash": dash, "width": 1.5}, annotation_text=text,
-                     annotation_position="right", annotation_font_size=11)
+                     annotation_position="right", annotation_font_size=11, annotation_yshift=shift)
 
 
 def _line(i: int) -> dict:

@@ -90,7 +90,7 @@ def test_every_word_of_the_facts_is_one_token(model):
         assert len(model.tokenizer(" " + word)["input_ids"]) == 1, word
 
 
-TINY = Recipe(phases=(Phase(3, 32, 0.3, 0.3, 0.0), Phase(3, 64, 0.3, 0.0, 0.5)), hidden=16, intermediate=8, layers=2,
+TINY = Recipe(phases=(Phase(3, 32, 0.3, 0.3, 0.0),), polish=Phase(3, 64, 0.3, 0.0, 0.5, balance=0.1), hidden=16, intermediate=8, layers=2,
               experts=4, experts_per_token=2, warmup=2)
 
 

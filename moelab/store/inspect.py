@@ -1,0 +1,34 @@
+"""`moelab inspect STORE`: what is in a store, read from its index alone."""
+
+from __future__ import annotations
+
+import argparse
+
+from moelab.store.layout import WEIGHTS, ExpertStore
+
+
+def describe(store: ExpertStore) -> str:
+    """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and by which codec."""
+    spec, padded = store.spec, sum(layer.size for layer in store.layers)
+    lines = [f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
+             f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.K} "
+             f"exponent shards a tensor, checksums {store.checksum_name}", "",
+             f"{'tensor':<20}{'dtype':<9}{'shape':<16}{'experts':>8}{'MB':>11}{'E MB':>10}{'SM MB':>10}{'stored':>9}"
+             f"  codec"]
+    for row in store.table():
+        shape = "×".join(map(str, row["shape"]))
+        lines.append(f"{row['tensor']:<20}{row['dtype']:<9}{shape:<16}{row['count']:>8,}{row['bytes'] / 1e6:>11,.2f}"
+                     f"{row['E_bytes'] / 1e6:>10,.2f}{row['SM_bytes'] / 1e6:>10,.2f}{row['fraction']:>9.2%}"
+                     f"  {row['codec']}")
+    lines += ["", f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
+                  f"{store.files[WEIGHTS][0] / 1e6:,.2f} MB"]
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="the store's folder")
+
+
+def main(args: argparse.Namespace) -> int:
+    print(describe(ExpertStore(args.store)))
+    return 0

@@ -1,0 +1,298 @@
+"""Reading experts from a store: direct, uncached or buffered, an expert's E-chunks, SM-chunks or both in one request.
+
+Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately, by need) and §4 (preallocated buffers). Weights
+that are read once and then kept by a cache of our own have no use for the system's page cache, which would hold
+them twice: O_DIRECT (Linux) and F_NOCACHE (macOS) go past it. Which way is faster depends on the disk and the
+file system, so it is measured once a store and machine. A chunk's checksum is checked before it is decoded.
+
+Shapes: a read fills a uint8 buffer that begins on a multiple of 4096; decoding gives the expert's tensors.
+Left out: asynchronous reads and queues: a `Reader` may be used by several threads, each read is one blocking call.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.store.codecs import Packed, Plane, decompress_tensor
+from moelab.store.layout import ALIGN, PARTS, TORCH_NAMES, ExpertStore, StoreError, TensorEntry, run
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
+
+MEASURED = "read_mode.json"
+
+
+def modes() -> list[str]:
+    """The ways of reading that this system has: "direct", "uncached", "buffered"."""
+    return (["direct"] if hasattr(os, "O_DIRECT") else []) + (
+        ["uncached"] if hasattr(fcntl, "F_NOCACHE") else []) + ["buffered"]
+
+
+def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
+    """An uninitialised uint8 array of `n` bytes that begins on a multiple of `alignment` bytes."""
+    room = np.empty(n + alignment, np.uint8)
+    skip = -room.ctypes.data % alignment
+    return room[skip:skip + n]
+
+
+def empty_tensors(entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Uninitialised tensors for one expert, each at a multiple of 64 bytes, as CPU kernels want them."""
+    return {name: torch.from_numpy(aligned_buffer(entry.nbytes, 64)).view(
+                getattr(torch, TORCH_NAMES[entry.dtype])).view(entry.shape) for name, entry in entries.items()}
+
+
+@dataclass
+class Counters:
+    """What was read: bytes, requests to the system, and seconds within them, throttling included."""
+
+    bytes: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A part of an expert in memory: `data` holds the file's bytes from `offset` on."""
+
+    layer: int
+    expert: int
+    part: str
+    entries: dict[str, TensorEntry]
+    data: np.ndarray = field(repr=False)
+    offset: int
+
+    def plane(self, name: str, i: int) -> Plane:
+        """Plane `i` of a tensor, as views of `data`."""
+        codec, chunks = self.entries[name].planes[i]
+        return Plane(codec, tuple(self.data[c.offset - self.offset:][:c.length] for c in chunks))
+
+
+class Reader:
+    """Reads parts of experts into buffers; may be used from several threads.
+
+    Parameters
+    ----------
+    store : where from.
+    mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file system refuses
+        direct reads, they are buffered (`mode` says what is done).
+    bandwidth : bytes a second that reads are slowed down to, all threads together, to stand for a slower disk (a
+        token bucket without a burst); None for as fast as it goes.
+    verify : whether to check the chunks' checksums, at about 10 GB/s.
+    """
+
+    def __init__(self, store: ExpertStore, mode: str = "auto", bandwidth: float | None = None,
+                 verify: bool = True) -> None:
+        if mode not in ("auto", *modes()):
+            raise ValueError(f"unknown mode {mode!r}; here there are auto, {', '.join(modes())}")
+        if bandwidth is not None and not bandwidth > 0:
+            raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
+        self.store, self.bandwidth, self.verify = store, bandwidth, verify
+        self.counters = Counters()
+        self._files: dict[str, int] = {}
+        self._lock, self._free_at = threading.Lock(), 0.0
+        self.mode = fastest_mode(store) if mode == "auto" else mode
+
+    def buffer(self, part: str = "both") -> np.ndarray:
+        """A new buffer that is large enough for this part of any expert of the store."""
+        return aligned_buffer(max((run(entries, part)[1] for layer in self.store.layers for entries in layer.experts),
+                                  default=0))
+
+    def read(self, layer: int, expert: int, part: str = "both", buffer: np.ndarray | None = None) -> Chunks:
+        """Read the E-chunks ("E"), the SM-chunks ("SM") or both of one expert, in one request.
+
+        buffer : uint8, large enough, beginning on a multiple of 4096 bytes (see `aligned_buffer`); by default new.
+
+        Raises
+        ------
+        StoreError : the file is cut off, or a chunk does not match its checksum; names file, expert and offset.
+        OSError : the system could not read; says the same.
+        LookupError : there is no such expert.        ValueError : an unsuitable buffer, an unknown part.
+        """
+        if part not in PARTS:
+            raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
+        entries = self.store.entries(layer, expert)
+        offset, length = run(entries, part)
+        buffer = aligned_buffer(length) if buffer is None else buffer
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < length or (
+                length and buffer.ctypes.data % ALIGN):
+            raise ValueError(f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of {ALIGN} "
+                             f"bytes; this one is {buffer.dtype} {list(buffer.shape)} at {buffer.ctypes.data % ALIGN}. "
+                             f"Reader.buffer() makes one")
+        chunks = Chunks(layer, expert, part, entries, buffer[:length], offset)
+        if length:
+            self._fill(chunks)
+        if self.verify:
+            self._check(chunks)
+        return chunks
+
+    def _fill(self, chunks: Chunks) -> None:
+        path = self.store.folder / self.store.layers[chunks.layer].file
+        view, offset, requests, start = memoryview(chunks.data), chunks.offset, 0, time.perf_counter()
+        try:
+            while view:
+                requests += 1
+                n = self._request(path, view, offset)
+                if not n:
+                    raise StoreError(f"{path} ends at byte {offset:,}, inside {_which(chunks)}, which takes the bytes "
+                                     f"{chunks.offset:,} to {chunks.offset + len(chunks.data):,}; the file is cut off")
+                view, offset = view[n:], offset + n
+        except OSError as error:
+            raise OSError(error.errno, f"reading {path} at byte {offset:,} ({_which(chunks)}) failed: "
+                                       f"{error.strerror}") from error
+        with self._lock:
+            if self.bandwidth:
+                self._free_at = max(self._free_at, start) + len(chunks.data) / self.bandwidth
+            wait = self._free_at - time.perf_counter()
+        if wait > 0:
+            time.sleep(wait)
+        with self._lock:
+            self.counters.bytes += len(chunks.data)
+            self.counters.requests += requests
+            self.counters.seconds += time.perf_counter() - start
+
+    def _request(self, path: Path, view: memoryview, offset: int) -> int:
+        """One positioned read; buffered from now on if the file system refuses direct ones."""
+        try:
+            return os.preadv(self._open(path), [view], offset)
+        except OSError as error:
+            if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        with self._lock:
+            self.mode = "buffered"
+        return os.preadv(self._open(path), [view], offset)
+
+    def _open(self, path: Path) -> int:
+        with self._lock:
+            key = f"{self.mode}:{path.name}"
+            if key not in self._files:
+                fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.mode == "direct" else 0))
+                if self.mode == "uncached":
+                    fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+                self._files[key] = fd
+            return self._files[key]
+
+    def _check(self, chunks: Chunks) -> None:
+        for name, entry in chunks.entries.items():
+            for i, (_, expected) in enumerate(entry.planes):
+                if chunks.part != "both" and (i == 0) != (chunks.part == "E"):
+                    continue
+                for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
+                    if self.store.checksum(data) != chunk.checksum:
+                        file = self.store.folder / self.store.layers[chunks.layer].file
+                        raise StoreError(
+                            f"{file} is damaged: chunk {chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert "
+                            f"{chunks.expert} of MoE layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) "
+                            f"does not match its checksum; copy the store again, or convert the model again")
+
+    def drop_cache(self, layer: int) -> None:
+        """Ask the system to forget what it has cached of a layer's file, where it can be asked."""
+        if hasattr(os, "posix_fadvise"):
+            with open(self.store.folder / self.store.layers[layer].file, "rb") as f:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def decode(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor] | None = None,
+           scratch: np.ndarray | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of one expert from its E-chunks and its SM-chunks, which may be the same `Chunks` (part "both").
+
+    out : tensors to write into, see `empty_tensors`; scratch : see `decompress_tensor`. Releases the GIL.
+    Raises StoreError if a chunk cannot be decoded, ValueError if the two are not parts of one expert.
+    """
+    if (e.layer, e.expert) != (sm.layer, sm.expert) or e.part == "SM" or sm.part == "E":
+        raise ValueError(f"these are not the two parts of one expert: {_which(e)}, {_which(sm)}")
+    out = empty_tensors(e.entries) if out is None else out
+    for name, entry in e.entries.items():
+        planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
+        try:
+            decompress_tensor(Packed(entry.nbytes // len(planes), planes), out[name], scratch)
+        except ValueError as error:
+            raise StoreError(f"{name} of expert {e.expert} of MoE layer {e.layer} cannot be decoded: {error}"
+                             ) from error
+    return out
+
+
+class StoreExperts:
+    """A source for the seam, `moelab.models.plug(model, source=StoreExperts(store))`: reads, decodes, keeps nothing.
+
+    dtype : what floating-point tensors are cast to; None keeps the stored one. Other options as in `Reader`.
+    """
+
+    def __init__(self, store: ExpertStore, dtype: torch.dtype | None = None, **options: Any) -> None:
+        self.store, self.dtype, self.reader, self._local = store, dtype, Reader(store, **options), threading.local()
+
+    def __call__(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+        """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and `decode` raise."""
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = self.reader.buffer()
+        chunks = self.reader.read(layer, expert, "both", self._local.buffer)
+        tensors = decode(chunks, chunks)
+        if self.dtype is not None:
+            tensors = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        return tensors
+
+
+def _which(chunks: Chunks) -> str:
+    return f"the {chunks.part} chunks of expert {chunks.expert} of MoE layer {chunks.layer}"
+
+
+# ------------------------------------------------------------------------------------------- which mode is fastest
+
+def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str, float]:
+    """Median bytes a second of reading `reads` random experts in every mode, interleaved, what is cached dropped."""
+    everyone = [(i, e) for i, layer in enumerate(store.layers) for e in range(len(layer.experts))]
+    chosen = np.random.default_rng(seed).permutation(len(everyone))[:reads]
+    rates: dict[str, list[float]] = {mode: [] for mode in modes()}
+    buffer = Reader(store, "buffered").buffer()
+    buffer[:] = 0                                               # so that no page is touched for the first time below
+    for layer, expert in (everyone[index] for index in chosen):
+        for mode in rates:
+            with Reader(store, mode, verify=False) as reader:
+                reader.drop_cache(layer)
+                reader.read(layer, expert, "both", buffer)
+                rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
+    return {mode: statistics.median(found) for mode, found in rates.items() if found}
+
+
+def fastest_mode(store: ExpertStore) -> str:
+    """The mode that `measure_modes` finds fastest, remembered in a file beside the index for this machine."""
+    file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
+    try:
+        known = json.loads(file.read_text())
+        if known["machine"] == machine and known["mode"] in modes():
+            return known["mode"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass                                                    # never measured, or not readable: measure
+    rates = measure_modes(store)
+    mode = max(rates, key=rates.get, default="buffered")
+    try:
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"machine": machine, "mode": mode, "bytes a second": rates}))
+        os.replace(temporary, file)
+    except OSError:
+        pass                                                    # a read-only store is measured each time
+    return mode

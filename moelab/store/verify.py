@@ -1,0 +1,87 @@
+"""Re-reading a store: every byte against its checksum, every chunk decoded, every tensor against its own checksum.
+
+`verify` raises at the first thing that is wrong and names it; what it passes is, bit for bit, what was converted.
+Left out: repair; a damaged store is copied or converted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moelab.progress import progress
+from moelab.store.layout import WEIGHTS, ExpertStore, StoreError
+from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
+from moelab.store.writer import PIECE
+
+
+def verify(store: ExpertStore | str | Path) -> dict[str, int]:
+    """Re-read a store completely, from the disk itself where the system can; returns how much was found right.
+
+    Raises
+    ------
+    StoreError : something is damaged; names the file, and the chunk or tensor.
+    FileNotFoundError, OSError : there is no store, or it cannot be read.
+    """
+    store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+    found = {"experts": 0, "chunks": 0, "bytes": check_weights(store)}
+    total = sum(layer.size - layer.header for layer in store.layers)
+    with Reader(store, modes()[0]) as reader, progress(desc="verifying", total=total, unit="B") as bar:
+        buffer, out = reader.buffer(), {}
+        for i, layer in enumerate(store.layers):
+            if layer.experts:
+                out = empty_tensors(layer.experts[0])
+            for expert, entries in enumerate(layer.experts):
+                chunks = reader.read(i, expert, "both", buffer)
+                _check_padding(store, chunks)
+                for name, tensor in decode(chunks, chunks, out).items():
+                    if store.checksum(tensor) != entries[name].checksum:
+                        raise StoreError(f"{store.folder / layer.file}: {name} of expert {expert} of MoE layer {i} "
+                                         f"does not decode to what was converted; convert the model again")
+                found["experts"] += 1
+                found["chunks"] += sum(len(c) for entry in entries.values() for _, c in entry.planes)
+                found["bytes"] += len(chunks.data)
+                bar.update(len(chunks.data))
+    return found
+
+
+def check_weights(store: ExpertStore) -> int:
+    """Check the weights that are not experts'; returns their bytes. Raises StoreError naming the damaged tensor."""
+    path, total = store.folder / WEIGHTS, 0
+    with open(path, "rb") as f:
+        for key, (_, _, offset, size, checksums) in store.weights.items():
+            f.seek(offset)
+            for i, expected in enumerate(checksums):
+                data = f.read(min(PIECE, size - i * PIECE))
+                if store.checksum(data) != expected:
+                    raise StoreError(f"{path} is damaged: {key} does not match its checksum (between bytes "
+                                     f"{offset + i * PIECE:,} and {offset + i * PIECE + len(data):,}); copy the store "
+                                     f"again, or convert the model again")
+            total += size
+    return total
+
+
+def _check_padding(store: ExpertStore, chunks: Chunks) -> None:
+    """The bytes between an expert's chunks are zero, so damage there is found too."""
+    at = chunks.offset
+    used = sorted((c.offset, c.length) for entry in chunks.entries.values() for _, plane in entry.planes for c in plane)
+    for begin, length in [*used, (chunks.offset + len(chunks.data), 0)]:
+        if chunks.data[at - chunks.offset:begin - chunks.offset].any():
+            raise StoreError(f"{store.folder / store.layers[chunks.layer].file} is damaged: the padding at {at:,} "
+                             f"(expert {chunks.expert} of MoE layer {chunks.layer}) is not zero; copy the store again")
+        at = begin + length
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="the store's folder")
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        found = verify(args.store)
+    except StoreError as error:
+        print(f"moelab: {error}")
+        return 1
+    print(f"{args.store} is whole: {found['experts']:,} experts in {found['chunks']:,} chunks and all other weights, "
+          f"{found['bytes'] / 1e9:,.2f} GB")
+    return 0

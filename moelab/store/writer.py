@@ -1,0 +1,300 @@
+"""Writing an expert store, one expert in memory at a time, so that a kill at any byte costs only the last seconds.
+
+Source: ZipMoE §3.1, offline initialization. Everything is written to `DESTINATION.part`. Experts are appended to
+their layer's file; once their bytes are on the disk (fsync), a line for each goes to `DESTINATION.part.jsonl`, the
+journal. To resume, the files are cut back to what the journal vouches for, and writing goes on with the next expert.
+What is written depends on nothing but the tensors, codec and K, so a resumed store has the same bytes as one written
+in one go. The space for a safetensors header is reserved at the beginning of a layer's file and filled at the end;
+then come the other weights and the index, and the folder is renamed.
+
+Left out: deciding what the experts are (see `moelab.runtime.convert`); more than one writer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moelab.specs import MoESpec
+from moelab.store import codecs
+from moelab.store.bits import LAYOUT, as_bytes
+from moelab.store.journal import Journal
+from moelab.store.layout import (ALIGN, CHECKSUMS, DTYPES, FORMAT, INDEX, VERSION, WEIGHT_MAP, WEIGHTS, aligned,
+                                 chunk_names, read_entries, seal)
+
+COMMIT = 64 << 20           # bytes of a layer's file between two syncs
+BEHIND = 32 << 20           # bytes of an expert above which the next one is not begun before it is written
+PIECE = 16 << 20            # bytes that the other weights are copied by
+
+
+class StoreWriter:
+    """Writes experts in order, then the other weights and files, then the index.
+
+    Parameters
+    ----------
+    destination : the store's folder; `destination.part` is used until it is finished.
+    spec, identity : geometry and identity of the source.
+    layers : for each MoE layer its experts module's name, its number of experts and whether the model stacks them.
+    codec, K : see `moelab.store.codecs.compress_tensor`.
+
+    Raises
+    ------
+    FileExistsError : the destination is there, or another process is writing it.
+    ValueError : an unfinished store of another source, codec or K is in the way; an unknown codec.
+    """
+
+    def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
+                 codec: str = codecs.DEFAULT, K: int = 4) -> None:
+        self.destination = Path(destination)
+        self.folder = self.destination.with_name(self.destination.name + ".part")
+        if self.destination.exists():
+            raise FileExistsError(f"{self.destination} exists and is not overwritten; give another destination or "
+                                  f"remove it first")
+        codecs.find_codec(codec)
+        self.layers, self.codec, self.K = layers, codec, K
+        checksum, self.checksum = next(iter(CHECKSUMS.items()))
+        self.head = json.loads(json.dumps({                     # as it will be read back: lists for tuples
+            "format": FORMAT, "version": VERSION, "spec": spec.to_dict(), "identity": identity, "codec": codec, "K": K,
+            "layout": LAYOUT, "checksum": checksum, "layers": layers}))
+        self.records: list[dict[str, Any]] = []                 # of the experts that are safely on the disk
+        self._pending: list[dict[str, Any]] = []                # of those that are written but not yet synced
+        self._file: Any = None
+        self._thread, self._writing = ThreadPoolExecutor(1), None
+        with self._explained():
+            fresh = not self.folder.is_dir()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._journal = Journal(Path(f"{self.folder}.jsonl"), fresh)
+        try:
+            self._resume(self._journal.lines)
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------------- resuming
+
+    def _resume(self, lines: list[dict[str, Any]]) -> None:
+        if lines:
+            self.head["spec"]["name"] = lines[0]["spec"]["name"]        # the same source may be called differently now
+        else:
+            with self._explained():
+                self._journal.append([self.head])
+        if lines and lines[0] != self.head:
+            differ = [key for key in self.head if lines[0].get(key) != self.head[key]]
+            raise ValueError(f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
+                             f"the source and the options that it was begun with, or remove it")
+        self.records = lines[1:]
+        ends = {record["layer"]: record["end"] for record in self.records}
+        for path in self.folder.glob("experts-*.safetensors"):
+            if path.name not in map(_name, ends):
+                path.unlink()                                   # nothing in the journal vouches for it
+        for layer, end in ends.items():
+            path = self.folder / _name(layer)
+            if not path.is_file() or path.stat().st_size < end:
+                raise ValueError(f"{path} is shorter than its journal says, so it was changed since; remove "
+                                 f"{self.folder} and convert again")
+            self._open(layer, end)
+
+    # -------------------------------------------------------------------------------------------------- experts
+
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """(layer, expert) of every expert that is still to be added, in the order to add them."""
+        everyone = [(layer, expert) for layer, (_, E, _) in enumerate(self.layers) for expert in range(E)]
+        yield from everyone[len(self.records) + len(self._pending):]
+
+    def add(self, layer: int, expert: int, tensors: dict[str, Any]) -> None:
+        """Compress and append one expert; empties `tensors` as it goes, to free them.
+
+        A thread writes while the next expert is compressed; of a large expert nothing is left to it.
+        Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert before.
+        """
+        packed, entries, shapes, size = {}, {}, {}, 0
+        for name in list(tensors):
+            tensor = tensors.pop(name).contiguous()
+            shapes[name] = [DTYPES[str(tensor.dtype).removeprefix("torch.")], list(tensor.shape)]
+            entries[name] = [self.checksum(tensor), []]
+            packed[name] = codecs.compress_tensor(tensor, self.codec, self.K)
+            size += tensor.nbytes
+            del tensor
+        self._wait()
+        before = (self.records + self._pending)[-1:]
+        if expert and before[0]["tensors"] != shapes:
+            raise ValueError(f"expert {expert} of MoE layer {layer} has other tensors than the one before: {shapes} "
+                             f"against {before[0]['tensors']}")
+        self._writing = self._thread.submit(self._write_expert, layer, expert, packed, entries, shapes)
+        if size > BEHIND:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until the expert before is written; raises what writing it raised."""
+        if self._writing is not None:
+            done, self._writing = self._writing, None
+            done.result()
+
+    def _write_expert(self, layer: int, expert: int, packed: dict[str, codecs.Packed], entries: dict[str, list],
+                      shapes: dict[str, list]) -> None:
+        with self._explained():
+            if expert == 0:
+                self._commit()
+                n_chunks = sum(len(plane.shards) + self.K for p in packed.values() for plane in p.planes)
+                longest = max(map(len, packed)) + 150           # bytes of an entry's JSON; its padding's are fewer
+                self._open(layer, aligned(8 + 2 * self.layers[layer][1] * n_chunks * longest))
+            for exponents in (True, False):
+                for name, p in packed.items():
+                    for plane in p.planes[:1] if exponents else p.planes[1:]:
+                        chunks = [self._append(shard) for shard in plane.shards]
+                        entries[name][1].append([plane.codec, chunks])
+            self._pending.append({"layer": layer, "expert": expert, "end": self._end, "entries": entries,
+                                  "tensors": shapes})
+            if self._end - self._synced >= COMMIT:
+                self._commit()
+
+    def _open(self, layer: int, end: int) -> None:
+        if self._file is not None:
+            self._file.close()
+        path = self.folder / _name(layer)
+        self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)
+        self._file.truncate(end)
+        self._file.seek(end)
+        self._end = self._synced = end
+
+    def _append(self, shard: Any) -> list:
+        n = len(shard)
+        for view in (memoryview(as_bytes(shard)), memoryview(bytes(aligned(n) - n))):
+            while view:
+                view = view[self._file.write(view):]            # the system may take less than it is given
+        self._end += aligned(n)
+        return [self._end - aligned(n), n, self.checksum(shard)]
+
+    def _commit(self) -> None:
+        """Wait until the layer's file is on the disk, then vouch for its new experts in the journal."""
+        if self._pending:
+            os.fsync(self._file.fileno())
+            self._journal.append(self._pending)
+            self.records += self._pending
+            self._pending, self._synced = [], self._end
+
+    # ------------------------------------------------------------------------------------------ everything else
+
+    def finish(self, weights: dict[str, tuple[Path, int, str, list[int], int]], files: list[tuple[str, bytes]]) -> None:
+        """Write headers, the other weights, the small files and the index; all but the renaming.
+
+        weights : key → (safetensors file, offset in it, dtype, shape, bytes); copied piece by piece.
+        files : (name, content) of config, tokenizer and the like.
+        """
+        self._wait()
+        with self._explained():
+            self._commit()
+            layers, table = self._write_headers()
+            written = self._write_weights(weights, table)
+            weight_map = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}, indent=1)
+            for name, content in [*files, (WEIGHT_MAP, weight_map.encode())]:
+                _write(self.folder / name, content)
+                table[name] = [len(content), len(content), self.checksum(content)]
+            _write(self.folder / INDEX, seal({**self.head, "layers": layers, "weights": written, "files": table}))
+
+    def _write_headers(self) -> tuple[list[dict[str, Any]], dict[str, list]]:
+        """Fill in the layers' headers; returns their index and, by file name, size, header length and checksum."""
+        layers, table = [], {}
+        for layer, (module, _, stacked) in enumerate(self.layers):
+            records, path = [r for r in self.records if r["layer"] == layer], self.folder / _name(layer)
+            tensors = records[0]["tensors"]
+            named = [item for record in records for item in chunk_names(
+                layer, record["expert"], read_entries(record["entries"], tensors))]
+            start = named[0][1].offset
+            header = _header(named, start)
+            _write(path, header, "r+b")
+            table[path.name] = [records[-1]["end"], start, self.checksum(header)]
+            layers.append({"file": path.name, "module": module, "stacked": stacked, "tensors": tensors,
+                           "size": records[-1]["end"], "header": start,
+                           "experts": [record["entries"] for record in records]})
+        return layers, table
+
+    def _write_weights(self, weights: dict[str, tuple[Path, int, str, list[int], int]],
+                       table: dict[str, list]) -> dict[str, list]:
+        header, at = {}, 0
+        for key, (_, _, dtype, shape, size) in weights.items():
+            header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start, written, room = 8 + len(text), {}, memoryview(bytearray(PIECE))
+        with open(self.folder / WEIGHTS, "wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for key, (path, offset, dtype, shape, size) in weights.items():
+                checks = []
+                with open(path, "rb") as f:
+                    f.seek(offset)
+                    for i in range(0, size, PIECE):
+                        piece = room[:min(PIECE, size - i)]
+                        if (n := f.readinto(piece)) != len(piece):
+                            raise OSError(f"{path} ends inside the tensor {key}, at byte {offset + i + n:,}")
+                        checks.append(self.checksum(piece))
+                        out.write(piece)
+                written[key] = [dtype, shape, start + header[key]["data_offsets"][0], size, checks]
+            out.flush()
+            os.fsync(out.fileno())
+        table[WEIGHTS] = [start + at, start, self.checksum(len(text).to_bytes(8, "little") + text)]
+        return written
+
+    def publish(self) -> Path:
+        """Give the finished store its name."""
+        if self.destination.exists():
+            raise FileExistsError(f"{self.destination} appeared meanwhile; the new store is at {self.folder}")
+        os.rename(self.folder, self.destination)
+        self._journal.remove()
+        return self.destination
+
+    def close(self) -> None:
+        """Let go of the files; what is committed stays and can be resumed."""
+        self._thread.shutdown()
+        for file in (self._file, self._journal):
+            if file is not None:
+                file.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the disk say where, how much room there is, and that nothing is lost."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            folder = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+            raise OSError(error.errno, f"writing {self.folder} failed: {error.strerror} {error.filename or ''} "
+                          f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
+                          f"right and run the same command again, and it goes on from there") from error
+
+
+def _name(layer: int) -> str:
+    return f"experts-{layer:05d}.safetensors"
+
+
+def _header(named: list[tuple[str, Any]], start: int) -> bytes:
+    """The safetensors header, `start` bytes long, of chunks in the order of the file and the padding between them."""
+    entries, at = {}, start
+
+    def entry(name: str, begin: int, end: int) -> None:
+        entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin - start, end - start]}
+    for name, chunk in named:
+        assert chunk.offset == at and chunk.offset % ALIGN == 0
+        at = chunk.offset + aligned(chunk.length)
+        entry(name, chunk.offset, chunk.offset + chunk.length)
+        if at > chunk.offset + chunk.length:
+            entry("pad." + name, chunk.offset + chunk.length, at)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    if len(text) > start - 8:
+        raise ValueError(f"a header of {len(text):,} bytes does not fit into the {start - 8:,} reserved for it")
+    return (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+
+
+def _write(path: Path, content: bytes, mode: str = "wb") -> None:
+    with open(path, mode) as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())

@@ -1,0 +1,142 @@
+"""The index: sealed, checked before it is believed; the store refuses what it is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.store import layout
+from moelab.store.layout import ALIGN, INDEX, ExpertStore, StoreError, aligned, run, seal, source_identity, unseal
+
+from .test_writer import expert, write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("layout"))
+
+
+def reseal(folder, tmp_path, change):
+    """A copy of the store whose index was changed by someone who sealed it again."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    fields = unseal((copy / INDEX).read_bytes(), copy / INDEX)
+    fields.pop("sha256")
+    change(fields)
+    (copy / INDEX).write_bytes(seal(fields))
+    return copy
+
+
+def test_what_the_store_says_of_itself(folder):
+    store = ExpertStore(folder)
+    assert (store.codec, store.K, store.spec.E, len(store.layers)) == ("zstd-huffman", 4, 3, 2)
+    rows = {row["tensor"]: row for row in store.table()}
+    truth = expert(0, 0)
+    assert {name: (row["count"], row["bytes"]) for name, row in rows.items() if name != "all experts"} == {
+        name: (6, 6 * t.nbytes) for name, t in truth.items()}
+    assert rows["all experts"]["count"] == 6
+    assert rows["all experts"]["bytes"] == 6 * sum(t.nbytes for t in truth.values())
+    stored = sum(c.length for e in range(3) for i in range(2) for entry in store.entries(i, e).values()
+                 for _, plane in entry.planes for c in plane)
+    assert rows["all experts"]["E_bytes"] + rows["all experts"]["SM_bytes"] == stored
+    assert rows["up"]["fraction"] < 0.75                                # the exponents of bf16 are compressible
+
+
+def test_runs_are_contiguous_and_tile_the_file(folder):
+    store = ExpertStore(folder)
+    for layer in store.layers:
+        at = layer.header
+        for entries in layer.experts:
+            (e, e_length), (sm, sm_length), both = (run(entries, part) for part in ("E", "SM", "both"))
+            assert e == at and sm == e + e_length and both == (e, e_length + sm_length)
+            assert all(x % ALIGN == 0 for x in (e, e_length, sm_length))
+            at = sm + sm_length
+        assert at == layer.size == (folder / layer.file).stat().st_size
+
+
+def test_any_changed_byte_of_the_index_is_seen(folder, tmp_path):
+    raw = (folder / INDEX).read_bytes()
+    for i in [*range(0, len(raw), 61), *range(len(raw) - 80, len(raw))]:
+        broken = raw[:i] + bytes([raw[i] ^ 4]) + raw[i + 1:]
+        with pytest.raises(StoreError, match="does not match its own checksum"):
+            unseal(broken, tmp_path)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.text()), min_size=1))
+def test_seals_hold(fields):
+    fields.pop("sha256", None)
+    if fields:
+        unsealed = unseal(seal(fields), INDEX)
+        assert {key: unsealed[key] for key in fields} == fields
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda f: f.update(version=99), "version 99; this moelab reads"),
+    (lambda f: f.update(layout="paper"), "byte layout 'paper'"),
+    (lambda f: f.update(checksum="md5"), "checksums 'md5'"),
+    (lambda f: f.pop("spec"), "no index of an expert store"),
+    (lambda f: f["layers"][0]["experts"][1].pop("up"), "impossible entry"),
+    (lambda f: f["layers"][0]["experts"][1]["up"][1][0][1][0].__setitem__(0, 4096 * 10**9), "impossible entry"),
+    (lambda f: f["layers"][0]["experts"][1]["up"][1][0][1][0].__setitem__(1, -1), "impossible entry"),
+    (lambda f: f["layers"][0]["tensors"]["up"].__setitem__(1, [10**6, 10**6]), "impossible entry"),
+    (lambda f: f["files"].update({"config.json": [3, 3, "0"]}), "config.json has 2 bytes, 3 were written"),
+    (lambda f: f["files"].update({"gone.json": [3, 3, "0"]}), "lacks gone.json")])
+def test_an_index_that_makes_no_sense(folder, tmp_path, change, message):
+    with pytest.raises(StoreError, match=message):
+        ExpertStore(reseal(folder, tmp_path, change))
+
+
+def test_refusals(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="make one with"):
+        ExpertStore(tmp_path / "none")
+    (tmp_path / "half.part").mkdir()
+    with pytest.raises(FileNotFoundError, match="run the same convert command again"):
+        ExpertStore(tmp_path / "half")
+    store = ExpertStore(folder)
+    store.require("a" * 16)
+    with pytest.raises(StoreError, match=f"source {'a' * 16}.*source {'b' * 16}"):
+        store.require("b" * 16)
+    for key in ((2, 0), (-1, 0), (0, 3), (0, -1)):
+        with pytest.raises(LookupError, match="2 layers of 3 experts"):
+            store.entries(*key)
+
+
+def test_without_xxhash_a_store_of_its_checksums_is_refused_by_name(folder, monkeypatch):
+    if layout.xxhash is None:
+        pytest.skip("xxhash is not installed")
+    monkeypatch.setattr(layout, "CHECKSUMS", {"crc32": layout.CHECKSUMS["crc32"]})
+    with pytest.raises(StoreError, match="install the package xxhash"):
+        ExpertStore(folder)
+
+
+def test_checksums_differ_for_every_flipped_bit():
+    data = bytes(range(256))
+    for name, checksum in layout.CHECKSUMS.items():
+        seen = {checksum(data[:i // 8] + bytes([data[i // 8] ^ 1 << i % 8]) + data[i // 8 + 1:]) for i in range(2048)}
+        assert len(seen | {checksum(data)}) == 2049 and all(len(x) == 16 for x in seen), name
+
+
+def test_the_identity_follows_config_headers_and_content(tmp_path):
+    config, file = tmp_path / "config.json", tmp_path / "a.safetensors"
+    header = json.dumps({"w": {"dtype": "U8", "shape": [100_000], "data_offsets": [0, 100_000]}}).encode()
+    config.write_text("{}")
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(100_000))
+    first = source_identity(config, [file])
+    assert first == source_identity(config, [file]) and len(first) == 16
+    raw = bytearray(file.read_bytes())
+    raw[60_000] = 1
+    file.write_bytes(raw)
+    second = source_identity(config, [file])
+    config.write_text('{"x": 1}')
+    assert len({first, second, source_identity(config, [file])}) == 3
+
+
+@given(st.integers(0, 1 << 40))
+def test_aligned(n):
+    assert aligned(n) % ALIGN == 0 and 0 <= aligned(n) - n < ALIGN

@@ -1,0 +1,182 @@
+"""Reading: the bits of every tensor in every mode, buffers, throttling, and errors that say where."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from moelab.store import reader as reading
+from moelab.store.layout import ALIGN, ExpertStore, StoreError, run
+from moelab.store.reader import (MEASURED, Reader, StoreExperts, aligned_buffer, decode, empty_tensors, fastest_mode,
+                                 measure_modes, modes)
+
+from .test_writer import expert, write
+
+
+@pytest.fixture()
+def store(tmp_path):
+    return ExpertStore(write(tmp_path))
+
+
+def equal(tensors, layer, index):
+    truth = expert(layer, index)
+    assert set(tensors) == set(truth)
+    for name, t in tensors.items():
+        assert t.dtype == truth[name].dtype and torch.equal(t, truth[name]) and t.data_ptr() % 64 == 0, name
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_every_part_in_every_mode(store, mode):
+    with Reader(store, mode) as reader:
+        buffers = {part: reader.buffer(part) for part in ("E", "SM", "both")}
+        for layer in range(2):
+            for index in range(3):
+                parts = {part: reader.read(layer, index, part, buffers[part]) for part in buffers}
+                equal(decode(parts["both"], parts["both"]), layer, index)
+                out = empty_tensors(parts["E"].entries)
+                equal(decode(parts["E"], parts["SM"], out, np.empty(10_000, np.uint8)), layer, index)
+                assert all(chunks.data.base is not None for chunks in parts.values())       # no new memory
+        lengths = [sum(run(store.entries(i, e), part)[1] for i in range(2) for e in range(3)) for part in buffers]
+        assert reader.counters.bytes == sum(lengths) and lengths[0] + lengths[1] == lengths[2]
+        assert reader.counters.requests == 18 and reader.counters.seconds > 0               # one request each
+
+
+def test_the_source_of_the_seam_from_several_threads(store):
+    source, errors = StoreExperts(store, mode="buffered"), []
+
+    def work(seed):
+        try:
+            for i in np.random.default_rng(seed).integers(0, 6, 30).tolist():
+                equal(source(i // 3, i % 3), i // 3, i % 3)
+        except BaseException as error:
+            errors.append(error)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and source.reader.counters.requests == 90
+    assert StoreExperts(store, torch.float32, mode="buffered")(0, 0)["up"].dtype == torch.float32
+    assert StoreExperts(store, torch.float32, mode="buffered")(0, 0)["ids"].dtype == torch.int64
+
+
+def test_file_systems_that_refuse_direct_reads_are_read_buffered(store, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(reading, "modes", lambda: ["direct", "buffered"])
+    monkeypatch.setattr(reading.os, "O_DIRECT", 0, raising=False)
+    calls = []
+
+    def refuse(fd, views, offset):
+        calls.append(offset)
+        if len(calls) == 1:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, views, offset)
+    monkeypatch.setattr(os, "preadv", refuse)
+    with Reader(store, "direct") as reader:
+        chunks = reader.read(1, 1)
+        assert reader.mode == "buffered"
+        equal(decode(chunks, chunks), 1, 1)
+
+
+def test_short_reads_are_continued(store, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][:1000]], offset))
+    with Reader(store, "buffered") as reader:
+        chunks = reader.read(0, 2)
+        equal(decode(chunks, chunks), 0, 2)
+        assert reader.counters.requests == -(-len(chunks.data) // 1000)
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_file_that_is_cut_off(store, mode):
+    file, (offset, _) = store.folder / store.layers[1].file, run(store.entries(1, 2), "both")
+    with open(file, "r+b") as f:
+        f.truncate(offset + 4096)
+    with Reader(store, mode) as reader:
+        reader.read(1, 1)
+        with pytest.raises(StoreError, match=f"{file.name} ends at byte {offset + 4096:,}.*expert 2 of MoE layer 1"):
+            reader.read(1, 2)
+
+
+def test_errors_of_the_system_say_where(store, monkeypatch):
+    def broken(fd, views, offset):
+        raise OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(os, "preadv", broken)
+    offset = run(store.entries(1, 2), "SM")[0]
+    with Reader(store, "buffered") as reader, pytest.raises(
+            OSError, match=f"experts-00001.safetensors at byte {offset:,} .*SM chunks of expert 2 of MoE layer 1.*"
+                           "Input/output") as caught:
+        reader.read(1, 2, "SM")
+    assert caught.value.errno == errno.EIO
+
+
+def test_damage_is_named_before_anything_is_decoded(store):
+    chunk = store.entries(0, 1)["wide"].planes[2][1][0]
+    with open(store.folder / store.layers[0].file, "r+b") as f:
+        f.seek(chunk.offset + 5)
+        f.write(b"\x00\xff\x00")
+    with Reader(store, "buffered") as reader:
+        reader.read(0, 1, "E")                                          # not what was asked for
+        with pytest.raises(StoreError, match=f"chunk 0.1.wide.p2.0 .*{chunk.offset:,}.*checksum"):
+            reader.read(0, 1, "SM")
+    with Reader(store, "buffered", verify=False) as reader:
+        assert reader.read(0, 1, "SM")
+
+
+def test_bandwidth_is_a_ceiling_for_all_threads(store):
+    with Reader(store, "buffered", bandwidth=4e6) as reader:
+        threads = [threading.Thread(target=lambda: [reader.read(0, e) for e in range(3)]) for _ in range(2)]
+        start = reading.time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        elapsed = reading.time.perf_counter() - start
+        assert reader.counters.bytes / elapsed <= 4e6
+
+
+def test_unsuitable_arguments(store):
+    with pytest.raises(ValueError, match="unknown mode 'mmap'"):
+        Reader(store, "mmap")
+    with pytest.raises(ValueError, match="above 0"):
+        Reader(store, "buffered", bandwidth=0)
+    with Reader(store, "buffered") as reader:
+        big = aligned_buffer(1 << 20)
+        for buffer in (big[:4096], big[64:], big.view(np.int8), big.reshape(2, -1)):
+            with pytest.raises(ValueError, match="the buffer must be uint8"):
+                reader.read(0, 0, "both", buffer)
+        with pytest.raises(ValueError, match="part is 'F'"):
+            reader.read(0, 0, "F")
+        with pytest.raises(LookupError):
+            reader.read(0, 7)
+        e, sm, other = reader.read(0, 0, "E"), reader.read(0, 0, "SM"), reader.read(0, 1, "SM")
+        for pair in ((e, other), (sm, e), (e, e)):
+            with pytest.raises(ValueError, match="not the two parts of one expert"):
+                decode(*pair)
+
+
+def test_the_fastest_mode_is_measured_once(store, monkeypatch):
+    assert set(measure_modes(store, reads=2)) == set(modes())
+    monkeypatch.setattr(reading, "measure_modes", lambda store: {"buffered": 2.0, "direct": 1.0})
+    assert fastest_mode(store) == "buffered"
+    known = json.loads((store.folder / MEASURED).read_text())
+    monkeypatch.setattr(reading, "measure_modes", lambda store: pytest.fail("measured twice"))
+    assert fastest_mode(store) == "buffered" and known["mode"] == "buffered"
+    (store.folder / MEASURED).write_text(json.dumps({**known, "machine": "another"}))
+    with pytest.raises(pytest.fail.Exception):
+        fastest_mode(store)
+    (store.folder / MEASURED).write_text("{")
+    with pytest.raises(pytest.fail.Exception):
+        fastest_mode(store)
+
+
+def test_buffers_are_aligned():
+    assert len(aligned_buffer(0)) == 0
+    for n in (1, 4096, 10_001):
+        assert len(aligned_buffer(n)) == n and aligned_buffer(n).ctypes.data % ALIGN == 0
