@@ -58,7 +58,7 @@ PHASES = (Phase(500, 32, text=0.20, echo=0.25, yesno=0.0), Phase(600, 64, text=0
           Phase(500, 512, text=0.50, echo=0.0, yesno=0.3))
 
 
-POLISH = Phase(450, 256, text=0.60, echo=0.0, yesno=0.3, balance=0.06)
+POLISH = Phase(450, 256, text=0.60, echo=0.0, yesno=0.3, balance=0.4)
 
 
 @dataclass(frozen=True)

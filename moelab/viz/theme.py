@@ -38,7 +38,9 @@ def _template() -> go.layout.Template:
               "legend": {"bgcolor": "rgba(255,255,255,0.8)"}, "margin": {"l": 64, "r": 24, "t": 48, "b": 56}}
     lines = [{"line": {"dash": dash, "width": 2}, "marker": {"symbol": symbol, "size": 7}}
              for dash, symbol in zip(DASHES, MARKERS)]
-    bars = [{"marker": {"pattern": {"shape": shape, "fgcolor": "white", "size": 6}}} for shape in PATTERNS]
+    # overlay: otherwise the bar's own colour is left out and the white pattern lies on white
+    bars = [{"marker": {"pattern": {"shape": shape, "fillmode": "overlay", "fgcolor": "white", "size": 6}}}
+            for shape in PATTERNS]
     return go.layout.Template(layout=layout, data={
         "scatter": lines, "bar": bars, "histogram": bars, "heatmap": [{"colorscale": scale}]})
 

@@ -1,0 +1,72 @@
+"""Reading from a store on disk: everything is read and decoded, threads overlap, and the sums are right."""
+
+import pytest
+import torch
+
+from moelab.bench import reading
+from moelab.bench.store import synthetic_expert
+from moelab.store.reader import Reader, decode, modes
+
+EXPERTS = [synthetic_expert(1 << 16, seed) for seed in range(5)]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores")
+    return [reading.write_store(folder / codec, EXPERTS, codec) for codec in ("raw", "zstd-huffman")]
+
+
+def test_the_stores_hold_the_experts(stores):
+    for store in stores:
+        with Reader(store, "buffered") as reader:
+            for i, expert in enumerate(EXPERTS):
+                chunks = reader.read(0, i)
+                assert torch.equal(decode(chunks, chunks)["weight"], expert)
+    assert stores[1].table()[-1]["fraction"] < 0.7 < stores[0].table()[-1]["fraction"] == 1
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_every_expert_is_read_once_and_decoded_after_it_was_read(stores, mode):
+    assert [kind for kind, _, _ in reading.read_only(stores[0], mode)["disk"]] == ["read"] * 5
+    spans = reading.one_after_the_other(stores[1], mode)["one thread"]
+    assert [kind for kind, _, _ in spans] == ["read", "decode"] * 5
+    assert all(before[2] <= after[1] for before, after in zip(spans, spans[1:]))
+    rows = reading.overlapped(stores[1], mode, threads=2)
+    assert list(rows) == ["disk", "thread 1", "thread 2"] and len(rows["disk"]) == 5
+    decodes = sorted(rows["thread 1"] + rows["thread 2"], key=lambda span: span[1])
+    assert len(decodes) == 5
+    assert all(decode[1] >= read[2] for read, decode in zip(rows["disk"], decodes))
+    for row in rows.values():
+        assert all(before[2] <= after[1] for before, after in zip(row, row[1:]))
+
+
+def test_a_damaged_expert_fails_instead_of_hanging(tmp_path):
+    store = reading.write_store(tmp_path / "store", EXPERTS, "raw")
+    file = store.folder / store.layers[0].file
+    data = bytearray(file.read_bytes())
+    data[store.entries(0, 2)["weight"].planes[0][1][0].offset] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="expert 2"):
+        reading.overlapped(store, "buffered", threads=2)
+
+
+def test_an_error_of_a_decoder_comes_out(stores, monkeypatch):
+    monkeypatch.setattr(reading, "decode", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        reading.overlapped(stores[1], "buffered", threads=1)
+
+
+def test_a_slower_disk_takes_its_time(stores):
+    seconds = sum(e.numel() * 2 for e in EXPERTS) / 2e6
+    assert reading.duration(reading.read_only(stores[0], "buffered", bandwidth=2e6)) >= 0.95 * seconds
+
+
+def test_comparison_and_summary(stores):
+    samples, timelines = reading.compare(*stores, "buffered", threads=(1, 3), repeats=2)
+    assert list(samples) == list(timelines) == ["uncompressed, read only", "compressed, read only",
+                                                "read, then decoded", "overlapped, 1 decoding", "overlapped, 3 decoding"]
+    assert all(len(values) == 2 for values in samples.values())
+    assert samples["read, then decoded"][-1] == reading.duration(timelines["read, then decoded"])
+    known = {"uncompressed, read only": [2, 4, 2], "overlapped, 1 decoding": [1, 2, 4]}
+    assert reading.summary(known, 4e9) == {"uncompressed, read only": {"GB/s": 2, "÷ uncompressed": 1},
+                                           "overlapped, 1 decoding": {"GB/s": 2, "÷ uncompressed": 2}}

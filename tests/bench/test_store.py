@@ -1,0 +1,123 @@
+"""The measurement of the store: what it returns, that its ratios are right, that it refuses a lossy codec."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from moelab import bench
+from moelab.bench import store
+from moelab.store.codecs import CODECS
+
+SMALL = 1 << 16
+WEIGHTS = store.synthetic_expert(SMALL)
+#: seconds in three rounds; the machine is twice as slow in the second
+FAKE = {"memcpy": [1, 2, 1], "recovery": [0.8, 1.6, 0.8], "huffman compress": [16, 32, 16],
+        "huffman decode": [4, 8, 4], "zipnn compress": [20, 40, 20], "zipnn decode": [8, 16, 8]}
+
+
+def test_the_synthetic_expert_is_as_compressible_as_trained_weights():
+    weights = store.synthetic_expert(1 << 22, seed=3)
+    row = store.describe(store.joint_counts(weights))
+    assert weights.dtype == torch.bfloat16 and weights.numel() == 1 << 21
+    assert 2.55 < row.exponent < 2.72 and row.sign > 0.999 and row.mantissa > 6.9
+    assert torch.equal(weights, store.synthetic_expert(1 << 22, seed=3))
+    assert not torch.equal(weights, store.synthetic_expert(1 << 22, seed=4))
+
+
+def test_arms_take_turns_and_the_first_round_does_not_count():
+    order, now = [], iter(range(100))
+    arms = {name: lambda name=name: order.append(name) for name in "ab"}
+    samples = store.interleaved(arms, repeats=3, clock=lambda: next(now))
+    assert order == ["a", "b"] * 4
+    assert samples == {"a": [1, 1, 1], "b": [1, 1, 1]}
+
+
+def test_rates_and_ratios_of_known_timings():
+    found = store.rates(FAKE, nbytes=8e9)
+    assert list(found) == ["huffman", "zipnn"]
+    assert found["huffman"] == {"compress GB/s": 0.5, "decode GB/s": 2, "decode ÷ zipnn": 2, "decode ÷ memcpy": 0.25}
+    assert found["zipnn"]["decode ÷ zipnn"] == 1
+    assert store.speed_up(FAKE, "recovery", "memcpy") == 1.25
+
+
+def test_ratios_are_taken_round_by_round():
+    drifting = {"a": [1, 10, 100], "b": [3, 30, 300]}
+    assert store.speed_up(drifting, "a", "b") == 3
+    assert store.speed_up({"a": [1, 10, 2], "b": [3, 30, 300]}, "a", "b") == 3        # median of 3, 3, 150
+
+
+def test_without_the_peer_the_table_says_so():
+    alone = {name: values for name, values in FAKE.items() if "zipnn" not in name}
+    assert store.rates(alone, 8e9)["huffman"]["decode ÷ zipnn"] == "not installed"
+
+
+def test_two_threads_at_the_same_time_are_twice_the_rate():
+    found = store.scaling({"huffman × 1": [2, 2], "huffman × 2": [2, 2], "zipnn × 1": [2, 2], "zipnn × 2": [4, 4]},
+                          nbytes=1e9, loops=4)
+    assert found == {"huffman × 1 GB/s": 2, "huffman × 2 GB/s": 4, "huffman × 2 ÷ × 1": 2,
+                     "zipnn × 1 GB/s": 2, "zipnn × 2 GB/s": 2, "zipnn × 2 ÷ × 1": 1}
+
+
+def test_sizes_are_those_of_the_codec_beside_the_bound():
+    made = {name: store.Coder(n, None, None, None) for name, n in (("half", SMALL // 2), ("all", SMALL))}
+    flat = torch.tensor([1.0, 2.0], dtype=torch.bfloat16).repeat(SMALL // 4)          # 1 bit of exponent entropy
+    found = store.sizes(flat, made)
+    assert found["half"] == {"fraction %": 50, "bound %": 56.25, "points above the bound": -6.25}
+    assert found["all"]["points above the bound"] == 43.75
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_coders_write_the_weights_each_into_a_buffer_of_its_own(name):
+    coder = store.coders(WEIGHTS, [name])[name]
+    assert 0 < coder.nbytes <= SMALL and coder.compress().nbytes == coder.nbytes
+    first, second = coder.another(), coder.another()
+    outputs = [cell.cell_contents for decode in (first, second) for cell in decode.__closure__
+               if isinstance(cell.cell_contents, torch.Tensor)]
+    first()
+    assert torch.equal(outputs[0], WEIGHTS) and not torch.equal(outputs[1], WEIGHTS)
+    second()
+    assert torch.equal(outputs[1], WEIGHTS)
+
+
+def test_a_codec_that_loses_something_is_refused(monkeypatch):
+    monkeypatch.setattr(store, "decompress_tensor", lambda packed, out, scratch=None: out.zero_())
+    with pytest.raises(ValueError, match="raw does not give the same bytes back"):
+        store.coders(WEIGHTS, ["raw"])
+
+
+def test_the_copies_do_what_they_are_named_after():
+    arms = store.copies(WEIGHTS)
+    assert list(arms) == ["memcpy", "recovery"]
+    out = next(cell.cell_contents for cell in arms["memcpy"].__closure__ if cell.cell_contents.any() == 0)
+    for arm in arms.values():
+        out[:] = 0
+        arm()
+        assert out.tobytes() == WEIGHTS.view(torch.uint8).numpy().tobytes()
+
+
+def test_zipnn_is_a_peer_where_it_is_installed():
+    pytest.importorskip("zipnn")
+    coder = store.coders(WEIGHTS, [])["zipnn"]
+    assert 0.6 < coder.nbytes / SMALL < 0.8
+    assert bytes(coder.decode()) == WEIGHTS.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("peer", [True, False])
+def test_the_document(peer, monkeypatch):
+    if not peer:
+        monkeypatch.setitem(sys.modules, "zipnn", None)
+    found = store.run(nbytes=SMALL, repeats=5)
+    assert all(len(values) == 5 and min(values) > 0 for values in found["samples"].values())
+    for name in CODECS:
+        assert set(found[f"{name}, one thread"]) == {
+            "fraction %", "bound %", "points above the bound", "compress GB/s", "decode GB/s", "decode ÷ zipnn",
+            "decode ÷ memcpy"}
+        assert name == "raw" or found["threads together, by the clock"][f"{name} × 2 ÷ × 1"] > 0
+    if not peer:
+        assert found["conditions"]["zipnn"] == found["huffman, one thread"]["decode ÷ zipnn"] == "not installed"
+        assert "zipnn, one thread" not in found
+    assert json.loads(json.dumps(found)) == found
+    for figures in found.values():
+        assert all(bench._text(name, value) for name, value in figures.items())
