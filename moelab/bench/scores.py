@@ -86,7 +86,7 @@ def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tup
     return float(-np.log(unigram[following]).mean()), float(-np.log(bigram).mean())
 
 
-def score_small(model: Any, n: int = 400, tokens: int = 256, seed: int = 0) -> dict[str, Any]:
+def score_small(model: Any, n: int = 300, tokens: int = 256, seed: int = 0) -> dict[str, Any]:
     """Every score of the model card: {name: value}; accuracies come with their standard errors.
 
     n : questions a task; tokens : context length S.
