@@ -101,7 +101,7 @@ def plug(model: nn.Module, executor: Executor | None = None, source: Source | No
         experts.executor = executor or getattr(experts, "executor", None) or eager
         experts.source = source or experts.source
         if type(layer.block).__name__ in BLOCKS:
-            layer.block.__class__ = BLOCKS[type(layer.block).__name__](type(layer.block))
+            layer.block.__class__ = block_class(type(layer.block))
     return layers
 
 
@@ -297,26 +297,24 @@ def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
 ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing}
 
 
-@lru_cache(maxsize=None)
-def _llama4_block(cls: type) -> type:
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        h = hidden_states.reshape(-1, self.hidden_dim)
-        scores, logits = self.router(h)
-        ids, weights = _llama4_routing(self.router, (scores, logits))
-        out = self.shared_expert(h)
-        out.add_(self.experts(h, ids, weights))
-        return out, logits
-    return type("Seam" + cls.__name__, (cls,), {"forward": forward, "stock": cls})
+def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    h = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(h)
+    ids, weights = _llama4_routing(self.router, (scores, logits))
+    return self.shared_expert(h).add_(self.experts(h, ids, weights)), logits
+
+
+def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    ids, weights = _switch_routing(self.router, self.router(hidden_states))
+    h = hidden_states.view(-1, hidden_states.shape[-1])
+    return self.experts(h, ids, weights).reshape(hidden_states.shape)
 
 
 @lru_cache(maxsize=None)
-def _switch_block(cls: type) -> type:
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        ids, weights = _switch_routing(self.router, self.router(hidden_states))
-        h = hidden_states.view(-1, hidden_states.shape[-1])
-        return self.experts(h, ids, weights).reshape(hidden_states.shape)
-    return type("Seam" + cls.__name__, (cls,), {"forward": forward, "stock": cls})
+def block_class(cls: type) -> type:
+    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`."""
+    return type("Seam" + cls.__name__, (cls,), {"forward": BLOCKS[cls.__name__], "stock": cls})
 
 
-#: block class → the block that speaks (x, ids, weights)
-BLOCKS = {"Llama4TextMoe": _llama4_block, "SwitchTransformersSparseMLP": _switch_block}
+#: block class → its forward in the seam's terms
+BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward}
