@@ -54,16 +54,26 @@ def classes_replaced(classes: Iterable[type], replacement: Callable[[type], type
             setattr(module, cls.__name__, cls)
 
 
-def quantizer_for(config: Any):
-    """The quantizer of a quantised checkpoint, set to dequantise; None for a plain one."""
-    if getattr(config, "quantization_config", None) is None:
-        return None
-    from transformers.quantizers.auto import get_hf_quantizer
+def dequantising(config: Any) -> Any:
+    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants GPU packages."""
+    quantised = getattr(config, "quantization_config", None)
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    if getattr(method, "value", method) not in ("mxfp4", "fp8"):
+        return config
     config = deepcopy(config)
     if isinstance(config.quantization_config, dict):
         config.quantization_config["dequantize"] = True
     else:
         config.quantization_config.dequantize = True
+    return config
+
+
+def quantizer_for(config: Any):
+    """The quantizer of a quantised checkpoint, set to dequantise; None for a plain one."""
+    if getattr(config, "quantization_config", None) is None:
+        return None
+    from transformers.quantizers.auto import get_hf_quantizer
+    config = dequantising(deepcopy(config))
     quantizer, *_ = get_hf_quantizer(config, None, device_map=None, weights_only=True, user_agent={})
     return quantizer
 

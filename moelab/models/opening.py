@@ -48,7 +48,7 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     if experts not in ("resident", "external"):
         raise ValueError(f"experts is {experts!r}; it must be 'resident' or 'external'")
     checkpoint = Checkpoint.at(find(name_or_path))
-    config = load_config(checkpoint.folder)
+    config = compat.dequantising(load_config(checkpoint.folder))
     spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
     cls = compat.model_class(config)
     options = {"dtype": dtype, "experts_implementation": "eager", "local_files_only": True}
