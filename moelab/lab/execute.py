@@ -26,6 +26,29 @@ WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "applic
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
+def _never_miss_a_reply() -> None:
+    """Make Jupyter's client look for messages once a second, not only when it is told of one.
+
+    Where a widget's messages are sent while a cell's reply is awaited, the notice of the reply can be lost; the
+    client would then wait for it until the cell's time limit, with the reply in its queue.
+    """
+    from queue import Empty
+    from time import monotonic
+
+    from jupyter_client.channels import AsyncZMQSocketChannel
+    once = AsyncZMQSocketChannel.get_msg
+
+    async def get_msg(self: Any, timeout: float | None = None) -> Any:
+        end = float("inf") if timeout is None else monotonic() + timeout
+        while True:
+            try:
+                return await once(self, timeout=max(0.0, min(1.0, end - monotonic())))
+            except Empty:
+                if monotonic() >= end:
+                    raise
+    AsyncZMQSocketChannel.get_msg = get_msg
+
+
 class _Watch:
     """Which cell is running, told every ten seconds even when it takes long."""
 
@@ -172,6 +195,7 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     logging.disable()       # what papermill and nbclient log is in the error that is returned
     threading.Thread(target=_end_with_the_runner, daemon=True).start()
+    _never_miss_a_reply()
     error = execute(**job)
     if error is not None:
         (Path(job["directory"]) / "error.txt").write_text(error.strip() + "\n", encoding="utf-8")
