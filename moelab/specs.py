@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 #: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale
@@ -25,6 +26,42 @@ class ExpertKey(NamedTuple):
 
     layer: int
     expert: int
+
+
+class State(StrEnum):
+    """What of an expert is in memory: ZipMoE's compression states (§3.2). FULL holds the joined tensors only."""
+
+    MISSED = "M"
+    E = "E"                 # the compressed exponents
+    SM = "S"                # the sign-mantissa bytes
+    COMPRESSED = "C"        # both
+    FULL = "F"
+
+    @property
+    def has_e(self) -> bool:
+        return self in (State.E, State.COMPRESSED)
+
+    @property
+    def has_sm(self) -> bool:
+        return self in (State.SM, State.COMPRESSED)
+
+
+class Event(NamedTuple):
+    """One thing that one resource did, in seconds of the real clock or of a simulated one.
+
+    resource : "disk", "worker 0" …, "compute".
+    kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert", "other"
+        (attention, router, norms …), "wait" (compute has nothing that is ready).
+    layer, expert : of which MoE layer and expert; −1 for none.
+    """
+
+    resource: str
+    kind: str
+    layer: int
+    expert: int
+    start: float
+    end: float
+    bytes: int = 0
 
 
 @dataclass(frozen=True)

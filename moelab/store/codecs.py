@@ -12,6 +12,7 @@ Left out: matching across bytes or tensors, filters, dictionaries; files (see th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +33,7 @@ except ImportError:         # no numba: everything but the codec "huffman" works
 MIN_SHARD = 3 * (180 << 10)
 #: a plane is compressed if that leaves at most this fraction of it
 WORTH = 0.98
+_kept = threading.local()
 _SAMPLE, _BLOCK = 1 << 15, 1 << 11      # bytes looked at, in runs of so many, to see whether a plane can be worth it
 
 
@@ -113,9 +115,16 @@ def _zstd_decompress(blob: Any, out: Any) -> None:
         raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None
 
 
+def _room(name: str, n: int) -> np.ndarray:
+    """`n` bytes of this thread's own, kept from call to call: touching fresh memory costs as much as coding it."""
+    if len(getattr(_kept, name, ())) < max(n, 1):
+        setattr(_kept, name, np.empty(max(n, 1), np.uint8))
+    return getattr(_kept, name)[:n]
+
+
 def _huffman_compress(data: Any) -> bytes:
     source = as_bytes(data)
-    out = np.empty(huffman.bound(len(source)), np.uint8)
+    out = _room("blob", huffman.bound(len(source)))
     return out[:huffman.compress_into(source, out)].tobytes()
 
 
@@ -228,7 +237,7 @@ def _cut(weights: Any) -> list[np.ndarray]:
     if width == 1:
         return [data]
     if width == 2:
-        return list(bits.split(data.view(np.uint16)))
+        return list(bits.split(data.view(np.uint16), _room("exponents", len(data) // 2)))
     words = data.view(f"u{width}")
     rotated = ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
     return [np.ascontiguousarray(rotated[:, i]) for i in reversed(range(width))]
@@ -240,7 +249,7 @@ def _pack(plane: np.ndarray, codec: Codec, K: int, exponents: bool) -> Plane:
         blobs = tuple(codec.compress(plane[a:b]) for a, b in shard_bounds(len(plane), shards(len(plane), K)))
         if sum(map(len, blobs)) <= WORTH * len(plane):
             return Plane(codec.name, blobs)
-    return Plane("raw", (np.require(plane, requirements=["OWNDATA"]),))     # a copy only if it is the caller's memory
+    return Plane("raw", (np.require(plane, requirements=["OWNDATA"]),))     # a copy unless it is a plane's own memory
 
 
 def _sampled_entropy(plane: np.ndarray) -> float:
