@@ -16,6 +16,10 @@ FOLDER = Path(cards.__file__).parent
 WANTED = {"Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen1.5-MoE-A2.7B", "DeepSeek-MoE-16B",
           "DeepSeek-V2-Lite", "DeepSeek-V3", "Mixtral-8x7B", "GPT-OSS-20B", "GPT-OSS-120B", "GLM-4.7-Flash",
           "Llama4-Scout", "Llama4-Maverick", "Switch-Large-128", "OLMoE-1B-7B"}
+UNIFIED = {"jetson-agx-orin-64gb", "jetson-agx-orin-32gb", "raspberry-pi-5", "m2-max", "m2-ultra", "oneplus-12"}
+DISCRETE = {"rtx-a6000", "a100-80gb", "gh200-96gb", "rtx-5080"}
+DEVICES = UNIFIED | DISCRETE
+NO_DISK_FIGURE = {"m2-ultra"}                          # none was found published
 PAPERS = {"NPUMoE", "GPU-NDP", "Speculating Experts", "AWS Neuron MoE guide", "ZipMoE"}
 
 #: the configs that the cards claim to repeat, in transformers' words; what is not said is transformers' default
@@ -81,7 +85,7 @@ def count(name: str, experts: int, embeddings: int) -> float:
 
 def test_there_is_a_card_for_everything_that_the_sources_use():
     assert set(cards.models()) == WANTED == set(CONFIGS)
-    assert set(cards.devices()) == {"jetson-agx-orin-64gb", "m2-max", "m2-ultra", "rtx-a6000", "a100-80gb"}
+    assert set(cards.devices()) == DEVICES
 
 
 @pytest.mark.parametrize("name", sorted(WANTED))
@@ -131,7 +135,7 @@ def test_a_card_is_what_transformers_config_gives(name):
     assert cards.load_model(name) == MoESpec.from_config(CONFIGS[name](), name=name) == MoESpec.from_card(name)
 
 
-@pytest.mark.parametrize("name", ["jetson-agx-orin-64gb", "m2-max", "m2-ultra", "rtx-a6000", "a100-80gb"])
+@pytest.mark.parametrize("name", sorted(DEVICES))
 def test_a_device_card_is_whole_and_sourced(name):
     assert list(cards.load_card(name)) == ["name", "notes", "figures"]
     device = cards.load_device(name)
@@ -140,6 +144,38 @@ def test_a_device_card_is_whole_and_sourced(name):
     for key, figure in device.figures.items():
         assert figure.value > 0 and figure.source.strip()
         assert figure.unit == next(unit for ending, unit in endings.items() if key.endswith(ending))
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_a_device_has_what_a_simulation_needs(name):
+    """How fast experts arrive (disk or host link), how fast memory is read, how fast it computes, in that order."""
+    device = cards.load_device(name)
+    assert ("link_bandwidth_gbs" in device.figures) == (name in DISCRETE)
+    assert ("storage_read_gbs" in device.figures) == (name in UNIFIED - NO_DISK_FIGURE)
+    arrival = [device[key] for key in ("storage_read_gbs", "link_bandwidth_gbs") if key in device.figures]
+    assert all(rate < device["memory_bandwidth_gbs"] for rate in arrival)
+    rates = [device[key] for key in ("fp32_tflops", "fp16_tflops", "bf16_tflops") if key in device.figures]
+    assert rates == sorted(rates) and rates[1:2] == rates[2:] or len(rates) <= 2
+
+
+@pytest.mark.parametrize("name, figure, by_hand", [
+    ("raspberry-pi-5", "memory_bandwidth_gbs", 4.267 * 32 / 8),
+    ("raspberry-pi-5", "fp32_tflops", 4 * 2.4 * 2 * 4 * 2 / 1000),
+    ("oneplus-12", "memory_bandwidth_gbs", 2 * 4.8 * 64 / 8),
+    ("oneplus-12", "fp32_tflops", (3.3 * 4 + (3 * 3.2 + 2 * 3.0) * 2) * 4 * 2 / 1000),
+    ("rtx-5080", "memory_bandwidth_gbs", 30 * 256 / 8),
+    ("rtx-5080", "fp32_tflops", 10752 * 2 * 2.617 / 1000),
+    ("rtx-5080", "fp16_tflops", 1801 / 2 ** 4),
+    ("rtx-5080", "link_bandwidth_gbs", 16 * 32 / 8 * 128 / 130),
+    ("a100-80gb", "link_bandwidth_gbs", 16 * 16 / 8 * 128 / 130),
+    ("jetson-agx-orin-32gb", "fp32_tflops", 1792 * 2 * 0.930 / 1000),
+    ("jetson-agx-orin-64gb", "fp32_tflops", 2048 * 2 * 1.3 / 1000),
+    ("jetson-agx-orin-64gb", "memory_bandwidth_gbs", 6.4 * 256 / 8),
+    ("m2-max", "memory_bandwidth_gbs", 6.4 * 512 / 8),
+    ("m2-ultra", "fp32_tflops", 2 * cards.load_device("m2-max")["fp32_tflops"]),
+    ("m2-ultra", "memory_bandwidth_gbs", 2 * cards.load_device("m2-max")["memory_bandwidth_gbs"])])
+def test_a_published_rate_is_what_clock_and_width_give(name, figure, by_hand):
+    assert cards.load_device(name)[figure] == pytest.approx(by_hand, rel=0.025)
 
 
 def test_notes_on_wrong_tables_follow_from_the_geometry():

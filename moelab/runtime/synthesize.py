@@ -99,14 +99,14 @@ def config_of(spec: MoESpec) -> Any:
     return config
 
 
-def synthesize(destination: str | Path, model: str, scale: float = 1.0, *, codec: str | None = None,
+def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0, *, codec: str | None = None,
                seed: int = 0) -> Path:
     """Write a synthetic checkpoint, or store, with the geometry of a model card.
 
     Parameters
     ----------
     destination : a folder that does not exist.
-    model : a model card's name, see `moelab.cards.models()`.
+    model : a model card's name, see `moelab.cards.models()`, or a spec.
     scale : part of the model's layers.
     codec : write an expert store with this codec instead of a checkpoint, without writing a checkpoint first.
     seed : of the pool and of the places in it.
@@ -118,7 +118,7 @@ def synthesize(destination: str | Path, model: str, scale: float = 1.0, *, codec
     destination = Path(destination)
     if destination.exists():
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
-    spec = scaled(MoESpec.from_card(model), scale)
+    spec = scaled(MoESpec.from_card(model) if isinstance(model, str) else model, scale)
     config = config_of(spec)
     twin, pool, rng = compat.meta_twin(config), draw(POOL, seed), np.random.default_rng(seed)
     layers = discover(twin)

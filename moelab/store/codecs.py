@@ -215,13 +215,14 @@ def decompress_tensor(packed: Packed, out: Any, scratch: Any = None) -> None:
     elif width == 2:
         exponents, rest = packed.planes
         room = np.empty(n, np.uint8) if scratch is None else as_bytes(scratch, writable=True)
-        words, sign_mantissa, decode = target.view(np.uint16), _plane(rest, n), find_codec(exponents.codec).decompress
+        words, sign_mantissa = target.view(np.uint16), plane_bytes(rest, n)
+        decode = find_codec(exponents.codec).decompress
         for (begin, end), blob in zip(shard_bounds(n, len(exponents.shards)), exponents.shards):
             decode(blob, room[:end - begin])
             bits.join(room[:end - begin], sign_mantissa[begin:end], words[begin:end])
     else:
         for i, plane in enumerate(packed.planes):
-            target.reshape(n, width)[:, width - 1 - i] = _plane(plane, n)
+            target.reshape(n, width)[:, width - 1 - i] = plane_bytes(plane, n)
         words = target.view(f"u{width}")
         words[:] = (words >> 1) | (words << (8 * width - 1))
 
@@ -261,7 +262,7 @@ def _sampled_entropy(plane: np.ndarray) -> float:
     return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
 
 
-def _plane(plane: Plane, n: int) -> np.ndarray:
+def plane_bytes(plane: Plane, n: int) -> np.ndarray:
     """The `n` bytes of a plane; those of a raw one without a copy."""
     if plane.codec == "raw" and len(plane.shards) == 1 and len(plane.shards[0]) == n:
         return as_bytes(plane.shards[0])

@@ -12,10 +12,7 @@ Left out: asynchronous reads and queues: a `Reader` may be used by several threa
 from __future__ import annotations
 
 import errno
-import json
 import os
-import platform
-import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -27,19 +24,12 @@ import torch
 
 from moelab.store.codecs import Packed, Plane, decompress_tensor
 from moelab.store.layout import ALIGN, PARTS, TORCH_NAMES, ExpertStore, StoreError, TensorEntry, run
+from moelab.store.modes import fastest_mode, modes
 
 try:
     import fcntl
 except ImportError:
     fcntl = None
-
-MEASURED = "read_mode.json"
-
-
-def modes() -> list[str]:
-    """The ways of reading that this system has: "direct", "uncached", "buffered"."""
-    return (["direct"] if hasattr(os, "O_DIRECT") else []) + (
-        ["uncached"] if hasattr(fcntl, "F_NOCACHE") else []) + ["buffered"]
 
 
 def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
@@ -124,56 +114,74 @@ class Reader:
         """
         if part not in PARTS:
             raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
-        entries = self.store.entries(layer, expert)
-        offset, length = run(entries, part)
-        buffer = aligned_buffer(length) if buffer is None else buffer
-        if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < length or (
-                length and buffer.ctypes.data % ALIGN):
-            raise ValueError(f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of {ALIGN} "
-                             f"bytes; this one is {buffer.dtype} {list(buffer.shape)} at {buffer.ctypes.data % ALIGN}. "
-                             f"Reader.buffer() makes one")
-        chunks = Chunks(layer, expert, part, entries, buffer[:length], offset)
-        if length:
-            self._fill(chunks)
-        if self.verify:
-            self._check(chunks)
-        return chunks
+        return self._read(layer, expert, [(part, buffer)])[0]
 
-    def _fill(self, chunks: Chunks) -> None:
-        path = self.store.folder / self.store.layers[chunks.layer].file
-        view, offset, requests, start = memoryview(chunks.data), chunks.offset, 0, time.perf_counter()
+    def read_both(self, layer: int, expert: int, e_buffer: np.ndarray, sm_buffer: np.ndarray) -> tuple[Chunks, Chunks]:
+        """Read the E-chunks and the SM-chunks of one expert into a buffer each, in one request; else as `read`."""
+        e, sm = self._read(layer, expert, [("E", e_buffer), ("SM", sm_buffer)])
+        return e, sm
+
+    def _read(self, layer: int, expert: int, wanted: list[tuple[str, np.ndarray | None]]) -> list[Chunks]:
+        """Read parts that follow each other in the file, in one request."""
+        entries, found = self.store.entries(layer, expert), []
+        for part, buffer in wanted:
+            offset, length = run(entries, part)
+            buffer = aligned_buffer(length) if buffer is None else buffer
+            if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < length or (
+                    length and buffer.ctypes.data % ALIGN):
+                raise ValueError(f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
+                                 f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
+                                 f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one")
+            found.append(Chunks(layer, expert, part, entries, buffer[:length], offset))
+        filled = [chunks for chunks in found if len(chunks.data)]
+        if filled:
+            self._fill(filled)
+        if self.verify:
+            for chunks in found:
+                self._check(chunks)
+        return found
+
+    def _fill(self, parts: list[Chunks]) -> None:
+        first = parts[0]
+        path = self.store.folder / self.store.layers[first.layer].file
+        views, offset, requests, start = [memoryview(c.data) for c in parts], first.offset, 0, time.perf_counter()
+        total = sum(len(view) for view in views)
         try:
-            while view:
+            while views:
                 requests += 1
-                n = self._request(path, view, offset)
+                n = self._request(path, views, offset)
                 if not n:
-                    raise StoreError(f"{path} ends at byte {offset:,}, inside {_which(chunks)}, which takes the bytes "
-                                     f"{chunks.offset:,} to {chunks.offset + len(chunks.data):,}; the file is cut off")
-                view, offset = view[n:], offset + n
+                    raise StoreError(f"{path} ends at byte {offset:,}, inside {_which(first)}, which take the bytes "
+                                     f"{first.offset:,} to {first.offset + total:,}; the file is cut off")
+                offset += n
+                while views and n >= len(views[0]):
+                    n -= len(views.pop(0))
+                if n:
+                    views[0] = views[0][n:]
         except OSError as error:
-            raise OSError(error.errno, f"reading {path} at byte {offset:,} ({_which(chunks)}) failed: "
+            raise OSError(error.errno, f"reading {path} at byte {offset:,} ({_which(first)}) failed: "
                                        f"{error.strerror}") from error
         with self._lock:
             if self.bandwidth:
-                self._free_at = max(self._free_at, start) + len(chunks.data) / self.bandwidth
+                self._free_at = max(self._free_at, start) + total / self.bandwidth
             wait = self._free_at - time.perf_counter()
         if wait > 0:
             time.sleep(wait)
         with self._lock:
-            self.counters.bytes += len(chunks.data)
+            self.counters.bytes += total
             self.counters.requests += requests
             self.counters.seconds += time.perf_counter() - start
 
-    def _request(self, path: Path, view: memoryview, offset: int) -> int:
+    def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
         try:
-            return os.preadv(self._open(path), [view], offset)
+            return os.preadv(self._open(path), views, offset)
         except OSError as error:
             if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         with self._lock:
             self.mode = "buffered"
-        return os.preadv(self._open(path), [view], offset)
+        return os.preadv(self._open(path), views, offset)
 
     def _open(self, path: Path) -> int:
         with self._lock:
@@ -226,14 +234,24 @@ def decode(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor] | None = None,
     if (e.layer, e.expert) != (sm.layer, sm.expert) or e.part == "SM" or sm.part == "E":
         raise ValueError(f"these are not the two parts of one expert: {_which(e)}, {_which(sm)}")
     out = empty_tensors(e.entries) if out is None else out
-    for name, entry in e.entries.items():
-        planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
-        try:
-            decompress_tensor(Packed(entry.nbytes // len(planes), planes), out[name], scratch)
-        except ValueError as error:
-            raise StoreError(f"{name} of expert {e.expert} of MoE layer {e.layer} cannot be decoded: {error}"
-                             ) from error
+    for name in e.entries:
+        decode_tensor(e, sm, name, out[name], scratch)
     return out
+
+
+def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor, scratch: np.ndarray | None = None) -> None:
+    """One tensor of an expert into `out`, as `decode` does with all of them."""
+    entry = e.entries[name]
+    planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
+    try:
+        decompress_tensor(Packed(entry.nbytes // len(planes), planes), out, scratch)
+    except ValueError as error:
+        raise damaged(e, name, error) from error
+
+
+def damaged(chunks: Chunks, name: str, error: ValueError) -> StoreError:
+    """The error for a chunk that cannot be decoded."""
+    return StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: {error}")
 
 
 class StoreExperts:
@@ -258,41 +276,3 @@ class StoreExperts:
 
 def _which(chunks: Chunks) -> str:
     return f"the {chunks.part} chunks of expert {chunks.expert} of MoE layer {chunks.layer}"
-
-
-# ------------------------------------------------------------------------------------------- which mode is fastest
-
-def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str, float]:
-    """Median bytes a second of reading `reads` random experts in every mode, interleaved, what is cached dropped."""
-    everyone = [(i, e) for i, layer in enumerate(store.layers) for e in range(len(layer.experts))]
-    chosen = np.random.default_rng(seed).permutation(len(everyone))[:reads]
-    rates: dict[str, list[float]] = {mode: [] for mode in modes()}
-    buffer = Reader(store, "buffered").buffer()
-    buffer[:] = 0                                               # so that no page is touched for the first time below
-    for layer, expert in (everyone[index] for index in chosen):
-        for mode in rates:
-            with Reader(store, mode, verify=False) as reader:
-                reader.drop_cache(layer)
-                reader.read(layer, expert, "both", buffer)
-                rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
-    return {mode: statistics.median(found) for mode, found in rates.items() if found}
-
-
-def fastest_mode(store: ExpertStore) -> str:
-    """The mode that `measure_modes` finds fastest, remembered in a file beside the index for this machine."""
-    file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
-    try:
-        known = json.loads(file.read_text())
-        if known["machine"] == machine and known["mode"] in modes():
-            return known["mode"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass                                                    # never measured, or not readable: measure
-    rates = measure_modes(store)
-    mode = max(rates, key=rates.get, default="buffered")
-    try:
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"machine": machine, "mode": mode, "bytes a second": rates}))
-        os.replace(temporary, file)
-    except OSError:
-        pass                                                    # a read-only store is measured each time
-    return mode

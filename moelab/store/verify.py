@@ -11,7 +11,8 @@ from pathlib import Path
 
 from moelab.progress import progress
 from moelab.store.layout import WEIGHTS, ExpertStore, StoreError
-from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
+from moelab.store.modes import modes
+from moelab.store.reader import Chunks, Reader, decode, empty_tensors
 from moelab.store.writer import PIECE
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from moelab.store import reader as reading
+from moelab.store import modes as reading
 from moelab.store.layout import ALIGN, ExpertStore, StoreError, run
-from moelab.store.reader import (MEASURED, Reader, StoreExperts, aligned_buffer, decode, empty_tensors, fastest_mode,
-                                 measure_modes, modes)
+from moelab.store.modes import MEASURED, fastest_mode, measure_modes, modes
+from moelab.store.reader import Reader, StoreExperts, aligned_buffer, decode, empty_tensors
 
 from .test_writer import expert, write
 
@@ -180,3 +180,11 @@ def test_buffers_are_aligned():
     assert len(aligned_buffer(0)) == 0
     for n in (1, 4096, 10_001):
         assert len(aligned_buffer(n)) == n and aligned_buffer(n).ctypes.data % ALIGN == 0
+
+
+def test_both_parts_into_a_buffer_each_in_one_request(store):
+    with Reader(store) as reader:
+        for layer, index in ((0, 0), (1, 2)):
+            e, sm = reader.read_both(layer, index, reader.buffer("E"), reader.buffer("SM"))
+            equal(decode(e, sm), layer, index)
+        assert reader.counters.requests == 2

@@ -1,0 +1,213 @@
+"""Planning: how to divide a budget between the pools F, C, S and E, from how often the experts are used.
+
+Source: ZipMoE §3.4 and appendix C (Algorithms 2–4). Ranked by popularity, the most used experts of a layer lie in
+pool F, the next in C, then S, then E, the rest in none, so each pool is an interval of ranks. A step's hits in the
+intervals are sums of independent coins (`moelab.cache.selection`), on condition that k fall in all; every pattern of
+hits has a time, and the division with the least expected time is chosen among all multiples of a step.
+
+The paper's loops are over configurations and patterns; here the distributions of all E² / 2 intervals are made by
+one pass (Algorithm 2 for all of them together), and the patterns are arrays, so that a plan takes a fraction of a
+second. Where one configuration is as good as another, to 1e-9, the first counts: that with more in F, then C, then S.
+
+Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. Left out: what depends on
+the order of steps, which `plan_by_simulation` brings in; the buffers of an engine, which the budget does not contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from moelab.cache.pools import HIERARCHY, Pools
+from moelab.cache.selection import add_one, selection_probabilities
+
+
+class Delays(Protocol):
+    """Seconds that one expert takes; `moelab.schedule.requests.Delays` is one."""
+
+    e_read: float               # its E-chunks
+    sm_read: float              # its SM-chunks
+    decompress: float           # all its exponents, by one worker
+    recover: float              # joining exponents and sign-mantissa bytes, by one worker
+
+    def expert(self, tokens: int) -> float:
+        """Seconds of computing it on so many tokens."""
+
+
+#: (hits [n, 4] in F, C, S and E, k, delays, workers) → seconds [n]
+Estimate = Callable[[np.ndarray, int, Delays, int], np.ndarray]
+
+
+def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
+    """The makespan of a layer as ZipMoE estimates it (Algorithm 3): [n, 4] → seconds [n].
+
+    Reading or decompression, whichever is more; a decompression that needs a read is charged for that read, too. The
+    paper's delays are those of one chunk and multiply with chunks an expert (u·n, v·nK, c·nK); ours are an expert's.
+    Recovery and the experts' computation do not occur.
+    """
+    F, C, S, E = hits.T
+    reading_e = (k - F - C - E) * delays.e_read                                             # lines 5–6, n_E · v
+    reading = (k - F - C - S) * delays.sm_read + reading_e                                  # line 6, T_I/O
+    return np.maximum(reading, (reading_e + (k - F) * delays.decompress) / workers)         # lines 8–10
+
+
+def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
+    """A layer's time when reading, decoding and computing overlap, beyond the paper: [n, 4] → seconds [n].
+
+    The longest of three chains: all reads, then recovery and computation of the last expert; all decoding, spread
+    over the workers, then computation of the last; all computations, after the first decoding if nothing is ready.
+    Each is less than any schedule needs, so this is optimistic. An expert computes one token.
+    """
+    F, C, S, E = hits.T
+    compute, decode = delays.expert(1), (delays.decompress + delays.recover) / workers
+    reading = (k - F - C - S) * delays.sm_read + (k - F - C - E) * delays.e_read
+    disk = reading + np.where(F + C < k, delays.recover / workers + compute, 0)
+    work = (k - F) * decode + np.where(F < k, compute, 0)
+    return np.maximum(np.maximum(disk, work), k * compute + np.where(F == 0, decode, 0))
+
+
+class Configuration(NamedTuple):
+    """One division of the budget: parts of it for F, C, S and E, the pools that gives, expected seconds a layer."""
+
+    ratios: tuple[float, float, float, float]
+    pools: Pools
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen division (attributes as in `Configuration`), and `table`, all that were considered, in grid order."""
+
+    ratios: tuple[float, float, float, float]
+    pools: Pools
+    seconds: float
+    table: tuple[Configuration, ...]
+
+    def best(self, n: int) -> list[Configuration]:
+        """The `n` best configurations whose pools differ, best first."""
+        different: dict[Pools, Configuration] = {}
+        for configuration in sorted(self.table, key=lambda c: c.seconds):
+            different.setdefault(configuration.pools, configuration)
+        return list(different.values())[:n]
+
+
+def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, delays: Delays, workers: int,
+         pools: str = "FCSE", step: float = 0.05, layers: int = 1, estimate: Estimate = makespan) -> Plan:
+    """The division of a budget with the least expected time a layer (ZipMoE Algorithm 4).
+
+    For pools of each layer (scope "layer"), `budget_bytes` is a layer's. For pools that all layers share (scope
+    "model"), it is theirs together and `layers` is their number: the division is found for one layer's equal share,
+    with f averaged over the layers rank by rank and k experts a step in each, and the pools hold that division of
+    the whole budget. What popular and unpopular layers would lend each other is not planned for.
+
+    Parameters
+    ----------
+    f : [E], share of steps that need the expert of each rank, falling, summing to k: a row of
+        `moelab.calibration.inclusion_probabilities`, or the mean of its rows. See `selection.whole` for batches.
+    budget_bytes : bytes of memory for the pools.
+    sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks).
+    k : experts a step.
+    delays : seconds of one expert, see `Delays`.
+    workers : threads that decompress.
+    pools : which pools may be used, letters of "FCSE".
+    step : of the ratios; 1 / step must be whole.
+    layers : how many layers share the pools.
+    estimate : `makespan` or `algorithm_3`, or another function like these.
+
+    Raises
+    ------
+    ValueError : no pool could hold even one expert a layer; unknown pools; an impossible step; as
+        `selection_probabilities`.
+    """
+    f = np.asarray(f, np.float64)
+    if not pools or len(set(pools)) != len(pools) or not set(pools) <= set(HIERARCHY):
+        raise ValueError(f"pools is {pools!r}; it must be letters of 'FCSE', each at most once")
+    n = round(1 / step) if 0 < step <= 1 else 0
+    if not n or abs(n * step - 1) > 1e-9:
+        raise ValueError(f"step is {step}; it must divide 1 into equal parts, such as 0.05 or 0.25")
+    if workers < 1 or layers < 1:
+        raise ValueError(f"there are {workers} workers and {layers} layers; each must be at least 1")
+    full, sm, e = sizes
+    bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
+    if empty := [p for p in pools if bytes_of[p] < 1]:
+        raise ValueError(f"an expert in pool {empty[0]} would have {bytes_of[empty[0]]} bytes (experts of {full:,} "
+                         f"bytes, {sm:,} of SM- and {e:,} of E-chunks); leave {empty[0]} out of the pools")
+    least = min(bytes_of[p] for p in pools) * layers
+    if budget_bytes < least:
+        raise ValueError(f"a budget of {budget_bytes:,} bytes holds not one expert a layer in any of the pools {pools}:"
+                         f" with experts of {full:,} bytes, {sm:,} of SM- and {e:,} of E-chunks, and {layers} "
+                         f"layer(s) sharing it, it must be at least {least:,} bytes")
+    E, n_bytes = len(f), [max(1, bytes_of[p]) for p in HIERARCHY]
+    hits = interval_hits(selection_probabilities(f, k), k)
+    patterns = hit_patterns(k)
+    seconds = estimate(patterns, k, delays, workers)
+
+    table, known = [], {}
+    for parts in _compositions(n, pools):
+        shares = [part * budget_bytes // n for part in parts]
+        layer = _filled([share // (layers * size) for share, size in zip(shares, n_bytes)], E)
+        total = _filled([share // size for share, size in zip(shares, n_bytes)], E * layers)
+        if layer not in known:                      # many divisions of a small budget hold the same experts
+            known[layer] = float(pattern_probabilities(hits, patterns, layer) @ seconds)
+        table.append(Configuration(tuple(part / n for part in parts), Pools(*total), known[layer]))
+    limit = min(c.seconds for c in table) * (1 + 1e-9)
+    return Plan(*next(c for c in table if c.seconds <= limit), tuple(table))
+
+
+def plan_by_simulation(candidates: Iterable[Pools], evaluate: Callable[[Pools], float]) -> tuple[Pools, float]:
+    """The pools with the fewest seconds by `evaluate`, a simulator or the engine itself, and those seconds.
+
+    candidates : for example `[c.pools for c in plan(…).best(10)]`; of equals, the first is taken.
+    """
+    return min(((pools, evaluate(pools)) for pools in candidates), key=lambda found: found[1])
+
+
+# ------------------------------------------------------------------------------------------------ patterns of hits
+
+def interval_hits(q: np.ndarray, k: int) -> np.ndarray:
+    """Φ of Algorithm 2 for every interval of ranks: [u, v, h] = P(h hits among the ranks u … v−1), h ≤ k, u ≤ v."""
+    E = len(q)
+    hits = np.zeros((E + 1, E + 1, k + 1))
+    hits[np.arange(E + 1), np.arange(E + 1), 0] = 1
+    for v in range(E):
+        hits[:v + 1, v + 1] = add_one(hits[:v + 1, v], q[v])
+    return hits
+
+
+def hit_patterns(k: int) -> np.ndarray:
+    """All (h_F, h_C, h_S, h_E) of at most k hits in all: int64 [n, 4], n = (k + 4 choose 4)."""
+    grid = np.stack(np.meshgrid(*[np.arange(k + 1)] * 4, indexing="ij"), -1).reshape(-1, 4)
+    return grid[grid.sum(1) <= k]
+
+
+def pattern_probabilities(hits: np.ndarray, patterns: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """P(h_F, h_C, h_S, h_E | k hits in all), §3.4, for pools of `sizes` experts from rank 0 on: [n]."""
+    E, k = len(hits) - 1, hits.shape[2] - 1
+    u, probability = 0, 1 / hits[0, E, k]
+    for size, h in zip(sizes, patterns.T):
+        probability = probability * hits[u, u + size][h]
+        u += size
+    return probability * hits[u, E][k - patterns.sum(1)]                    # the rest are missed
+
+
+def _filled(capacities: list[int], experts: int) -> tuple[int, ...]:
+    """What pools of these capacities hold if there are only so many experts, the first pools first."""
+    held: list[int] = []
+    for capacity in capacities:
+        held.append(min(capacity, experts - sum(held)))
+    return tuple(held)
+
+
+def _compositions(n: int, pools: str) -> Iterator[tuple[int, ...]]:
+    """All (F, C, S, E) of integers that sum to `n`, 0 outside `pools`, those with the largest first numbers first."""
+    slots = [i for i, p in enumerate(HIERARCHY) if p in pools]
+    for bars in reversed(list(combinations(range(n + len(slots) - 1), len(slots) - 1))):
+        ends = (-1, *bars, n + len(slots) - 1)
+        parts = [0] * 4
+        for i, a, b in zip(slots, ends, ends[1:]):
+            parts[i] = b - a - 1
+        yield tuple(parts)

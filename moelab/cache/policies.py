@@ -1,0 +1,267 @@
+"""Eviction policies: who leaves when a pool of experts is full.
+
+A policy is told which experts are used and is asked for a victim; it never sees bytes, threads or time, so the same
+object decides in the engine and in the simulator. The classics are those of ZipMoE's ablation (Fig. 10), with the
+paper's own rule ("zipmoe", §3.4), a policy that knows the order of layers, and Belady's optimum, which knows the
+future. Every one is deterministic and picks a victim without walking the whole pool.
+
+One's own policy is a class with two methods, as in `CachePolicy`. What it may have besides:
+
+    forget(key)      told that a key left the cache or was not kept; saves a policy from remembering what is gone
+    follow(scores)   given, once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
+    selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
+
+What is left out: sizes (all experts of a pool are of one size) and costs of a miss.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from moelab.specs import ExpertKey
+
+
+@runtime_checkable
+class CachePolicy(Protocol):
+    """The two methods of a policy."""
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        """`key` is used in `step` (0, 1, …: one layer of one forward). All experts of a step are touched, in
+        ascending order, before a victim is asked for."""
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        """One of `resident`, to be evicted; experts that the step uses are not in it."""
+
+
+class FIFO:
+    """First in, first out."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[ExpertKey, None] = OrderedDict()
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self._order.setdefault(key)
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        return next(key for key in self._order if key in resident)
+
+    def forget(self, key: ExpertKey) -> None:
+        self._order.pop(key, None)
+
+
+class LRU(FIFO):
+    """Least recently used."""
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key)
+
+
+class LFU:
+    """Least frequently used: fewest steps that used the expert since the start, then least recently used."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[ExpertKey] = Counter()
+        self._queue = _Queue()
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self._uses[key] += 1
+        self._queue.put(key, (self._uses[key], step))
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        return self._queue.first(resident)
+
+    def forget(self, key: ExpertKey) -> None:
+        self._queue.drop(key)
+
+
+class Marking:
+    """Fiat et al. 1991, "Competitive paging algorithms": a victim is drawn among what was not used in this phase.
+
+    What is used is marked. When every candidate is marked, a new phase begins: all marks but those of the current step
+    are wiped.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._unmarked: list[ExpertKey] = []
+        self._place: dict[ExpertKey, int] = {}                  # index in _unmarked, for removal in O(1)
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self.forget(key)
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        if not any(key in resident for key in self._unmarked):
+            for key in resident:
+                self._place[key] = len(self._unmarked)
+                self._unmarked.append(key)
+        while (key := self._random.choice(self._unmarked)) not in resident:
+            pass
+        return key
+
+    def forget(self, key: ExpertKey) -> None:
+        if (place := self._place.pop(key, None)) is not None:
+            last = self._unmarked.pop()
+            if last != key:
+                self._unmarked[place], self._place[last] = last, place
+
+
+class LeastStale:
+    """Stale experts first, then those of the layers that come up again last.
+
+    After the idea of SpecMD (Hoang et al. 2026, arXiv 2602.03921): layers are visited in a cycle, so how old an expert
+    is says less than whether it was used in the latest pass and how far away its layer's next turn is. Here an expert
+    is stale if it was not used the last time that its layer ran: upcoming layers are judged by the previous pass,
+    layers already passed by the current one. Within the stale, and then within the rest, the layer that ran last goes
+    first (its next turn is a whole pass away); within a layer, the least recently used. The paper's own prefetching is
+    not part of this, and neither is its exact order among the stale.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, OrderedDict[ExpertKey, int]] = {}       # layer → key → last step, oldest first
+        self._ran: dict[int, int] = {}
+        self._latest = 0
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        order = self._layers.setdefault(key.layer, OrderedDict())
+        order[key] = self._ran[key.layer] = step
+        order.move_to_end(key)
+        self._latest = key.layer
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        fresh = None
+        passed = [layer for layer in self._layers if layer <= self._latest]
+        ahead = [layer for layer in self._layers if layer > self._latest]
+        for layer in sorted(passed, reverse=True) + sorted(ahead, reverse=True):
+            order = self._layers[layer]
+            key = next((key for key in order if key in resident), None)
+            if key is not None and order[key] < self._ran[layer]:
+                return key
+            fresh = fresh or key
+        return fresh
+
+    def forget(self, key: ExpertKey) -> None:
+        self._layers.get(key.layer, {}).pop(key, None)
+
+
+class Frequency:
+    """ZipMoE §3.4: the expert that got the fewest tokens since the start goes, the newcomer included."""
+
+    selective = True
+
+    def __init__(self) -> None:
+        self._scores: np.ndarray | None = None
+        self._queue = _Queue()
+
+    def follow(self, scores: np.ndarray) -> None:
+        self._scores = scores
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self._queue.put(key, int(self._scores[key]))
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        return self._queue.first(resident)
+
+    def forget(self, key: ExpertKey) -> None:
+        self._queue.drop(key)
+
+
+class Belady:
+    """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer included.
+
+    It needs the future, so it is a ceiling and not a policy to run with. Experts that a step uses are pinned, as for
+    every policy; `optimum.belady_hits` is the ceiling without that rule.
+
+    Parameters
+    ----------
+    steps : the steps that will be asked for, in order: (layer, {expert: tokens}).
+    """
+
+    selective = True
+
+    def __init__(self, steps: Iterable[tuple[int, Mapping[int, int]]]) -> None:
+        self._uses: dict[ExpertKey, list[int]] = {}
+        self._queue = _Queue()
+        for step, (layer, tokens) in enumerate(steps):
+            for expert in tokens:
+                self._uses.setdefault(ExpertKey(layer, expert), []).append(step)
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        uses = self._uses.get(key, [])
+        after = bisect_right(uses, step)
+        if not after or uses[after - 1] != step:
+            raise ValueError(f"step {step} uses expert {key.expert} of layer {key.layer}, which the steps given to "
+                             "Belady do not say; give it the steps of this very run, from the first")
+        self._queue.put(key, -uses[after] if after < len(uses) else -float("inf"))
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        return self._queue.first(resident)
+
+    def forget(self, key: ExpertKey) -> None:
+        self._queue.drop(key)
+
+
+#: name → policy; a class of one's own can be added here, or given to `Residency` as it is
+POLICIES: dict[str, type] = {"fifo": FIFO, "lru": LRU, "lfu": LFU, "marking": Marking, "least-stale": LeastStale,
+                             "zipmoe": Frequency, "belady": Belady}
+
+
+def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
+    """A maker of policies, one for each pool, from a name of `POLICIES`, a class, or an instance (shared by all pools).
+
+    Raises
+    ------
+    ValueError : no such name, or not a policy.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"unknown cache policy {policy!r}; known are {', '.join(POLICIES)}, and any object with "
+                             "the methods touch(key, step) and victim(resident)")
+        policy = POLICIES[policy]
+    if policy is Belady:
+        raise ValueError("Belady's policy needs the future: record a run, then pass Belady(steps) with the run's steps")
+    if not all(callable(getattr(policy, name, None)) for name in ("touch", "victim")):
+        raise ValueError(f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)")
+    return policy if isinstance(policy, type) else lambda: policy
+
+
+class _Queue:
+    """Keys by priority, the smallest first, ties by key: a heap whose outdated entries are skipped when met."""
+
+    def __init__(self) -> None:
+        self._priority: dict[ExpertKey, Any] = {}
+        self._heap: list[tuple[Any, ExpertKey]] = []
+
+    def put(self, key: ExpertKey, priority: Any) -> None:
+        self._priority[key] = priority
+        heapq.heappush(self._heap, (priority, key))
+        if len(self._heap) > 4 * len(self._priority) + 64:
+            self._heap = [(priority, key) for key, priority in self._priority.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: ExpertKey) -> None:
+        self._priority.pop(key, None)
+
+    def first(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        """The first key that is in `resident`."""
+        if 2 * len(resident) < len(self._priority):             # one policy shared by many pools: most are not meant
+            return min(resident, key=lambda key: (self._priority[key], key))
+        aside = []
+        while True:
+            priority, key = self._heap[0]
+            if self._priority.get(key) != priority:
+                heapq.heappop(self._heap)
+            elif key in resident:
+                break
+            else:
+                aside.append(heapq.heappop(self._heap))
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        return key

@@ -1,0 +1,105 @@
+"""The pools F ≺ C ≺ S ≺ E (ZipMoE §3.4): how many experts each holds, and how one of them makes room.
+
+A pool asks its policy for a victim among the experts that may leave: those in the pool that the current step does not
+use. They are handed over as a view, since a pool may hold thousands and is asked hundreds of times a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from moelab.cache.policies import CachePolicy
+from moelab.specs import ExpertKey, State
+
+#: the hierarchy F ≺ C ≺ S ≺ E of §3.4, best first
+HIERARCHY = (State.FULL, State.COMPRESSED, State.SM, State.E)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """How many experts each pool holds: of the whole model, or of each layer (see `Residency.scope`)."""
+
+    F: int = 0
+    C: int = 0
+    S: int = 0
+    E: int = 0
+
+    def __post_init__(self) -> None:
+        for name in "FCSE":
+            if getattr(self, name) < 0:
+                raise ValueError(f"pool {name} holds {getattr(self, name)} experts; it must be 0 or more")
+
+    def __getitem__(self, state: State) -> int:
+        return getattr(self, state.value)
+
+    @property
+    def capacity(self) -> int:
+        """Experts in all pools together."""
+        return self.F + self.C + self.S + self.E
+
+    def nbytes(self, full: int, sm: int, e: int) -> int:
+        """Bytes of the pools, given those of one expert's full tensors, SM-chunks and E-chunks."""
+        return self.F * full + self.C * (sm + e) + self.S * sm + self.E * e
+
+
+@dataclass
+class Pool:
+    """One pool: its keys in order of arrival, how many it holds, and who decides about them."""
+
+    size: int
+    policy: CachePolicy
+    keys: dict[ExpertKey, None] = field(default_factory=dict)
+
+    def make_room(self, key: ExpertKey, found: set[ExpertKey], used: set[ExpertKey]) -> ExpertKey | None:
+        """Who left so that `key` can enter: nobody (None), another key, or `key` itself, which then does not enter.
+
+        `used` are the experts of the step and `found` those of them that were in memory before; a selective policy
+        may choose among the newcomers too, for none of them is loaded yet.
+
+        Raises
+        ------
+        ValueError : the policy chose a key that it was not offered.
+        """
+        if len(self.keys) < self.size:
+            return None
+        selective = getattr(self.policy, "selective", False)
+        candidates = Candidates(self.keys, found if selective else used, key if selective else None)
+        if not candidates:
+            return key
+        victim = self.policy.victim(candidates)
+        if victim not in candidates:
+            raise ValueError(f"the policy {type(self.policy).__name__} chose {victim!r} as victim, which is not among "
+                             "the candidates; victim(resident) must return one of resident")
+        if victim == key:
+            return key
+        self.leave(victim)
+        return victim
+
+    def leave(self, key: ExpertKey, told: bool = False) -> None:
+        del self.keys[key]
+        if not told:
+            self.forget(key)
+
+    def forget(self, key: ExpertKey) -> None:
+        if hasattr(self.policy, "forget"):
+            self.policy.forget(key)
+
+
+class Candidates(Collection):
+    """The keys of a pool that may leave, without a copy: those that are not pinned, and perhaps a newcomer."""
+
+    def __init__(self, keys: dict[ExpertKey, None], pinned: set[ExpertKey], newcomer: ExpertKey | None = None) -> None:
+        self._keys, self._pinned, self._newcomer = keys, pinned, newcomer
+        self._len = len(keys) - sum(key in keys for key in pinned) + (newcomer is not None)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys and key not in self._pinned or self._newcomer is not None and key == self._newcomer
+
+    def __iter__(self) -> Iterator[ExpertKey]:
+        yield from (key for key in self._keys if key not in self._pinned)
+        if self._newcomer is not None:
+            yield self._newcomer
+
+    def __len__(self) -> int:
+        return self._len

@@ -1,0 +1,257 @@
+"""Residency: what is in memory, and everything that is decided about it (ZipMoE §3.2, §3.4).
+
+Memory for experts is divided into pools F ≺ C ≺ S ≺ E, for full tensors, both compressed chunks, sign-mantissa chunks
+and exponent chunks. An expert that is used goes to the first pool whose threshold its rank passes, where the rank
+counts the experts that got more tokens so far; a full pool evicts whom its policy names; beyond all thresholds an
+expert leaves as soon as it has run. All of that is decided when a layer's step begins, from the sequence of steps
+alone and never from timing, so the engine and the simulator decide the same by construction.
+
+    tokens   {expert: tokens routed to it}, one layer of one forward
+    scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
+
+What is left out: bytes and buffers (`runtime.slots`), reading (`runtime.engine`), and loading before the router has
+spoken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from moelab.cache.policies import CachePolicy, make_policy
+from moelab.cache.pools import HIERARCHY, Pool, Pools
+from moelab.specs import ExpertKey, State
+
+SCOPES = ("model", "layer")
+
+
+class Request(NamedTuple):
+    """One expert that a step needs: its state before, and the state in which it stays afterwards (MISSED: not kept)."""
+
+    key: ExpertKey
+    tokens: int
+    state: State
+    keep: State
+
+
+@dataclass
+class Step:
+    """What a layer's step needs and what leaves memory for it, at once and before anything is read.
+
+    Attributes
+    ----------
+    requests : in ascending order of expert ids.
+    evicted : experts that are not in this step, with the state they had.
+    """
+
+    layer: int
+    requests: list[Request]
+    evicted: list[tuple[ExpertKey, State]]
+
+
+@dataclass
+class Counters:
+    """Exact counts of what the steps found.
+
+    Attributes
+    ----------
+    hits : requests by the state they were found in.
+    misses : requests with nothing in memory.
+    rereads : misses of experts that had been in memory before.
+    evictions : residents that left, for another one or because their rank fell beyond all thresholds.
+    not_kept : requests, missed before, that did not stay.
+    """
+
+    steps: int = 0
+    hits: dict[State, int] = field(default_factory=lambda: dict.fromkeys(HIERARCHY, 0))
+    misses: int = 0
+    rereads: int = 0
+    evictions: int = 0
+    not_kept: int = 0
+
+    @property
+    def requests(self) -> int:
+        return self.misses + sum(self.hits.values())
+
+    def hit_rate(self, *states: State) -> float:
+        """Share of the requests found in one of `states` (default: any of them); nan without requests."""
+        return sum(self.hits[state] for state in states or HIERARCHY) / self.requests if self.requests else math.nan
+
+
+class Residency:
+    """Which experts are in memory, and in which state.
+
+    Parameters
+    ----------
+    L, E : MoE layers and experts a layer.
+    pools : capacities, of the whole model or of each layer.
+    policy : a name of `POLICIES`, a class (one instance a pool), or an instance (shared by all pools).
+    scope : "model", one set of pools, or "layer", one for each layer; ranks count within the scope.
+    margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter (several pools, or the
+        policy "zipmoe"), and infinite for a single pool under another policy, which then admits everything.
+
+    Raises
+    ------
+    ValueError : unknown policy or scope, or numbers that make no sense.
+    """
+
+    def __init__(self, L: int, E: int, pools: Pools, policy: str | type | CachePolicy = "lru",
+                 scope: str = "model", margin: float | None = None) -> None:
+        if L < 1 or E < 1:
+            raise ValueError(f"L={L} layers and E={E} experts a layer: both must be at least 1")
+        if scope not in SCOPES:
+            raise ValueError(f"unknown scope {scope!r}; pools are either of the whole 'model' or of each 'layer'")
+        if margin is not None and not margin >= 0:
+            raise ValueError(f"the margin is {margin}; it is a number of experts, 0 or more")
+        self.L, self.E, self.pools, self.scope = L, E, pools, scope
+        self.counters = Counters()
+        self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
+        self._seen: set[ExpertKey] = set()
+        self._now = 0
+        self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
+        self._make = make_policy(policy)
+        self.clear()
+        if margin is None:
+            ranked = len(self._pools[0]) > 1 or any(hasattr(pool.policy, "follow") for pool in self._pools[0].values())
+            margin = math.ceil(0.05 * (E if scope == "layer" else L * E)) if ranked else math.inf
+        self.margin = margin
+        sizes = [pools[state] for state in self._pools[0]]
+        self._thresholds = [(state, sum(sizes[:i + 1]) + margin) for i, state in enumerate(self._pools[0])]  # τ of §3.4
+
+    def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
+        """Decide about one layer's step: what its experts find, where they stay, and who leaves for them.
+
+        Parameters
+        ----------
+        tokens : expert → number of tokens routed to it in this forward, each at least 1.
+
+        Raises
+        ------
+        ValueError : the layer or an expert is out of range, or an expert has no token.
+        """
+        if not 0 <= layer < self.L:
+            raise ValueError(f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}")
+        experts = sorted(tokens)
+        if experts and not (0 <= experts[0] and experts[-1] < self.E and min(tokens.values()) >= 1):
+            raise ValueError(f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
+                             f"each; this one is {dict(tokens)}")
+        self._scores[layer, experts] += np.array([tokens[expert] for expert in experts], np.int64) * self._scores.size
+        keys = [self._keys[layer][expert] for expert in experts]
+        before = [self._state.get(key, State.MISSED) for key in keys]
+        keep, evicted = self._place(layer, keys, before)
+        self._count(keys, before, keep, evicted)
+        self._now += 1
+        return Step(layer, [Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)],
+                    evicted)
+
+    def forget(self, keys: Iterable[ExpertKey]) -> None:
+        """Take experts for missed, whatever was decided: their load was interrupted or failed."""
+        for key in keys:
+            if (state := self._state.pop(key, None)) is not None:
+                self._pools[key.layer][state].leave(key)
+            self._seen.discard(key)
+
+    def clear(self) -> None:
+        """Take every expert for missed; policies that were not given as instances start anew, token counts stay.
+
+        What is left to do when `begin` itself was interrupted, or raised an error of a policy.
+        """
+        self._state: dict[ExpertKey, State] = {}
+        groups = [{state: Pool(self.pools[state], self._make()) for state in HIERARCHY if self.pools[state]}
+                  for _ in range(self.L if self.scope == "layer" else 1)]
+        for pool in (pool for group in groups for pool in group.values()):
+            if hasattr(pool.policy, "follow"):
+                pool.policy.follow(self._scores)
+        self._pools = groups if self.scope == "layer" else groups * self.L      # layer → state → pool
+
+    def state(self, key: ExpertKey) -> State:
+        """What of an expert is in memory."""
+        return self._state.get(key, State.MISSED)
+
+    def resident(self, state: State) -> list[ExpertKey]:
+        """The experts in one state."""
+        return [key for key, found in self._state.items() if found is state]
+
+    def reset_counters(self) -> Counters:
+        """Start counting anew and return the counts so far; the cache stays as it is."""
+        counters, self.counters = self.counters, Counters()
+        return counters
+
+    def _place(self, layer: int, keys: list[ExpertKey], before: list[State]) \
+            -> tuple[dict[ExpertKey, State], list[tuple[ExpertKey, State]]]:
+        """Pool dispatching (§3.4): where each expert of the step stays, and who was evicted for it."""
+        group, used = self._pools[layer], set(keys)
+        found = {key for key, state in zip(keys, before) if state is not State.MISSED}
+        keep, evicted, leaving = {}, [], []
+        moves = []                                                             # (key, where to), into a better pool
+        for key, state, goal in zip(keys, before, self._goals(keys)):
+            if goal is State.MISSED:
+                keep[key] = goal
+                if state is not State.MISSED:
+                    leaving.append((key, state))
+                continue
+            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):    # only upward
+                moves.append((key, goal))
+                goal_pool = group[goal]
+            else:
+                goal_pool = group[state]
+            keep[key] = state
+            goal_pool.policy.touch(key, self._now)
+        if not math.isinf(self.margin):
+            moves.sort(key=lambda move: -self._scores[move[0]])               # the best ranks choose first
+        for key, goal in moves:
+            pool = group[goal]
+            left = pool.make_room(key, found, used)
+            if left is key:                                                    # no room, or the policy refused it
+                pool.forget(key)
+                if keep[key] is not State.MISSED:
+                    group[keep[key]].policy.touch(key, self._now)
+                continue
+            if left is not None:
+                del self._state[left]
+                if left in keep:                                               # a newcomer of this step after all
+                    keep[left] = State.MISSED
+                else:
+                    evicted.append((left, goal))
+            pool.keys[key] = None
+            if keep[key] is not State.MISSED:
+                leaving.append((key, keep[key]))
+            keep[key] = self._state[key] = goal
+        # A place in a lower pool is free only after the step: its chunks are needed until they are decoded.
+        for key, state in leaving:
+            stays = group[keep[key]].policy if keep[key] is not State.MISSED else None
+            group[state].leave(key, told=group[state].policy is stays)
+            if stays is None:
+                del self._state[key]
+        return keep, evicted
+
+    def _goals(self, keys: list[ExpertKey]) -> list[State]:
+        """The first pool whose threshold exceeds each expert's rank; MISSED beyond all of them."""
+        if not self._thresholds:
+            return [State.MISSED] * len(keys)
+        if math.isinf(self.margin):
+            return [self._thresholds[0][0]] * len(keys)
+        scores = self._scores[keys[0].layer] if keys and self.scope == "layer" else self._scores
+        own = self._scores[tuple(np.array(keys, np.intp).reshape(-1, 2).T)]
+        ranks = scores.size - 1 - np.searchsorted(np.sort(scores, axis=None), own)
+        return [next((state for state, threshold in self._thresholds if rank < threshold), State.MISSED)
+                for rank in ranks.tolist()]
+
+    def _count(self, keys: list[ExpertKey], before: list[State], keep: Mapping[ExpertKey, State],
+               evicted: list[tuple[ExpertKey, State]]) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.evictions += len(evicted)
+        for key, state in zip(keys, before):
+            if state is State.MISSED:
+                counters.misses += 1
+                counters.rereads += key in self._seen
+                counters.not_kept += keep[key] is State.MISSED
+                self._seen.add(key)
+            else:
+                counters.hits[state] += 1
+                counters.evictions += keep[key] is State.MISSED

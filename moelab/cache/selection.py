@@ -1,0 +1,168 @@
+"""Selection probabilities: independent coins which, given that k of them fall, fall as often as the experts are used.
+
+Source: ZipMoE §3.4 and appendix D (eq. 15–24), after Chen, Dempster and Liu, "Weighted finite population sampling
+to maximize entropy", Biometrika 81 (1994). A layer uses exactly k experts, the one of rank r in a share f_r of the
+steps. Of all distributions over sets of k experts with those shares, the one of maximum entropy is that of
+independent coins q_r, on condition that k of them fall; finding q from f is a concave problem in the log odds
+λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ).
+
+The paper solves it by iterative proportional fitting, w_r ← w_r · f_r / f_r(w) with w = e^λ. Its printed update,
+w_r ← w_r · f_r / R(k, N), is a misprint: f_r(w) of eq. 24 does not occur in it, so the f_r wanted are no fixed point
+of it. The right one converges geometrically, the slower the nearer an f_r is to 1: with 0.999 among seven experts,
+400 rounds leave an error of 1e-3. Here the same problem is solved by Newton's method, in some five rounds; its
+Hessian is the covariance of the experts, from passes over the ranks that never subtract.
+
+Shapes: f, q [E], by rank. Left out: steps with different numbers of experts, which `whole` only approximates.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+#: nearer than this to 0 or 1, an inclusion probability counts as 0 or 1
+CERTAIN = 1e-12
+
+
+def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
+    """q with P(r selected | k selected in all) = f_r (ZipMoE eq. 24); float64 [E].
+
+    Multiplying all odds q / (1 − q) by one number changes nothing given k; they are chosen so that q, too, sums to k.
+    q is 0 where f is 0, and 1 where f is 1.
+
+    Parameters
+    ----------
+    f : [E], shares of steps that need the expert of each rank, in any order, from 0 to 1, summing to `k`.
+    k : experts a step.
+
+    Raises
+    ------
+    ValueError : f is outside 0 … 1 or does not sum to k, within 1e-9.
+    """
+    f = np.asarray(f, np.float64)
+    if f.ndim != 1 or not ((f >= 0) & (f <= 1 + 1e-9)).all():
+        raise ValueError(f"inclusion probabilities are one number from 0 to 1 for each rank, [E]; these have shape "
+                         f"{list(f.shape)}" + (f" and lie in {f.min():g} … {f.max():g}" if f.size else ""))
+    if not abs(f.sum() - k) <= 1e-9:
+        raise ValueError(f"the inclusion probabilities sum to {f.sum():.12g}, but k is {k}: with exactly k experts a "
+                         f"step they sum to k. Steps of a batch have different numbers of experts, and tokens that "
+                         f"were dropped have none: `whole(f)` gives the nearest f and k")
+    q = (f > 0.5).astype(np.float64)
+    inner = (f > CERTAIN) & (f < 1 - CERTAIN)
+    m, free = k - int(q[~inner].sum()), int(inner.sum())
+    if not 0 < m < free:                            # what is left is as certain as rounding lets it be
+        q[inner] = float(m > 0)
+    else:
+        q[inner] = _fit(f[inner], m)
+    return q
+
+
+def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
+    """The nearest (f, k) with f summing to an integer k, for steps whose number of experts varies.
+
+    k is the mean number, rounded; all odds f / (1 − f) are multiplied by one number until they sum to it. A batch's
+    steps vary around k, which the plan then does not know.
+    """
+    f = np.asarray(f, np.float64)
+    k, inner, out = round(float(f.sum())), (f > CERTAIN) & (f < 1 - CERTAIN), (f > 0.5).astype(np.float64)
+    m = k - int(out[~inner].sum())
+    out[inner] = _shifted(_logit(f[inner]), m)[1] if 0 < m < inner.sum() else float(m > 0)
+    return out, k
+
+
+def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """(f [E], pairs [E, E]): P(r selected | k selected) and P(r and s selected | k selected), s < r; 0 elsewhere.
+
+    Runs through the ranks once: row i of `counts` is the distribution of the number selected so far, jointly with i
+    being one of them; the last row is without that condition. Sums of products of probabilities only.
+    """
+    E = len(q)
+    after = np.zeros((E + 1, k + 1))                # [r, h]: P(h among the ranks from r on)
+    after[E, 0] = 1
+    for r in reversed(range(E)):
+        after[r] = add_one(after[r + 1], q[r])
+    f, pairs, counts = np.zeros(E), np.zeros((E, E)), np.zeros((E + 1, k + 1))
+    counts[E, 0] = 1
+    for r in range(E):
+        joint = counts[:, :k] @ after[r + 1, k - 1::-1] * (q[r] / after[0, k])      # [E + 1]
+        pairs[r], f[r] = joint[:E], joint[E]
+        row = np.concatenate([[0], counts[E, :k] * q[r]])
+        counts = add_one(counts, q[r])
+        counts[r] = row
+    return f, pairs
+
+
+def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
+    """n independent draws of k experts with the selection probabilities q: bool [n, E], k in each row.
+
+    Coins are tossed until k of them fall. What follows from it has the popularity of a recorded run but not its
+    memory: a step tells nothing about the next.
+
+    Raises
+    ------
+    ValueError : q does not sum to k, as `selection_probabilities` makes it.
+    """
+    if not abs(q.sum() - k) <= 1e-6:
+        raise ValueError(f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "
+                         "selection_probabilities(f, k) finds")
+    rng, E = np.random.default_rng(seed), len(q)
+    found, missing = [np.zeros((0, E), bool)], n
+    while missing > 0:
+        coins = rng.random((8 * missing + 64, E)) < q
+        found.append(coins[coins.sum(1) == k][:missing])
+        missing -= len(found[-1])
+    return np.concatenate(found)
+
+
+def add_one(hits: np.ndarray, q: float) -> np.ndarray:
+    """Distributions [..., h] of a number of hits, with one more expert that is hit with probability q (Algorithm 2)."""
+    out = hits * (1 - q)
+    out[..., 1:] += hits[..., :-1] * q
+    return out
+
+
+def _fit(f: np.ndarray, k: int) -> np.ndarray:
+    """Newton's method on the dual, λ·f − log P(k) + Σ log(1 − q); all f strictly between 0 and 1, summing to k."""
+    logits, scale = _logit(f), np.sqrt(f * (1 - f))
+    null = scale / np.linalg.norm(scale)            # all log odds together: the direction in which nothing changes
+    logits, q = _shifted(logits, k)
+    found, pairs = inclusion(q, k)
+    tolerance = 1e-12 + 2 * abs(f.sum() - k)        # where the sum is off, no q is exact
+    for _ in range(200):
+        error = np.abs(f - found).max()
+        if error <= tolerance:
+            return q
+        covariance = pairs + pairs.T + np.diag(found) - np.outer(found, found)
+        hessian = covariance / np.outer(scale, scale) + np.outer(null, null)
+        step = np.linalg.lstsq(hessian, (f - found) / scale)[0] / scale         # singular where all is almost certain
+        step *= min(1, 4 / np.abs(step - np.median(step)).max())                # far away, Newton's steps mean little
+        here = _dual(f, logits, q, k)
+        for _ in range(40):
+            trial, q = _shifted(logits + step, k)
+            found, pairs = inclusion(q, k)
+            if _dual(f, trial, q, k) > here or np.abs(f - found).max() < error:
+                break
+            step /= 2
+        logits = trial
+    raise ArithmeticError(f"no selection probabilities were found: {error:.1e} is left of the inclusion probabilities "
+                          f"{np.array2string(f, threshold=8)}")
+
+
+def _dual(f: np.ndarray, logits: np.ndarray, q: np.ndarray, k: int) -> float:
+    hits = np.eye(1, k + 1)[0]
+    for chance in q:
+        hits = add_one(hits, chance)
+    return float(f @ logits - np.log(hits[k]) + np.log1p(-q).sum())
+
+
+def _logit(p: np.ndarray) -> np.ndarray:
+    return np.log(p) - np.log1p(-p)
+
+
+def _shifted(logits: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
+    """Log odds moved by one constant so that the probabilities sum to `total`, and those probabilities."""
+    low, high = -logits.max() - 50, -logits.min() + 50
+    for _ in range(80):
+        middle = (low + high) / 2
+        p = 1 / (1 + np.exp(-(logits + middle)))
+        low, high = (middle, high) if p.sum() < total else (low, middle)
+    return logits + middle, p

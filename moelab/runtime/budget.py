@@ -1,0 +1,60 @@
+"""How much memory the experts may have: reading a budget that a person wrote, or finding one on this machine.
+
+Source: limit 9 of offloading: pools · bytes an expert + other weights + KV cache + workspace ≤ what is available.
+A container's limit counts like the machine's: cgroup v2 and v1 are read where they exist.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+#: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
+RESERVE = 512 << 20
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_CGROUPS = (("memory.max", "memory.current", "memory.stat"),
+            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"))
+
+
+def parse_budget(budget: str | float | int, everything: int, others: int) -> int:
+    """A budget in bytes.
+
+    Parameters
+    ----------
+    budget : bytes (a number above 1), a fraction of `everything` (0 < f ≤ 1), "2GB", "800 MiB", "50%", or "auto":
+        what is available now less the other weights and `RESERVE`.
+    everything, others : bytes that keeping all experts takes, and bytes of the model's other weights.
+
+    Raises
+    ------
+    ValueError : none of these.
+    """
+    if isinstance(budget, str) and budget != "auto":
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|([kmgt]i?)?b?)\s*", budget.lower())
+        if match is None:
+            raise ValueError(f"the budget {budget!r} is not understood; write bytes, a fraction of the experts up to "
+                             f"1, '2GB', '800MiB', '50%' or 'auto'")
+        number, unit = float(match[1]), match[2]
+        return int(number / 100 * everything) if unit == "%" else int(number * _UNITS[match[3] or ""])
+    if budget == "auto":
+        return max(0, available() - others - RESERVE)
+    if isinstance(budget, bool) or not budget > 0:
+        raise ValueError(f"the budget is {budget!r}; it must be above 0")
+    return int(budget * everything) if budget <= 1 else int(budget)
+
+
+def available(root: str | Path = "/sys/fs/cgroup") -> int:
+    """Bytes that this process may still take: the machine's available memory, or less within a container's limit."""
+    import psutil
+    free = psutil.virtual_memory().available
+    for limit, usage, stat in _CGROUPS:
+        try:
+            bound = (Path(root) / limit).read_text().strip()
+            if bound != "max":
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", (Path(root) / stat).read_text(), re.M)
+                used = int((Path(root) / usage).read_text()) - (int(cached[1]) if cached else 0)
+                free = min(free, int(bound) - used)
+        except (OSError, ValueError):
+            continue                                            # no such cgroup here
+    return max(0, free)

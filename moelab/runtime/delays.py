@@ -1,0 +1,59 @@
+"""What an expert's parts cost on this machine, from a handful of measurements that take a moment.
+
+The scheduler orders reads by these; it needs their ratios, not their last digit. The profiler measures the same
+thoroughly, see `moelab.runtime.profile`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moelab.models.seam import discover
+from moelab.schedule.requests import Delays
+from moelab.store.layout import ExpertStore, run
+from moelab.store.reader import Reader, decode, empty_tensors
+from moelab.store.stages import decompress, recover, separable
+
+
+def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, samples: int = 5) -> Delays:
+    """Medians of a few reads, decodings and computations of the store's first experts."""
+    experts = discover(model)[0].experts
+    ffn_dtype, H = model.dtype, store.spec.H
+    reader, own = reader or Reader(store), reader is None
+    took: dict[str, list[float]] = {name: [] for name in ("E", "SM", "decompress", "recover", "one", "many")}
+    buffers = {part: reader.buffer(part) for part in ("E", "SM")}
+    out = None
+
+    def timed(name: str, function: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = function()
+        took[name].append(time.perf_counter() - start)
+        return result
+    try:
+        for i in range(samples):
+            expert = i % len(store.layers[0].experts)
+            e, sm = (timed(part, lambda part=part: reader.read(0, expert, part, buffers[part])) for part in ("E", "SM"))
+            out = out or empty_tensors(e.entries)
+            names = [name for name in out if separable(e, name)]
+            timed("decompress", lambda: [decompress(e, name, out[name]) for name in names])
+            timed("recover", lambda: [recover(sm, name, out[name]) for name in names])
+            decode(e, sm, out)
+            weights = {name: t.to(ffn_dtype) if t.is_floating_point() else t for name, t in out.items()}
+            with torch.inference_mode():
+                for name, tokens in (("one", 1), ("many", 16)):
+                    x = torch.zeros(tokens, H, dtype=ffn_dtype)
+                    timed(name, lambda: experts.ffn(x, weights))
+    finally:
+        if own:
+            reader.close()
+    seconds = {name: statistics.median(values) for name, values in took.items()}
+    token = max(0.0, (seconds["many"] - seconds["one"]) / 15)
+    entries = store.entries(0, 0)
+    return Delays(e_read=seconds["E"], sm_read=seconds["SM"], decompress=seconds["decompress"],
+                  recover=seconds["recover"], expert_base=max(0.0, seconds["one"] - token), expert_token=token,
+                  N=len(entries), e_bytes=run(entries, "E")[1], sm_bytes=run(entries, "SM")[1])

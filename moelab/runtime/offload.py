@@ -1,0 +1,207 @@
+"""`moelab.offload(store, budget)`: a transformers model whose experts stay on disk, all but what the budget holds.
+
+Source: ZipMoE §3.1 (real-time inference). Everything of the model but its routed experts is loaded; the experts'
+modules hand each call to the engine. `generate`, streaming, batches, sampling and padding are transformers' own.
+
+    budget = pools (F, C, S, E: what is kept) + staging (what is on its way)
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency, Step
+from moelab.models import opening, plug
+from moelab.runtime.budget import parse_budget
+from moelab.runtime.engine import Engine
+from moelab.runtime.metrics import Forward, metrics, process
+from moelab.runtime.delays import quick_delays
+from moelab.runtime.slots import Sizes, Slots
+from moelab.schedule.requests import Delays
+from moelab.store.layout import ExpertStore
+from moelab.store.reader import Reader
+from moelab.store.verify import check_weights
+
+
+def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
+            plan: Pools | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
+            staging: int | None = None, delays: Delays | None = None, **reading: Any) -> Any:
+    """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
+
+    Parameters
+    ----------
+    store : an `ExpertStore` or its folder, see `moelab.convert`.
+    budget : memory for experts: bytes, a fraction of what all of them take, "2GB", "50%" or "auto" (`parse_budget`).
+        It is allocated at once and never exceeded.
+    policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`; `policy` is a name of
+        `moelab.cache.policies.POLICIES` or your own.
+    plan : how the budget is divided into pools; None keeps whole experts only. See `moelab.cache.planning.plan`.
+    workers : L, threads that decompress.
+    staging : experts that may be on their way at the same time beyond those that are kept; by default workers + 2,
+        fewer if the budget is small.
+    delays : what an expert's parts cost here, measured in a moment if not given (`moelab.runtime.profile`).
+    reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
+
+    Returns
+    -------
+    The model. `model.moelab` is its `Offloading`: metrics, timeline, residency, `cancel()`, `close()`.
+
+    Raises
+    ------
+    FileNotFoundError, StoreError : no store, or a damaged one.
+    ValueError : a budget that is too small (the message says the least), a plan beyond the budget, unknown options.
+    """
+    store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+    check_weights(store)
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; at least one thread must decompress")
+    sizes, L, E = Sizes.of(store), len(store.layers), max(len(layer.experts) for layer in store.layers)
+    everything = L * E * sizes.full + (staging or workers + 2) * sizes.in_flight
+    others = sum(size for _, _, _, size, _ in store.weights.values())
+    room = min(parse_budget(budget, everything, others), everything)
+    pools, staging = divide(room, sizes, L, E, plan, scope, workers, staging)
+    copies = L if scope == "layer" else 1
+    count = {"full": copies * pools.F + staging, "e": copies * (pools.C + pools.E) + staging,
+             "sm": copies * (pools.C + pools.S) + staging}
+    residency = Residency(L, E, pools, policy, scope, margin)
+    reader = Reader(store, **reading)
+    try:
+        model = opening.open_model(store.folder, experts="external")
+        engine = Engine(residency, Slots(store, count, sizes), reader, delays or quick_delays(store, model), workers)
+    except BaseException:
+        reader.close()
+        raise
+    plug(model, executor=engine)
+    model.moelab = Offloading(model, engine, store, pools, staging, room)
+    return model
+
+
+def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope: str, workers: int,
+           staging: int | None) -> tuple[Pools, int]:
+    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes."""
+    least = (staging or 1) * sizes.in_flight
+    if budget < least:
+        raise ValueError(f"the budget is {budget / 1e6:,.1f} MB, but {staging or 1} expert(s) on the way, read and "
+                         f"decoded, take {least / 1e6:,.1f} MB ({least:,} bytes): that is the least that works")
+    if staging is None:
+        staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
+    room, copies = budget - staging * sizes.in_flight, L if scope == "layer" else 1
+    if plan is None:
+        return Pools(F=min(E * L, room // sizes.full) // copies), staging
+    needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)
+    if needed > room:
+        raise ValueError(f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "
+                         f"{room / 1e6:,.1f} MB are left beside {staging} experts on their way")
+    return plan, staging
+
+
+class Offloading:
+    """What a model that is offloaded tells about itself, as `model.moelab`; a context manager that closes it.
+
+    Attributes
+    ----------
+    store, pools, staging, budget : what it runs with; `budget` in bytes.
+    residency : what is in memory, and the counts of hits and misses.
+    timeline : the `Event`s since the last `reset`.
+    forwards : start, end, tokens and phase of each forward pass since then.
+    steps : what they routed: for each forward a list of (layer, {expert: tokens}), which the simulator takes.
+    """
+
+    def __init__(self, model: Any, engine: Engine, store: ExpertStore, pools: Pools, staging: int, budget: int) -> None:
+        self.engine, self.store, self.pools, self.staging, self.budget = engine, store, pools, staging, budget
+        self.residency, self.timeline = engine.residency, engine.timeline
+        self._lock, self._running = threading.Lock(), 0
+        self.reset()
+        engine.on_layer = self._on_layer
+        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        model.register_forward_hook(self._end_forward, always_call=True)
+        weakref.finalize(model, engine.close)
+        if hasattr(type(model), "generate"):
+            self._wrap_generate(model)
+
+    def reset(self) -> None:
+        """Forget events, forwards and counts; what is in memory stays."""
+        self.timeline.clear()
+        self.residency.reset_counters()
+        self.forwards: list[Forward] = []
+        self.steps: list[list[tuple[int, dict[int, int]]]] = []
+        self._forward: tuple[float, int, str] | None = None
+
+    def metrics(self) -> dict[str, Any]:
+        """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see `moelab.runtime.metrics`."""
+        counters = self.residency.counters
+        return metrics(list(self.timeline), self.forwards, {
+            "hits": {state.value: n for state, n in counters.hits.items()}, "misses": counters.misses,
+            "evictions": counters.evictions, "rereads": counters.rereads}) | process()
+
+    def cancel(self) -> bool:
+        """End the running generation with `Cancelled`; False if none is running."""
+        with self._lock:
+            if self._running:
+                self.engine.cancel()
+            return self._running > 0
+
+    def close(self) -> None:
+        """Stop the threads and free the memory; the model cannot be used any more."""
+        self.engine.close()
+
+    def __enter__(self) -> Offloading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------------- what the model reports
+
+    def _began(self) -> None:
+        with self._lock:
+            self._running += 1
+            if self._running == 1:
+                self.engine.resume()
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._running -= 1
+
+    def _wrap_generate(self, model: Any) -> None:
+        """Between two tokens no forward runs, but the generation does: `cancel` must know."""
+        generate, this = type(model).generate, weakref.ref(model)
+
+        @functools.wraps(generate)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._began()
+            try:
+                return generate(this(), *args, **kwargs)
+            finally:
+                self._ended()
+        model.generate = counted
+
+    def _begin_forward(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._began()
+        ids = next((x for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"),
+                                *args[:1]) if x is not None), None)
+        tokens, length = (ids.shape[0] * ids.shape[1], ids.shape[1]) if ids is not None else (0, 0)
+        cache = kwargs.get("past_key_values")
+        seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        self.engine.mark = time.perf_counter()
+        self._forward = self.engine.mark, tokens, "prefill" if length > 1 or not seen else "decode"
+        self.steps.append([])
+
+    def _end_forward(self, *_: Any) -> None:
+        self._ended()
+        if self._forward is None:
+            return
+        (start, tokens, phase), self._forward = self._forward, None
+        self.forwards.append(Forward(start, self.engine.end_forward(), tokens, phase))
+        self.timeline.compact()
+
+    def _on_layer(self, step: Step) -> None:
+        if self._forward is None:                       # a part of the model was called by itself, such as an encoder
+            self.steps.append([])
+        self.steps[-1].append((step.layer, {request.key.expert: request.tokens for request in step.requests}))

@@ -1,0 +1,82 @@
+"""The engine's memory: three arrays of equal slots, allocated once, for E-chunks, SM-chunks and joined tensors.
+
+Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for any expert of the
+store, begins on a multiple of 4096 bytes, and is handed from reader to cache to reader by its number: nothing is
+copied or allocated while a model runs, so the budget is kept and memory does not fragment.
+
+Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes.
+Left out: who may have a slot (see the engine); other devices than the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moelab.store.layout import TORCH_NAMES, ExpertStore, aligned, run
+from moelab.store.reader import aligned_buffer
+
+KINDS = ("full", "e", "sm")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a slot of each kind: the largest expert's tensors, E-chunks and SM-chunks, aligned."""
+
+    full: int
+    e: int
+    sm: int
+
+    @classmethod
+    def of(cls, store: ExpertStore) -> Sizes:
+        experts = [entries for layer in store.layers for entries in layer.experts]
+        return cls(full=max(_offsets(entries)[1] for entries in experts),
+                   e=max(run(entries, "E")[1] for entries in experts),
+                   sm=max(run(entries, "SM")[1] for entries in experts))
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes that one expert takes while it is read and decoded."""
+        return self.full + self.e + self.sm
+
+
+class Slots:
+    """`count[kind]` slots of each kind; `free[kind]` holds the numbers of those that nobody has."""
+
+    def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None) -> None:
+        self.sizes = sizes or Sizes.of(store)
+        self.count, self.free = count, {kind: list(range(count[kind])) for kind in KINDS}
+        self._memory = {kind: aligned_buffer(count[kind] * getattr(self.sizes, kind)) for kind in KINDS}
+        self._store, self._views = store, {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(memory) for memory in self._memory.values())
+
+    def bytes(self, kind: str, slot: int) -> np.ndarray:
+        """The memory of a slot: uint8."""
+        size = getattr(self.sizes, kind)
+        return self._memory[kind][slot * size:(slot + 1) * size]
+
+    def tensors(self, slot: int, layer: int) -> dict[str, torch.Tensor]:
+        """The tensors of an expert of this layer in a slot of joined tensors."""
+        shapes = self._store.layers[layer].tensors
+        key = slot, tuple(shapes.values())
+        if key not in self._views:
+            entries, memory = self._store.layers[layer].experts[0], torch.from_numpy(self.bytes("full", slot))
+            self._views[key] = {
+                name: memory[offset:offset + entries[name].nbytes].view(
+                    getattr(torch, TORCH_NAMES[entries[name].dtype])).view(entries[name].shape)
+                for name, offset in _offsets(entries)[0].items()}
+        return self._views[key]
+
+
+def _offsets(entries: dict) -> tuple[dict[str, int], int]:
+    """Where each tensor of an expert begins in a slot, and the slot's size."""
+    offsets, at = {}, 0
+    for name, entry in entries.items():
+        offsets[name] = at
+        at += -(-entry.nbytes // 64) * 64
+    return offsets, aligned(at)

@@ -1,0 +1,148 @@
+"""Delays, tasks and the graph of operations that an expert's state leaves to do: ZipMoE §3.2, Fig. 6.
+
+A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one SM-chunk. Each
+shard is read and decompressed by itself; when all are decompressed and the SM-chunk is there, the tensor is
+recovered; when all N tensors of an expert are, the expert runs. What is in memory already need not be read.
+
+    read E 0 → decompress 0 ┐
+    read E 1 → decompress 1 ┼→ recover → expert
+                    read SM ┘
+
+The letters K, N, u, v, c, p are the paper's and mean what it says in this package only. Left out, as in the paper:
+that concurrent reads and decompression slow each other down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moelab.specs import State
+
+
+class Task(NamedTuple):
+    """One tensor to recover, or a whole expert as one.
+
+    expert, tensor : whose; a whole expert is tensor 0.
+    state : what of it is in memory; never FULL in a schedule.
+    u : seconds to read its SM-chunk.
+    v : seconds to read one of its K E-chunks; the paper's ρu/K.
+    c : seconds to decompress one E-chunk.
+    p : seconds the expert computes, once all its tensors are there; equal for all tasks of an expert.
+    """
+
+    expert: int
+    tensor: int
+    state: State
+    u: float
+    v: float
+    c: float
+    K: int
+    p: float
+
+    @property
+    def type_1(self) -> bool:
+        """Whether the SM-chunk must be read (§3.3)."""
+        return self.state is State.MISSED or self.state is State.E
+
+    @property
+    def reads_e(self) -> bool:
+        """Whether the E-chunks must be read."""
+        return self.state is State.MISSED or self.state is State.SM
+
+    @property
+    def io(self) -> float:
+        """Seconds of reading that are left to do: v_j of Lemma B.3."""
+        return self.reads_e * self.K * self.v + self.type_1 * self.u
+
+
+class Operation(NamedTuple):
+    """A node of the graph. `kind` is "read E", "read SM", "decompress", "recover" or "expert"; −1 for no tensor or
+    no chunk."""
+
+    kind: str
+    expert: int
+    tensor: int = -1
+    chunk: int = -1
+
+
+def operations(task: Task) -> dict[Operation, tuple[Operation, ...]]:
+    """What a task leaves to do (Fig. 6).
+
+    Returns
+    -------
+    Every operation with those that must end before it starts, in an order that respects them. The last is the
+    expert itself; that of an expert of several tensors waits for what each tensor's graph says.
+    """
+    where = task.expert, task.tensor
+    expert = Operation("expert", task.expert)
+    if task.state is State.FULL:
+        return {expert: ()}
+    graph: dict[Operation, tuple[Operation, ...]] = {}
+    decompressed = []
+    for chunk in range(task.K):
+        read = Operation("read E", *where, chunk)
+        if task.reads_e:
+            graph[read] = ()
+        decompress = Operation("decompress", *where, chunk)
+        graph[decompress] = (read,) if task.reads_e else ()
+        decompressed.append(decompress)
+    sm = Operation("read SM", *where)
+    if task.type_1:
+        graph[sm] = ()
+    recover = Operation("recover", *where)
+    graph[recover] = (*decompressed, sm) if task.type_1 else tuple(decompressed)
+    graph[expert] = (recover,)
+    return graph
+
+
+@dataclass(frozen=True)
+class Delays:
+    """What the operations of one expert cost on a machine, in seconds; measured, or taken from a device card.
+
+    Attributes
+    ----------
+    e_read, sm_read : reading all its E-chunks, all its SM-chunks.
+    decompress : all its exponents, in one thread.
+    recover : joining exponents with signs and mantissas, all its tensors, in one thread.
+    expert_base, expert_token : its computation takes `expert_base + expert_token · tokens`.
+    K : shards a tensor.
+    N : tensors an expert.
+    e_bytes, sm_bytes : what the two reads transfer, for the timeline.
+    """
+
+    e_read: float
+    sm_read: float
+    decompress: float
+    recover: float
+    expert_base: float
+    expert_token: float
+    K: int = 1
+    N: int = 3
+    e_bytes: int = 0
+    sm_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field} is {getattr(self, field)} s; a delay is a number of seconds, at least 0")
+        if self.K < 1 or self.N < 1:
+            raise ValueError(f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1")
+
+    def expert(self, tokens: int) -> float:
+        """Seconds that an expert computes for so many tokens."""
+        return self.expert_base + self.expert_token * tokens
+
+    def tasks(self, request: Any) -> list[Task]:
+        """The N tasks of a request in the paper's terms; recovery is free there, as it is no thread's work.
+
+        `request` has `.key.expert`, `.tokens` and `.state`.
+        """
+        N, K, p = self.N, self.K, self.expert(request.tokens)
+        return [Task(request.key.expert, tensor, request.state, self.sm_read / N, self.e_read / (N * K),
+                     self.decompress / (N * K), K, p) for tensor in range(N)]
+
+    def whole(self, request: Any) -> Task:
+        """A request as one task of one chunk, which is what the engine's threads handle; recovery is a worker's."""
+        return Task(request.key.expert, 0, request.state, self.sm_read, self.e_read, self.decompress + self.recover, 1,
+                    self.expert(request.tokens))

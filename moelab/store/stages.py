@@ -1,0 +1,62 @@
+"""Decoding one tensor in two stages, so that it can begin while its sign-mantissa bytes are still being read.
+
+Source: ZipMoE §3.2 and Fig. 6: decompression needs the E-chunks only, recovery needs its result and the SM-chunks.
+The exponents of N 16-bit weights, N bytes, are decompressed into the upper half of the tensor's own 2N bytes, and
+recovery joins them from the front: the weight i written at bytes 2i, 2i+1 never reaches an exponent, at byte N+j,
+that is still needed, because 2i+1 < N+i+1 for every i < N. So the two stages need no memory beside the tensor.
+
+Shapes: a tensor of N weights, its exponents uint8 [N], its sign-mantissa bytes uint8 [N].
+Left out: other widths (`separable` says no; they are decoded in one go by `decode_tensor` of the reader).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moelab.store import bits
+from moelab.store.codecs import find_codec, plane_bytes, shard_bounds
+from moelab.store.reader import Chunks, damaged
+
+_BLOCK = 1 << 14            # weights joined at a time: a copy of their exponents stays in the first-level cache
+
+
+def separable(chunks: Chunks, name: str) -> bool:
+    """Whether a tensor can be decoded in two stages: 16-bit weights whose exponents are compressed."""
+    planes = chunks.entries[name].planes
+    return len(planes) == 2 and planes[0][0] != "raw"
+
+
+def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
+    """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError if damaged."""
+    exponents = bits.as_bytes(out, writable=True)[out.numel():]
+    plane = e.plane(name, 0)
+    decode = find_codec(plane.codec).decompress
+    try:
+        for (begin, end), blob in zip(shard_bounds(len(exponents), len(plane.shards)), plane.shards):
+            decode(blob, exponents[begin:end])
+    except ValueError as error:
+        raise damaged(e, name, error) from error
+
+
+def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
+    """Stage 2: join the exponents in the upper half of `out` with the sign-mantissa bytes, in place."""
+    words = bits.as_bytes(out, writable=True).view(np.uint16)
+    try:
+        _recover(plane_bytes(sm.plane(name, 1), len(words)), words)
+    except ValueError as error:
+        raise damaged(sm, name, error) from error
+
+
+def _recover(sign_mantissa, words):
+    n = len(words)
+    exponents, block = words.view(np.uint8)[n:], np.empty(_BLOCK, np.uint8)
+    for begin in range(0, n, _BLOCK):
+        end = min(begin + _BLOCK, n)
+        block[:end - begin] = exponents[begin:end]
+        _join(block[:end - begin], sign_mantissa[begin:end], words[begin:end])
+
+
+_join = next(iter(bits.KERNELS.values()))[1]
+if bits.numba is not None:
+    _recover = bits.kernel(_recover)

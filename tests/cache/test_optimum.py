@@ -1,0 +1,85 @@
+"""Ceilings against all decisions that a cache could take, on instances small enough to try them all."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cache.optimum import belady_hits, compulsory_misses, request_count, static_hits
+from moelab.cache.policies import POLICIES, Belady
+from moelab.cache.residency import Pools, Residency
+from moelab.specs import State
+
+SMALL = st.lists(st.tuples(st.integers(0, 1), st.sets(st.integers(0, 2), min_size=1).map(
+    lambda experts: dict.fromkeys(experts, 1))), max_size=7)
+LARGER = st.lists(st.tuples(st.integers(0, 2), st.dictionaries(st.integers(0, 5), st.integers(1, 3), min_size=1,
+                                                               max_size=4)), max_size=60)
+
+
+def best_by_trial(steps, capacity):
+    """After each step keep any set of what was kept or used, of every size; the most hits of all those ways."""
+    reached = {frozenset(): 0}
+    for layer, tokens in steps:
+        used = frozenset((layer, expert) for expert in tokens)
+        following = {}
+        for kept, hits in reached.items():
+            hits += len(kept & used)
+            for size in range(capacity + 1):
+                for chosen in combinations(sorted(kept | used), size):
+                    chosen = frozenset(chosen)
+                    following[chosen] = max(following.get(chosen, 0), hits)
+        reached = following
+    return max(reached.values())
+
+
+@given(SMALL, st.integers(0, 4))
+@settings(max_examples=150, deadline=None)
+def test_belady_is_the_most(steps, capacity):
+    assert belady_hits(steps, capacity) == best_by_trial(steps, capacity)
+    by_layer = sum(best_by_trial([step for step in steps if step[0] == layer], capacity) for layer in (0, 1))
+    assert belady_hits(steps, capacity, "layer") == by_layer
+
+
+@given(SMALL, st.integers(0, 4))
+@settings(max_examples=80, deadline=None)
+def test_the_best_fixed_set(steps, capacity):
+    keys = sorted({(layer, expert) for layer, tokens in steps for expert in tokens})
+    best = 0
+    for chosen in combinations(keys, min(capacity, len(keys))):
+        uses = [(layer, expert) for layer, tokens in steps for expert in tokens if (layer, expert) in chosen]
+        best = max(best, len(uses) - len(set(uses)))
+    assert static_hits(steps, capacity) == best <= belady_hits(steps, capacity)
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize("name", POLICIES)
+@given(LARGER, st.integers(0, 8), st.sampled_from([None, 0, 3]))
+@settings(max_examples=25, deadline=None)
+def test_no_policy_is_above(name, scope, steps, capacity, margin):
+    pools = Pools(F=capacity) if margin is None else Pools(F=capacity // 2, E=capacity - capacity // 2)
+    residency = Residency(3, 6, pools, Belady(steps) if name == "belady" else name, scope, margin)
+    for step in steps:
+        residency.begin(*step)
+    ceiling = belady_hits(steps, capacity, scope)
+    assert sum(residency.counters.hits.values()) <= ceiling <= request_count(steps) - compulsory_misses(steps)
+    assert residency.counters.misses - residency.counters.rereads == compulsory_misses(steps)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=60), st.integers(1, 8))
+@settings(max_examples=100, deadline=None)
+def test_beladys_policy_reaches_it_when_nothing_is_pinned(requests, capacity):
+    """Steps of one expert: no other expert of the step is in the way."""
+    steps = [(layer, {expert: 1}) for layer, expert in requests]
+    residency = Residency(3, 6, Pools(F=capacity), Belady(steps))
+    for step in steps:
+        residency.begin(*step)
+    assert residency.counters.hits[State.FULL] == belady_hits(steps, capacity)
+
+
+def test_edges():
+    assert belady_hits([], 3) == static_hits([], 3) == compulsory_misses([]) == 0
+    with pytest.raises(ValueError, match="capacity is -1"):
+        belady_hits([], -1)
+    with pytest.raises(ValueError, match="unknown scope 'expert'"):
+        static_hits([], 1, "expert")

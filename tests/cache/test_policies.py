@@ -1,0 +1,218 @@
+"""Policies against naive ones that walk lists, through a single pool that admits everything."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cache.policies import POLICIES, Belady, CachePolicy, Marking, make_policy
+from moelab.cache.residency import Pools, Residency
+from moelab.specs import ExpertKey, State
+
+L, E = 3, 6
+STEPS = st.lists(st.tuples(st.integers(0, L - 1), st.dictionaries(st.integers(0, E - 1), st.integers(1, 4), min_size=1,
+                                                                  max_size=4)), max_size=60)
+
+
+class Naive:
+    """A cache as a list; what a policy prefers to evict is a key function over its history."""
+
+    def __init__(self, capacity, rank):
+        self.capacity, self.rank, self.now = capacity, rank, 0
+        self.cache, self.uses, self.entered = [], [], {}        # uses: (time, key), every use so far
+
+    def step(self, layer, tokens):
+        keys = [ExpertKey(layer, expert) for expert in sorted(tokens)]
+        hits = [key for key in keys if key in self.cache]
+        for key in keys:
+            self.uses.append((self.now, key))
+            self.now += 1
+            if key not in self.cache:
+                self.entered[key] = self.now
+        for key in keys:
+            if key in self.cache:
+                continue
+            if len(self.cache) == self.capacity:
+                victims = [other for other in self.cache if other not in keys]
+                if not victims:
+                    continue
+                self.cache.remove(min(victims, key=lambda other: self.rank(self, other)))
+            self.cache.append(key)
+        return hits, sorted(self.cache)
+
+
+def last_use(cache, key):
+    return max(time for time, other in cache.uses if other == key)
+
+
+
+NAIVE = {"fifo": lambda cache, key: cache.entered[key], "lru": last_use}
+
+
+def run(residency, steps):
+    """(hits, residents) after each step."""
+    for layer, tokens in steps:
+        step = residency.begin(layer, tokens)
+        yield [request.key for request in step.requests if request.state is State.FULL], sorted(
+            residency.resident(State.FULL))
+
+
+@pytest.mark.parametrize("name", NAIVE)
+@given(STEPS, st.integers(0, L * E + 1))
+@settings(max_examples=80, deadline=None)
+def test_against_lists(name, steps, capacity):
+    naive = Naive(capacity, NAIVE[name])
+    for (layer, tokens), found in zip(steps, run(Residency(L, E, Pools(F=capacity), name), steps), strict=True):
+        assert found == naive.step(layer, tokens)
+
+
+@given(STEPS, st.integers(1, L * E))
+@settings(max_examples=80, deadline=None)
+def test_lfu_evicts_the_fewest_uses(steps, capacity):
+    """Uses that were refused a place count too; among equals the older step goes, then the lower key."""
+    residency, uses, last = Residency(L, E, Pools(F=capacity), "lfu"), {}, {}
+    for number, (layer, tokens) in enumerate(steps):
+        for expert in tokens:
+            key = ExpertKey(layer, expert)
+            uses[key], last[key] = uses.get(key, 0) + 1, number
+        offered = {key for key in residency.resident(State.FULL) if key.layer != layer or key.expert not in tokens}
+        step = residency.begin(layer, tokens)
+        expected = sorted(offered, key=lambda key: (uses[key], last[key], key))[:len(step.evicted)]
+        assert [key for key, _ in step.evicted] == expected
+
+
+@given(STEPS, st.integers(1, L * E), st.integers(0, 3))
+@settings(max_examples=80, deadline=None)
+def test_marking_spares_what_its_phase_used(steps, capacity, seed):
+    """Fiat et al.: no victim was used in the phase, and a phase ends only when all candidates are marked."""
+    residency, marked = Residency(L, E, Pools(F=capacity), Marking(seed)), set()
+    for layer, tokens in steps:
+        used = {ExpertKey(layer, expert) for expert in tokens}
+        resident = set(residency.resident(State.FULL))
+        marked |= used
+        for victim, _ in residency.begin(layer, tokens).evicted:
+            if not (resident - used) - marked:
+                marked = set(used)
+            assert victim in resident - used and victim not in marked
+            resident.discard(victim)
+
+
+@pytest.mark.parametrize("capacity, steps, victim", [
+    # not used when its layer last ran, though another layer's ran more recently
+    (3, [(0, {0: 1}), (1, {0: 1}), (0, {1: 1}), (1, {0: 1}), (2, {0: 1})], (0, 0)),
+    # the running layer's own is stale as soon as it is not asked for
+    (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {1: 1})], (1, 0)),
+    # none is stale: layer 2 comes next, layer 0 only in the next pass
+    (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {0: 1, 1: 1})], (0, 0)),
+    # within a layer, the least recently used
+    (3, [(0, {1: 1}), (0, {0: 1}), (0, {2: 1}), (0, {3: 1})], (0, 1)),
+])
+def test_least_stale_by_hand(capacity, steps, victim):
+    residency = Residency(3, 4, Pools(F=capacity), "least-stale")
+    decisions = [residency.begin(*step) for step in steps]
+    assert [step.evicted for step in decisions] == [[]] * (len(steps) - 1) + [[(ExpertKey(*victim), State.FULL)]]
+
+
+def test_least_stale_escapes_the_cliff():
+    """A cyclic scan larger than the cache: LRU never hits, least-stale keeps what comes up soonest."""
+    scan = [(layer, {0: 1, 1: 1}) for _ in range(20) for layer in range(4)]
+    hits = {}
+    for policy in ("lru", "least-stale"):
+        residency = Residency(4, 2, Pools(F=6), policy)
+        hits[policy] = sum(len(found) for found, _ in run(residency, scan))
+    assert hits["lru"] == 0 and hits["least-stale"] > len(scan) / 2
+
+
+@given(STEPS, st.integers(1, L * E))
+@settings(max_examples=60, deadline=None)
+def test_belady_evicts_what_is_needed_last(steps, capacity):
+    residency = Residency(L, E, Pools(F=capacity), Belady(steps))
+    for number, (layer, tokens) in enumerate(steps):
+        before = set(residency.resident(State.FULL))
+        residency.begin(layer, tokens)
+        after = set(residency.resident(State.FULL))
+
+        def next_use(key, number=number):
+            later = (n for n in range(number + 1, len(steps)) if steps[n][0] == key.layer and key.expert in steps[n][1])
+            return next(later, len(steps))
+
+        used = {ExpertKey(layer, expert) for expert in tokens}
+        gone, kept = (before | used) - after, after - (before & used)
+        if gone and kept:
+            assert min(map(next_use, gone)) >= max(map(next_use, kept))
+
+
+def test_belady_needs_the_future_it_was_told():
+    residency = Residency(1, 4, Pools(F=2), Belady([(0, {0: 1}), (0, {1: 1})]))
+    residency.begin(0, {0: 1})
+    with pytest.raises(ValueError, match="expert 2 of layer 0.*this very run"):
+        residency.begin(0, {2: 1})
+    with pytest.raises(ValueError, match=r"needs the future.*Belady\(steps\)"):
+        make_policy("belady")
+
+
+class MostRecent:
+    """A policy of one's own, as in a notebook cell."""
+
+    def __init__(self):
+        self.last = {}
+
+    def touch(self, key, step):
+        self.last[key] = step
+
+    def victim(self, resident):
+        return max(resident, key=lambda key: (self.last[key], key))
+
+
+@pytest.mark.parametrize("policy", [MostRecent, MostRecent()])
+def test_a_policy_of_ones_own(policy):
+    residency = Residency(1, 5, Pools(F=2), policy)
+    for expert in (0, 1, 2):
+        step = residency.begin(0, {expert: 1})
+    assert step.evicted == [(ExpertKey(0, 1), State.FULL)]
+    assert isinstance(make_policy(policy)(), CachePolicy)
+
+
+def test_classes_get_an_instance_a_pool_and_instances_are_shared():
+    assert make_policy(MostRecent)() is not make_policy(MostRecent)()
+    mine = MostRecent()
+    assert make_policy(mine)() is mine
+
+
+def test_errors_are_for_people():
+    with pytest.raises(ValueError, match="unknown cache policy 'lur'; known are fifo, lru, lfu"):
+        make_policy("lur")
+    with pytest.raises(ValueError, match=r"no cache policy: it needs the methods touch\(key, step\)"):
+        make_policy(3)
+
+    class Wrong(MostRecent):
+        def victim(self, resident):
+            return ExpertKey(0, 4)
+
+    residency = Residency(1, 5, Pools(F=1), Wrong)
+    residency.begin(0, {0: 1})
+    with pytest.raises(ValueError, match="Wrong chose .* not among the candidates"):
+        residency.begin(0, {1: 1})
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_same_steps_same_decisions(name):
+    draw = random.Random(5)
+    steps = [(draw.randrange(L), {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)}) for _ in range(300)]
+    runs = []
+    for _ in range(2):
+        residency = Residency(L, E, Pools(F=7), Belady(steps) if name == "belady" else name)
+        runs.append([residency.begin(*step) for step in steps])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "marking"])
+def test_one_instance_for_all_layers_decides_like_one_each(name):
+    """Priorities don't depend on what else a policy has seen; Marking's phases do."""
+    draw = random.Random(6)
+    steps = [(n % L, {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)}) for n in range(300)]
+    shared = Belady(steps) if name == "belady" else POLICIES[name]()
+    alone = Belady(steps) if name == "belady" else name
+    one, many = (Residency(L, E, Pools(F=3), policy, "layer") for policy in (shared, alone))
+    assert [one.begin(*step) for step in steps] == [many.begin(*step) for step in steps]

@@ -1,0 +1,227 @@
+"""Invariants of the pools under any sequence of steps, and ZipMoE's dispatch rule against a naive one."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cache.policies import POLICIES, Belady
+from moelab.cache.pools import HIERARCHY
+from moelab.cache.residency import Pools, Residency
+from moelab.runtime.limits import overlap_hit_rate
+from moelab.specs import ExpertKey, State
+
+L, E = 3, 6
+TOKENS = st.dictionaries(st.integers(0, E - 1), st.integers(1, 4), min_size=1, max_size=E)
+STEPS = st.lists(st.tuples(st.integers(0, L - 1), TOKENS), max_size=50)
+POOLS = st.builds(Pools, *[st.integers(0, 5)] * 4)
+LEVEL = {state: level for level, state in enumerate((State.MISSED, *reversed(HIERARCHY)))}
+
+
+def contents(residency):
+    return {state: set(residency.resident(state)) for state in HIERARCHY}
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize("policy", POLICIES)
+@given(STEPS, POOLS, st.sampled_from([None, 0, 2, 100]), st.randoms(use_true_random=False))
+@settings(max_examples=20, deadline=None)
+def test_invariants(policy, scope, steps, pools, margin, draw):
+    residency = Residency(L, E, pools, Belady(steps) if policy == "belady" else policy, scope, margin)
+    totals = dict.fromkeys(("requests", "hits", "evicted"), 0)
+    for layer, tokens in steps:
+        before = contents(residency)
+        step = residency.begin(layer, tokens)
+        after = contents(residency)
+        for state in HIERARCHY:                                             # capacities hold, in every scope
+            if scope == "model":
+                assert len(after[state]) <= pools[state]
+            else:
+                assert all(sum(key.layer == of for key in after[state]) <= pools[state] for of in range(L))
+        every = [key for state in HIERARCHY for key in after[state]]
+        assert len(every) == len(set(every))                                # no key in two pools
+
+        used = {request.key for request in step.requests}
+        assert [request.key for request in step.requests] == sorted(ExpertKey(layer, expert) for expert in tokens)
+        for request in step.requests:
+            assert request.tokens == tokens[request.key.expert]
+            was = next((state for state in HIERARCHY if request.key in before[state]), State.MISSED)
+            assert request.state is was and residency.state(request.key) is request.keep
+            assert request.keep is State.MISSED or LEVEL[request.keep] >= LEVEL[was]        # only upward
+        for key, state in step.evicted:                                     # pinned experts never leave for others
+            assert key not in used and key in before[state] and residency.state(key) is State.MISSED
+        for state in HIERARCHY:                                             # nobody else moved
+            assert before[state] - used - {key for key, _ in step.evicted} == after[state] - used
+            # places are taken while the step runs: those who were there and stay or leave late, and the newcomers
+            held = {r.key for r in step.requests if state in (r.state, r.keep)} | (after[state] - used)
+            assert scope == "layer" or len(held) <= pools[state]
+
+        totals["requests"] += len(step.requests)
+        totals["hits"] += sum(request.state is not State.MISSED for request in step.requests)
+        totals["evicted"] += len(step.evicted) + sum(
+            request.state is not State.MISSED and request.keep is State.MISSED for request in step.requests)
+        if draw.random() < 0.1 and every:
+            lost = draw.sample(every, draw.randint(1, len(every)))
+            residency.forget(lost)
+            assert all(residency.state(key) is State.MISSED for key in lost)
+            assert set(every) - set(lost) == {key for state in HIERARCHY for key in residency.resident(state)}
+    counters = residency.counters
+    assert counters.steps == len(steps) and counters.evictions == totals["evicted"]
+    assert counters.requests == totals["requests"] and sum(counters.hits.values()) == totals["hits"]
+
+
+@given(STEPS, POOLS, st.integers(0, 6), st.sampled_from(["model", "layer"]))
+@settings(max_examples=120, deadline=None)
+def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope):
+    """§3.4 by sorting all experts at every step."""
+    residency, frequency = Residency(L, E, pools, "zipmoe", scope, margin), {}
+    group = [state for state in HIERARCHY if pools[state]]
+    for layer, tokens in steps:
+        before = contents(residency)
+        for expert, n in tokens.items():
+            frequency[layer, expert] = frequency.get((layer, expert), 0) + n
+        everyone = [ExpertKey(of, e) for of in range(L) for e in range(E) if scope == "model" or of == layer]
+        by_rank = sorted(everyone, key=lambda key: (-frequency.get(key, 0), key))
+        step = residency.begin(layer, tokens)
+        used = {request.key for request in step.requests}
+        for request in step.requests:
+            threshold, goal = margin, State.MISSED
+            for state in group:
+                threshold += pools[state]
+                if by_rank.index(request.key) < threshold:
+                    goal = state
+                    break
+            if goal is State.MISSED:
+                assert request.keep is State.MISSED                         # "evicted immediately after execution"
+            elif LEVEL[goal] <= LEVEL[request.state]:
+                assert request.keep is request.state                        # never down
+            else:
+                assert request.keep in (goal, request.state)
+                if request.keep is not goal:                                # refused: all who stay there rank higher
+                    rivals = {r.key for r in step.requests if goal in (r.state, r.keep)}
+                    rivals |= {key for key in before[goal] - used if key in everyone and
+                               residency.state(key) is goal}
+                    assert len(rivals) >= pools[goal]
+                    assert all(by_rank.index(key) < by_rank.index(request.key) for key in rivals
+                               if key not in before[goal] & used)
+        for victim, state in step.evicted:                                  # the fewest tokens of those who may leave
+            stayed = [key for key in before[state] - used if key in everyone and residency.state(key) is state]
+            assert all(by_rank.index(key) < by_rank.index(victim) for key in stayed)
+
+
+def test_lru_cliff():
+    """A global LRU that is a step smaller than one token's demand hits nothing, one as large as it all that repeats.
+
+    Between the two, an expert of the step is hit before the step's other newcomer could evict it: it is pinned.
+    """
+    token = [(layer, {0: 1, 1: 1}) for layer in range(8)]
+    for capacity, rate in ((14, 0.0), (15, 0.45), (16, 0.9)):
+        residency = Residency(8, 4, Pools(F=capacity))
+        for step in token * 10:
+            residency.begin(*step)
+        assert residency.counters.hit_rate() == pytest.approx(rate)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 5), min_size=2, max_size=2).map(
+    lambda experts: dict.fromkeys(experts, 1))), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_lru_with_room_for_one_step_a_layer_reaches_the_overlap(steps):
+    residency = Residency(3, 6, Pools(F=2), "lru", "layer")
+    for step in steps:
+        residency.begin(*step)
+    assert residency.counters.hit_rate() == pytest.approx(overlap_hit_rate([steps]))
+
+
+def test_one_pool_of_any_kind():
+    for state in HIERARCHY:
+        residency = Residency(1, 4, Pools(**{state.value: 2}))
+        residency.begin(0, {0: 1, 1: 1})
+        assert residency.margin == math.inf
+        step = residency.begin(0, {1: 1, 2: 1})
+        assert [(r.state, r.keep) for r in step.requests] == [(state, state), (State.MISSED, state)]
+        assert step.evicted == [(ExpertKey(0, 0), state)]
+
+
+def test_no_room_because_all_are_pinned():
+    residency = Residency(1, 6, Pools(F=2))
+    step = residency.begin(0, {0: 1, 1: 1, 2: 1})
+    assert [r.keep for r in step.requests] == [State.FULL, State.FULL, State.MISSED] and not step.evicted
+    assert residency.counters.not_kept == 1
+
+
+def test_no_pools_keep_nothing():
+    residency = Residency(2, 4, Pools())
+    for _ in range(2):
+        step = residency.begin(0, {0: 1})
+        assert step.requests[0].keep is State.MISSED
+    assert residency.counters.misses == 2 and residency.counters.rereads == 1
+
+
+def test_an_expert_climbs_and_its_old_place_is_free_only_afterwards():
+    residency = Residency(1, 4, Pools(F=1, E=1), "lru", margin=0)
+    assert [r.keep for r in residency.begin(0, {0: 9, 1: 2}).requests] == [State.FULL, State.E]
+    step = residency.begin(0, {1: 20, 2: 10})       # ranks: 1, 2, 0; expert 2 would go to E, where 1 still is
+    assert [(r.state, r.keep) for r in step.requests] == [(State.E, State.FULL), (State.MISSED, State.MISSED)]
+    assert step.evicted == [(ExpertKey(0, 0), State.FULL)]
+    assert residency.begin(0, {2: 1}).requests[0].keep is State.E
+
+
+def test_rereads_reset_and_clear():
+    residency = Residency(1, 4, Pools(F=1))
+    for expert in (0, 1, 0):
+        residency.begin(0, {expert: 1})
+    counters = residency.reset_counters()
+    assert (counters.misses, counters.rereads, counters.evictions) == (3, 1, 2)
+    residency.begin(0, {0: 1})
+    assert residency.counters.hits[State.FULL] == 1 and residency.counters.hit_rate(State.FULL) == 1
+    residency.reset_counters()
+    assert math.isnan(residency.counters.hit_rate())
+    residency.clear()
+    assert residency.begin(0, {0: 1}).requests[0].state is State.MISSED
+
+
+def test_a_failed_load_is_read_again():
+    residency = Residency(1, 4, Pools(F=2))
+    residency.begin(0, {0: 1, 1: 1})
+    residency.forget([ExpertKey(0, 1), ExpertKey(0, 3)])
+    step = residency.begin(0, {0: 1, 1: 1})
+    assert [r.state for r in step.requests] == [State.FULL, State.MISSED] and not step.evicted
+
+
+def test_pools_of_a_layer_do_not_disturb_those_of_another():
+    residency = Residency(2, 4, Pools(F=1), scope="layer")
+    residency.begin(0, {0: 1})
+    residency.begin(1, {0: 1})
+    residency.begin(1, {1: 1})
+    assert residency.resident(State.FULL) == [ExpertKey(0, 0), ExpertKey(1, 1)]
+
+
+def test_bytes_of_pools():
+    assert Pools(F=2, C=3, S=5, E=7).nbytes(full=100, sm=50, e=20) == 200 + 3 * 70 + 250 + 140
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: Residency(2, 4, Pools(F=1), "mru"), "unknown cache policy 'mru'"),
+    (lambda: Residency(2, 4, Pools(F=1), scope="expert"), "whole 'model' or of each 'layer'"),
+    (lambda: Residency(2, 4, Pools(F=1), margin=-1), "margin is -1"),
+    (lambda: Residency(0, 4, Pools(F=1)), "L=0 layers"),
+    (lambda: Pools(S=-2), "pool S holds -2"),
+    (lambda: Residency(2, 4, Pools(F=1)).begin(2, {0: 1}), "layer 2 is out of range.*0 to 1"),
+    (lambda: Residency(2, 4, Pools(F=1)).begin(0, {4: 1}), "experts 0 to 3"),
+    (lambda: Residency(2, 4, Pools(F=1)).begin(0, {1: 0}), "at least one token"),
+])
+def test_errors_are_for_people(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_long_runs_stay_exact():
+    """Ten thousand steps: a pool is as full as it can be and priorities don't go stale."""
+    draw = random.Random(0)
+    for policy in ("lru", "lfu", "zipmoe", "least-stale", "marking"):
+        residency = Residency(4, 16, Pools(F=20), policy, margin=math.inf)
+        for n in range(2500):
+            residency.begin(n % 4, dict.fromkeys(draw.sample(range(16), 4), 1))
+        assert len(residency.resident(State.FULL)) == 20

@@ -1,0 +1,230 @@
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.schedule.affinity import naive_order, order
+from moelab.schedule.execution import RESOURCES, execute, makespan, timetable
+from moelab.schedule.requests import Delays, Task, operations
+from moelab.specs import ExpertKey, State
+from tests.schedule.instances import LOADING, Request, delays, requests, task_sets
+
+UNIT = Delays(e_read=2.0, sm_read=3.0, decompress=4.0, recover=1.0, expert_base=5.0, expert_token=1.0)
+TINY = 1e-9
+
+
+def request(expert, state, keep="M", tokens=1):
+    return Request(ExpertKey(0, expert), tokens, State(state), State(keep))
+
+
+def at_most(spans, limit):
+    """Whether at no moment more than `limit` of the (start, end) overlap."""
+    edges = sorted([(end - TINY, -1) for start, end in spans if end - start > 3 * TINY]
+                   + [(start, 1) for start, end in spans if end - start > 3 * TINY])
+    running = 0
+    for _, step in edges:
+        running += step
+        if running > limit:
+            return False
+    return True
+
+
+@settings(deadline=None)
+@given(task_sets(), st.integers(1, 9), st.randoms())
+def test_timetable_respects_graph_and_resources(tasks, workers, rng):
+    rng.shuffle(tasks)                              # any order at all
+    times = timetable([tasks[:3], tasks[3:]], workers)
+    wanted = {}
+    for task in tasks:
+        for operation, before in operations(task).items():
+            wanted.setdefault(operation, []).extend(before)
+    assert times.keys() == wanted.keys()
+    for operation, before in wanted.items():
+        assert all(times[earlier][1] <= times[operation][0] for earlier in before)
+    for resource, limit in (("disk", 1), ("workers", workers), ("compute", 1)):
+        assert at_most([span for op, span in times.items() if RESOURCES[op.kind] == resource], limit)
+
+
+@settings(deadline=None)
+@given(task_sets(), st.integers(1, 4))
+def test_timetable_never_idles_while_something_is_ready(tasks, workers):
+    times = timetable([tasks], workers)
+    for operation, (start, _) in times.items():
+        resource = RESOURCES[operation.kind]
+        if resource == "stream":
+            continue
+        before = [times[op][1] for task in tasks for op in operations(task).get(operation, ())]
+        ready = max(before, default=0.0)
+        others = [span for op, span in times.items() if RESOURCES[op.kind] == resource and op != operation]
+        limit = workers if resource == "workers" else 1
+        # in each moment between being ready and starting, all servers are busy; moments between edges suffice
+        edges = sorted({ready, start, *(t for span in others for t in span if ready < t < start)})
+        for left, right in zip(edges, edges[1:], strict=False):
+            middle = (left + right) / 2
+            if right - left > TINY:
+                assert sum(a <= middle < b for a, b in others) == limit
+
+
+def test_a_makespan_by_hand():
+    a = Task(0, 0, State.MISSED, u=3.0, v=1.0, c=2.0, K=2, p=4.0)
+    # E at 1 and 2, SM at 5; one worker decompresses 1–3, 3–5; the expert runs 5–9
+    assert makespan([[a]], 1) == 9.0
+    b = a._replace(expert=1, state=State.COMPRESSED, p=10.0)
+    # the worker: b's 0–2, 2–4, then a's 4–6, 6–8; compute: b 4–14, a 14–18
+    assert makespan([[b, a]], 1) == 18.0
+    # two workers: b's 0–2, a's 1–3 only after b's second 0–2; b 2–12, a 12–16
+    assert makespan([[b, a]], 2) == 16.0
+    assert makespan([], 1) == 0.0
+
+
+def check(events, asked, workers, start, end):
+    """Resources, precedence and completeness of one step's events."""
+    state = {r.key.expert: r.state for r in asked}
+    tokens = {r.key.expert: r.tokens for r in asked}
+    of = {}
+    for event in events:
+        assert event.start >= start and event.end <= end + TINY and event.layer == 2
+        if event.kind != "wait":
+            assert (event.expert, event.kind) not in of, "done twice"
+            of[event.expert, event.kind] = event
+    by_resource = {}
+    for event in events:
+        by_resource.setdefault(event.resource, []).append((event.start, event.end))
+    assert by_resource.keys() <= {"disk", "compute", *(f"worker {i}" for i in range(workers))}
+    assert all(at_most(spans, 1) for spans in by_resource.values())
+    for expert, was in state.items():
+        kinds = {kind for who, kind in of if who == expert}
+        run = of[expert, "expert"]
+        if was is State.FULL:
+            assert kinds == {"expert"}
+            continue
+        got = {"read E": -inf if was.has_e else None, "read SM": -inf if was.has_sm else None}
+        for kind, parts in (("read", ("E", "SM")), ("read E", ("E",)), ("read SM", ("SM",))):
+            for part in parts:
+                if kind in kinds:
+                    assert got[f"read {part}"] is None, "read though it was in memory"
+                    got[f"read {part}"] = of[expert, kind].end
+        assert None not in got.values()
+        if "decode" in kinds:
+            assert not kinds & {"decompress", "recover"}
+            assert of[expert, "decode"].start >= max(got.values())
+            assert run.start >= of[expert, "decode"].end
+        else:
+            assert of[expert, "decompress"].start >= got["read E"]
+            assert of[expert, "recover"].start >= max(of[expert, "decompress"].end, got["read SM"])
+            assert run.start >= of[expert, "recover"].end
+        assert tokens[expert]
+    assert {who for who, kind in of if kind == "expert"} == state.keys()
+
+
+@settings(max_examples=300, deadline=None)
+@given(requests(), delays, st.integers(1, 5), st.none() | st.integers(1, 5), st.sampled_from([0.0, 12.5]),
+       st.booleans())
+def test_execute_respects_the_graph(asked, machine, workers, staging, start, naive):
+    plan = naive_order(asked) if naive else order(asked, machine, workers)
+    events, end = execute(asked, plan, machine, workers, staging, start, layer=2)
+    check(events, asked, workers, start, end)
+    assert [event.start for event in events] == sorted(event.start for event in events)
+    assert sum(event.bytes for event in events) == sum(
+        (3 * (not r.state.has_e) + 5 * (not r.state.has_sm)) for r in asked if r.state is not State.FULL)
+    # compute is busy or says that it waits
+    compute = sorted((event.start, event.end) for event in events if event.resource == "compute")
+    now = start
+    for begin, stop in compute:
+        assert begin == pytest.approx(now)
+        now = stop
+    assert now == pytest.approx(end)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests(), delays, st.integers(1, 4), st.integers(1, 4))
+def test_staging_limits_what_is_in_flight(asked, machine, workers, staging):
+    events, _ = execute(asked, order(asked, machine, workers), machine, workers, staging, layer=2)
+    spans = []
+    for r in asked:
+        if r.state is not State.FULL:
+            mine = [event for event in events if event.expert == r.key.expert]
+            decoded = max(event.end for event in mine if event.resource.startswith("worker"))
+            spans.append((min(event.start for event in mine),
+                          decoded if r.keep is State.FULL else max(event.end for event in mine)))
+    assert at_most(spans, staging)
+
+
+@settings(deadline=None)
+@given(requests(states=LOADING, most=5), delays, st.integers(1, 3))
+def test_execute_and_makespan_agree_where_they_model_the_same(asked, machine, workers):
+    """One tensor of one chunk, free recovery, no request of both parts: the two clocks must show the same. As recovery
+    needs a worker in one only, there are workers enough whenever it is an operation of its own."""
+    machine = Delays(machine.e_read, machine.sm_read, machine.decompress, 0.0, machine.expert_base,
+                     machine.expert_token, K=1, N=1)
+    plan = order(asked, machine, workers)
+    if any(kind == "both" for _, kind in plan.reads):
+        return
+    if any(not r.state.has_sm for r in asked):
+        workers = 2 * len(asked)
+    task = {r.key.expert: machine.tasks(r)[0] for r in asked}
+    blocks = [[task[expert] for expert in block] for block in plan.blocks]
+    assert execute(asked, plan, machine, workers)[1] == pytest.approx(makespan(blocks, workers))
+
+
+def timeline(asked, plan, workers=1, staging=None):
+    events, end = execute(asked, plan, UNIT, workers, staging)
+    return [(e.resource, e.kind, e.expert, e.start, e.end) for e in events], end
+
+
+def test_one_missed_expert():
+    asked = [request(0, "M")]
+    events, end = timeline(asked, order(asked, UNIT, 1))
+    assert events == [("disk", "read", 0, 0, 5), ("compute", "wait", -1, 0, 10), ("worker 0", "decode", 0, 5, 10),
+                      ("compute", "expert", 0, 10, 16)]
+    assert end == 16
+
+
+def test_decompression_while_the_rest_is_read():
+    asked = [request(0, "E")]
+    events, end = timeline(asked, order(asked, UNIT, 1))
+    assert [e[1:] for e in events if e[0] != "compute"] == [
+        ("read SM", 0, 0, 3), ("decompress", 0, 0, 4), ("recover", 0, 4, 5)]
+    assert end == 11
+
+
+def test_hits_run_first_and_only_run():
+    asked = [request(0, "M"), request(1, "F"), request(2, "F", tokens=3)]
+    events, end = timeline(asked, order(asked, UNIT, 2))
+    assert [e for e in events if e[0] == "compute"] == [
+        ("compute", "expert", 1, 0, 6), ("compute", "expert", 2, 6, 14), ("compute", "expert", 0, 14, 20)]
+    assert end == 20
+    assert timeline(asked[1:], order(asked[1:], UNIT, 2))[1] == 14
+
+
+def test_more_experts_in_a_block_than_staging_buffers_is_no_deadlock():
+    asked = [request(e, "M") for e in range(4)]
+    machine = Delays(e_read=2.0, sm_read=3.0, decompress=0.5, recover=0.1, expert_base=0.5, expert_token=0.0)
+    plan = order(asked, machine, 1)
+    assert plan.io[:4] == [(0, "E"), (1, "E"), (2, "E"), (3, "E")]
+    events, _ = execute(asked, plan, machine, 1, staging=1)
+    assert [(e.kind, e.expert) for e in events if e.resource == "disk"] == [
+        (kind, e) for e in range(4) for kind in ("read E", "read SM")]
+
+
+def test_what_is_kept_gives_its_place_back_when_decoded():
+    for keep, second in (("F", 10), ("C", 16), ("M", 16)):
+        asked = [request(0, "M", keep), request(1, "M", keep)]
+        events, _ = timeline(asked, naive_order(asked), staging=1)
+        assert [e[3] for e in events if e[0] == "disk"] == [0, second]
+
+
+def test_nothing_to_execute():
+    assert execute([], order([], UNIT, 1), UNIT, 1, start=3.0) == ([], 3.0)
+
+
+def test_errors():
+    asked = [request(0, "M"), request(1, "F")]
+    plan = order(asked, UNIT, 1)
+    with pytest.raises(ValueError, match="0 workers"):
+        execute(asked, plan, UNIT, 0)
+    with pytest.raises(ValueError, match="0 staging buffers"):
+        execute(asked, plan, UNIT, 1, staging=0)
+    with pytest.raises(ValueError, match="the requests leave"):
+        execute(asked[1:], plan, UNIT, 1)

@@ -1,0 +1,66 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab.schedule.requests import Delays, Operation, Task, operations
+from moelab.specs import ExpertKey, State
+from tests.schedule.instances import Request
+
+DELAYS = Delays(e_read=12.0, sm_read=9.0, decompress=24.0, recover=1.0, expert_base=5.0, expert_token=0.5, K=4, N=3)
+
+
+def graph(state, K=2):
+    return operations(Task(7, 1, state, u=1.0, v=1.0, c=1.0, K=K, p=1.0))
+
+
+def test_a_missed_tensor():
+    e0, e1, sm = Operation("read E", 7, 1, 0), Operation("read E", 7, 1, 1), Operation("read SM", 7, 1)
+    d0, d1 = Operation("decompress", 7, 1, 0), Operation("decompress", 7, 1, 1)
+    recover, expert = Operation("recover", 7, 1), Operation("expert", 7)
+    assert graph(State.MISSED) == {e0: (), d0: (e0,), e1: (), d1: (e1,), sm: (), recover: (d0, d1, sm),
+                                   expert: (recover,)}
+
+
+@pytest.mark.parametrize("state, kinds", [
+    (State.E, ["decompress", "decompress", "read SM", "recover", "expert"]),
+    (State.SM, ["read E", "decompress", "read E", "decompress", "recover", "expert"]),
+    (State.COMPRESSED, ["decompress", "decompress", "recover", "expert"]),
+    (State.FULL, ["expert"]),
+])
+def test_what_is_in_memory_is_not_read(state, kinds):
+    assert [operation.kind for operation in graph(state)] == kinds
+
+
+@given(st.sampled_from(State), st.integers(1, 5))
+def test_the_graph_is_listed_in_an_order_that_respects_it(state, K):
+    seen = set()
+    for operation, before in graph(state, K).items():
+        assert set(before) <= seen
+        seen.add(operation)
+
+
+@given(st.sampled_from(State))
+def test_reading_left_to_do_is_that_of_the_graph(state):
+    if state is State.FULL:
+        return
+    task = Task(0, 0, state, u=3.0, v=0.5, c=1.0, K=4, p=1.0)
+    cost = {"read E": 0.5, "read SM": 3.0}
+    assert task.io == sum(cost.get(operation.kind, 0.0) for operation in operations(task))
+
+
+def test_delays_of_a_tensor_add_up_to_those_of_the_expert():
+    request = Request(ExpertKey(0, 5), 4, State.MISSED, State.MISSED)
+    tasks = DELAYS.tasks(request)
+    assert [task.tensor for task in tasks] == [0, 1, 2] and {task.expert for task in tasks} == {5}
+    assert sum(task.u for task in tasks) == 9.0
+    assert sum(task.K * task.v for task in tasks) == 12.0
+    assert sum(task.K * task.c for task in tasks) == 24.0
+    assert {task.p for task in tasks} == {7.0}
+    assert DELAYS.whole(request) == Task(5, 0, State.MISSED, u=9.0, v=12.0, c=25.0, K=1, p=7.0)
+
+
+@pytest.mark.parametrize("wrong", [{"e_read": -1.0}, {"recover": float("nan")}, {"K": 0}, {"N": 0}])
+def test_impossible_delays(wrong):
+    good = {"e_read": 1.0, "sm_read": 1.0, "decompress": 1.0, "recover": 1.0, "expert_base": 1.0, "expert_token": 1.0}
+    with pytest.raises(ValueError, match="at least"):
+        Delays(**{**good, **wrong})
