@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": ("moelab.store.verify", "re-read a store and check every byte"),
     "inspect": ("moelab.store.inspect", "show what a store holds"),
     "synthesize": ("moelab.runtime.synthesize", "write a synthetic checkpoint or store of a card's geometry"),
+    "profile": ("moelab.runtime.profile", "measure what reading, decoding and computing a store's experts costs here"),
     "bench": ("moelab.bench", "measure on this machine"),
     "train-small": ("moelab.bench.card", "train the small model again"),
 }

@@ -64,7 +64,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     sizes, L, E = Sizes.of(store), len(store.layers), max(len(layer.experts) for layer in store.layers)
     everything = L * E * sizes.full + (staging or workers + 2) * sizes.in_flight
     others = sum(size for _, _, _, size, _ in store.weights.values())
-    room = min(parse_budget(budget, everything, others), everything)
+    room = parse_budget(budget, everything, others)
     pools, staging = divide(room, sizes, L, E, plan, scope, workers, staging)
     copies = L if scope == "layer" else 1
     count = {"full": copies * pools.F + staging, "e": copies * (pools.C + pools.E) + staging,

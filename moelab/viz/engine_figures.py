@@ -8,7 +8,7 @@ series' names, or said by `kind`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
@@ -86,22 +86,23 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
     marks : {name: bytes}, vertical lines ("one token's demand").
     kind : of the numbers of the policies and of the ceiling.
     """
+    scale, unit = _unit(point[0] for points in curves.values() for point in points)
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07, row_heights=[0.55, 0.45])
     for i, (name, points) in enumerate(curves.items()):
-        _curve(figure, name, sorted(points), _line(i))
+        _curve(figure, name, sorted(points), _line(i), scale, unit)
     if ceiling:
         _curve(figure, "Belady: no policy hits more", sorted(ceiling),
-               {"mode": "lines", "line": {"color": theme.BLACK, "width": 3, "dash": "solid"}})
+               {"mode": "lines", "line": {"color": theme.BLACK, "width": 3, "dash": "solid"}}, scale, unit)
     for i, (name, points) in enumerate((limits or {}).items()):
         x, y = np.array(sorted(points)).T
-        figure.add_scatter(x=x / 1e9, y=1e3 * y, name=f"limit: {name}", mode="lines", row=1, col=1,
+        figure.add_scatter(x=x / scale, y=1e3 * y, name=f"limit: {name}", mode="lines", row=1, col=1,
                            line={"color": GREY, "dash": ("dot", "dashdot", "longdash")[i % 3], "width": 2},
-                           hovertemplate="%{x:.2f} GB: %{y:.1f} ms<extra>" + name + "</extra>")
+                           hovertemplate="%{x:.2f} " + unit + ": %{y:.1f} ms<extra>" + name + "</extra>")
     for name, size in (marks or {}).items():
-        figure.add_vline(x=size / 1e9, line={"color": GREY, "dash": "dash", "width": 1.2})
-        figure.add_annotation(x=size / 1e9, y=1, yref="paper", text=name, showarrow=False, yanchor="bottom",
+        figure.add_vline(x=size / scale, line={"color": GREY, "dash": "dash", "width": 1.2})
+        figure.add_annotation(x=size / scale, y=1, yref="paper", text=name, showarrow=False, yanchor="bottom",
                               font={"size": 11, "color": GREY})
-    figure.update_xaxes(title="memory for experts (GB)", row=2, col=1)
+    figure.update_xaxes(title=f"memory for experts ({unit})", row=2, col=1)
     figure.update_yaxes(title="TPOT (ms)", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="hit rate (%)", range=[0, 104], row=2, col=1)
     return figure.update_layout(template="moelab", height=560, margin={"l": 72, "r": 24, "t": 36, "b": 50},
@@ -114,11 +115,12 @@ def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str
 
     predicted, measured : {budget: seconds}.
     """
+    scale, unit = _unit(sum(plan.values()) for plan in plans.values())
     figure = make_subplots(rows=1, cols=2, column_widths=[0.54, 0.46], horizontal_spacing=0.16)
     for i, (pool, name) in enumerate(POOLS.items()):
-        values = [plan.get(pool, 0) / 1e9 for plan in plans.values()]
+        values = [plan.get(pool, 0) / scale for plan in plans.values()]
         figure.add_bar(x=list(plans), y=values, name=name, marker=_bar(i), row=1, col=1,
-                       hovertemplate="%{x}, " + name + ": %{y:.2f} GB<extra></extra>")
+                       hovertemplate="%{x}, " + name + ": %{y:.2f} " + unit + "<extra></extra>")
     for name, values, symbol, colour in (("predicted", predicted, "diamond-open", theme.BLACK),
                                          ("measured", measured or {}, "circle", theme.VERMILLION)):
         if values:
@@ -129,7 +131,7 @@ def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str
                                hovertemplate="%{x}: %{y:.1f} ms<extra>" + name + "</extra>")
     figure.update_xaxes(title="budget for experts", showgrid=False, type="category", categoryorder="array",
                         categoryarray=list(plans))
-    figure.update_yaxes(title="memory of each pool (GB)", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title=f"memory of each pool ({unit})", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="TPOT (ms)", rangemode="tozero", row=1, col=2)
     return figure.update_layout(template="moelab", barmode="stack", bargap=0.35, height=380,
                                 margin={"l": 72, "r": 24, "t": 24, "b": 50}, legend=_beside(""))
@@ -210,11 +212,17 @@ def simulated_vs_measured(by_series: Mapping[str, Sequence[tuple[float, float]]]
     return _styled(figure).update_layout(showlegend=True, legend=_beside(""), margin={"r": 24}, height=460, width=640)
 
 
-def _curve(figure: go.Figure, name: str, points: Sequence[tuple[float, float, float]], look: dict) -> None:
+def _curve(figure: go.Figure, name: str, points: Sequence[tuple[float, float, float]], look: dict, scale: float,
+           unit: str) -> None:
     x, tpot, hits = np.array(points, dtype=float).T
-    for row, y, unit in ((1, 1e3 * tpot, "ms"), (2, 100 * hits, "%")):
-        figure.add_scatter(x=x / 1e9, y=y, name=name, legendgroup=name, showlegend=row == 1, row=row, col=1, **look,
-                           hovertemplate="%{x:.2f} GB: %{y:.1f} " + unit + "<extra>" + name + "</extra>")
+    for row, y, what in ((1, 1e3 * tpot, "ms"), (2, 100 * hits, "%")):
+        figure.add_scatter(x=x / scale, y=y, name=name, legendgroup=name, showlegend=row == 1, row=row, col=1, **look,
+                           hovertemplate="%{x:.2f} " + unit + ": %{y:.1f} " + what + "<extra>" + name + "</extra>")
+
+
+def _unit(sizes: Iterable[float]) -> tuple[float, str]:
+    """Bytes of the unit in which the largest of these sizes reads well, and its name."""
+    return (1e9, "GB") if max(sizes, default=0) >= 0.5e9 else (1e6, "MB")
 
 
 def _span(events: Sequence[Event]) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def test_every_codec_and_every_split_into_pools(qwen, codec, plan, tmp_path):
     model, _ = qwen
     reference, store = open_model(model), convert(model, tmp_path / "store", codec=codec)
     for policy in ("lru", "zipmoe"):
-        offloaded = offload(store, 1.0, plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS)
+        offloaded = offload(store, "10MB", plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS)
         assert_equal(offloaded, reference, new=8)
         offloaded.moelab.close()
 
@@ -116,7 +116,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
     model, store = qwen
     reference, decisions = open_model(model), []
     for round in range(2):
-        offloaded = offload(store, 1.0, plan=Pools(*pools), policy=policy, workers=workers, staging=staging,
+        offloaded = offload(store, "10MB", plan=Pools(*pools), policy=policy, workers=workers, staging=staging,
                             delays=DELAYS)
         jitter(offloaded, chance)
         for seed in range(3):
@@ -128,7 +128,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
 
 
 def jitter(model, chance):
-    reader, read = model.moelab.engine.reader, model.moelab.engine.reader.read
+    reader, read = model.moelab.engine.pipeline.reader, model.moelab.engine.pipeline.reader.read
 
     def slow(*args, **kwargs):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
@@ -142,10 +142,10 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
     _, store = qwen
     sizes = Sizes.of(ExpertStore(store))
     offloaded = offload(store, 8 * sizes.in_flight, staging=2, delays=DELAYS)
-    slots = offloaded.moelab.engine.slots
+    slots = offloaded.moelab.engine.pipeline.slots
     assert slots.nbytes <= 8 * sizes.in_flight
     generate(offloaded)
-    held = offloaded.moelab.engine._held
+    held = offloaded.moelab.engine.pipeline.held
     residency = offloaded.moelab.residency
     assert {key for key, one in held.items() if "full" in one.slots} == set(residency.resident(State.FULL))
     assert len(slots.free["full"]) == slots.count["full"] - len(held)
@@ -168,7 +168,7 @@ def test_a_plan_beyond_the_budget_is_refused(qwen):
 def test_an_error_of_the_disk_reaches_the_caller_and_the_model_goes_on(qwen):
     model, store = qwen
     offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
-    reader = offloaded.moelab.engine.reader
+    reader = offloaded.moelab.engine.pipeline.reader
     read, calls = reader.read, iter(range(10**6))
 
     def failing(*args, **kwargs):
@@ -239,7 +239,7 @@ def test_an_interrupt_leaves_the_engine_usable(qwen):
             generate(offloaded, seed=point)
         del experts.contribution
         assert_equal(offloaded, reference, seed=point)
-    slots, held = offloaded.moelab.engine.slots, offloaded.moelab.engine._held
+    slots, held = offloaded.moelab.engine.pipeline.slots, offloaded.moelab.engine.pipeline.held
     for kind in ("full", "e", "sm"):
         assert len(slots.free[kind]) + sum(kind in one.slots for one in held.values()) == slots.count[kind]
     offloaded.moelab.close()
@@ -270,7 +270,7 @@ def test_metrics_and_steps_of_a_run(qwen):
     assert len(offloading.steps) == len(offloading.forwards) == 5
     assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
     assert sum(offloading.steps[0][0][1].values()) == 18 * 3
-    assert found["read_bytes"] == offloading.engine.reader.counters.bytes > 0
+    assert found["read_bytes"] == offloading.engine.pipeline.reader.counters.bytes > 0
     offloading.reset()
     assert not offloading.steps and not len(offloading.timeline) and not offloading.residency.counters.requests
     offloading.close()

@@ -82,6 +82,16 @@ def test_rows_stand_in_the_order_of_the_work():
     assert len(alone.layout.annotations) == 1 and alone.layout.xaxis.title.text
 
 
+def test_small_models_are_drawn_in_mb():
+    curves = {"LRU": [(2e6, 0.2, 0.4), (4e6, 0.1, 0.6)]}
+    figure = figures.budget_curve(curves, limits={"reads": [(2e6, 0.1), (4e6, 0)]}, marks={"one token": 1e6})
+    assert list(named(figure, "LRU").x) == [2, 4] == list(named(figure, "limit: reads").x)
+    assert figure.layout.shapes[0].x0 == 1 and "(MB)" in figure.layout.xaxis2.title.text
+    assert "(GB)" in MADE["budget_curve"].layout.xaxis2.title.text
+    pools = figures.pools_chart({"35 %": {"F": 1e6, "C": 2e6}}, {"35 %": 0.1})
+    assert pools.data[0].y == (1,) and "(MB)" in pools.layout.yaxis.title.text
+
+
 def test_the_budget_curve_has_tpot_in_ms_above_hits_in_percent():
     lru = [trace for trace in MADE["budget_curve"].data if trace.name == "LRU"]
     assert [trace.xaxis for trace in lru] == ["x", "x2"]

@@ -1,0 +1,140 @@
+"""Engines that are no part of transformers: llama.cpp on a mapped GGUF file, and ftllm with its disk cache.
+
+Nothing of moelab's own is needed here, not even torch, so these run in whatever interpreter they are installed in.
+`write_gguf` writes a Qwen3-MoE checkpoint, bf16 as it is, with a vocabulary that stands for nothing: tokens are given
+by their numbers. llama.cpp normalises the routers' weights, which a checkpoint may ask not to be done; then its
+logits differ, but not what it costs. Left out: GPUs, quantised weights, other architectures.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from moelab.bench.peers import Contender
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Llama(Contender):
+    """llama.cpp through llama-cpp-python; options: "gguf", a file."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import llama_cpp
+        self.api = llama_cpp
+        self.model = llama_cpp.Llama(
+            options["gguf"], n_gpu_layers=0, n_threads=cores(), n_threads_batch=cores(), use_mmap=True, verbose=False,
+            n_ctx=len(options["tokens"]) + 64, n_batch=max(options["prompts"]), n_ubatch=max(options["prompts"]))
+
+    def restart(self) -> None:
+        self.model.reset()
+
+    def feed(self, ids: list[int]) -> Any:
+        import numpy as np
+        self.model.eval(ids)
+        logits = self.api.llama_get_logits_ith(self.model._ctx.ctx, -1)
+        return np.ctypeslib.as_array(logits, (self.model.n_vocab(),)).astype(np.float32)
+
+
+class Ftllm(Contender):
+    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory.
+
+    It cannot be told its tokens, so it samples them, all about equally likely; there are no logits to compare.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import ftllm.llm as llm
+        llm.set_cpu_threads(cores())
+        llm.set_device_map("cpu")
+        if options["cache"]:
+            llm.set_device_map("disk", True)
+            llm.set_moe_cpu_cache(options["cache"])
+        self.api, self.model = llm, llm.model(options["checkpoint"], dtype="bfloat16")
+
+    def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+#: GGUF's names of a layer's tensors
+_LAYER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+          "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+          "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp"}
+_REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_gguf(checkpoint: str | Path, path: Path) -> Path:
+    """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file in bf16 (norms and routers in fp32)."""
+    import gguf
+    import numpy as np
+    folder = Path(checkpoint)
+    config = json.loads((folder / "config.json").read_text())
+    part = path.with_name(path.name + ".part")
+    out = gguf.GGUFWriter(part, "qwen3moe")
+    out.add_context_length(config["max_position_embeddings"])
+    out.add_embedding_length(config["hidden_size"])
+    out.add_block_count(config["num_hidden_layers"])
+    out.add_feed_forward_length(config["intermediate_size"])
+    out.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    out.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    out.add_expert_used_count(config["num_experts_per_tok"])
+    out.add_head_count(config["num_attention_heads"])
+    out.add_head_count_kv(config["num_key_value_heads"])
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    out.add_key_length(head)
+    out.add_value_length(head)
+    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("gpt-2")
+    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(config["vocab_size"])]
+    out.add_token_list(words)
+    out.add_token_types([gguf.TokenType.NORMAL] * len(words))
+    out.add_token_merges([f"{words[0]} {words[1]}"])
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as f:
+            data = np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        header = int(data[:8].view("<u8")[0])
+        for key, entry in json.loads(data[8:8 + header].tobytes()).items():
+            if key != "__metadata__":
+                begin, end = (8 + header + at for at in entry["data_offsets"])
+                words16 = np.frombuffer(data, np.uint16, (end - begin) // 2, begin).reshape(entry["shape"])
+                tensors |= _renamed(key, words16)
+    for name, words16 in tensors.items():
+        if words16.ndim == 1 or "ffn_gate_inp" in name:
+            out.add_tensor_info(name, words16.shape, np.dtype(np.float32), 4 * words16.size)
+        else:
+            out.add_tensor_info(name, (*words16.shape[:-1], 2 * words16.shape[-1]), np.dtype(np.uint8),
+                                2 * words16.size, gguf.GGMLQuantizationType.BF16)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_ti_data_to_file()
+    for name, words16 in tensors.items():
+        wide = words16.ndim == 1 or "ffn_gate_inp" in name
+        out.write_tensor_data((words16.astype(np.uint32) << 16).view(np.float32) if wide else
+                              np.ascontiguousarray(words16).view(np.uint8))
+    out.close()
+    os.replace(part, path)
+    return path
+
+
+def _renamed(key: str, words: Any) -> dict[str, Any]:
+    """GGUF's tensors of one of the checkpoint's."""
+    parts = key.split(".")
+    if parts[1] != "layers":
+        return {_REST[key.removesuffix(".weight")] + ".weight": words}
+    inner, block = ".".join(parts[3:]).removesuffix(".weight"), f"blk.{parts[2]}."
+    if inner == "mlp.experts.gate_up_proj":
+        half = words.shape[1] // 2
+        return {f"{block}ffn_gate_exps.weight": words[:, :half], f"{block}ffn_up_exps.weight": words[:, half:]}
+    if inner == "mlp.experts.down_proj":
+        return {f"{block}ffn_down_exps.weight": words}
+    return {block + _LAYER[inner] + ".weight": words}

@@ -1,0 +1,356 @@
+"""Contenders: the same model, the same tokens, run by moelab and by others, each in a process of its own.
+
+    python -m moelab.bench.peers CONTENDER '{"model": …, "tokens": …, "prompts": [128, 128]}'
+
+prints one line of JSON: what loading, the prompts and each further token took, what was read from the disk, peak
+memory, and a digest of all logits, so that equality "bit for bit" is checked and not assumed. Tokens are given
+(teacher forcing), because a random model repeats itself when it decodes greedily: its routing freezes, every cache
+hits, and nothing is measured. The first prompt is also the first thing that the process does; the second one starts
+a sequence of its own, which then goes on token by token.
+
+Only this module's standard library is needed to start it, so a peer may live in another interpreter than moelab.
+`mapped` is transformers with weights mapped from the checkpoint; `probe` is the least that any engine must beat: one
+global LRU of raw expert slots, reads past the system's cache by four threads, no compression, no prediction.
+Left out: other devices than the CPU, batches, sampling (except by ftllm, which cannot be told its tokens).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+#: name → the module and the class that runs it
+CONTENDERS = {name: ("moelab.bench.peers", kind) for name, kind in (
+    ("moelab", "Moelab"), ("eager", "Eager"), ("mapped", "Mapped"), ("accelerate", "Accelerate"), ("probe", "Probe"))}
+CONTENDERS |= {name: ("moelab.bench.foreign", kind) for name, kind in (("llama.cpp", "Llama"), ("ftllm", "Ftllm"))}
+ALIGN = 4096
+#: what engine and simulator must agree upon
+FOUND = ("hits", "misses", "evictions", "read_bytes")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a contender as a process: join its memory limit, run, print the report."""
+    name, options = arguments[0], json.loads(arguments[1])
+    if options.get("cgroup"):
+        Path(options["cgroup"]).write_text(str(os.getpid()))
+    print(json.dumps(run(name, options)), flush=True)
+    sys.stderr.flush()
+    os._exit(0)                                 # some peers crash on the way out, after all is said
+
+
+def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A contender's report; {"missing": reason} for one that is not installed."""
+    start = time.perf_counter()
+    try:
+        module, kind = CONTENDERS[name]
+        contender = getattr(importlib.import_module(module), kind)(options)
+    except ImportError as error:
+        return {"missing": f"not installed ({error})"}
+    loaded = time.perf_counter() - start
+    report = contender.measure(options["tokens"], options["prompts"])
+    return {"load_s": loaded, **report, **process(), **contender.report()}
+
+
+def process() -> dict[str, int | None]:
+    """Bytes that this process has read from disks, page faults that waited for one, and its peak memory, so far."""
+    def found(file: str, pattern: str) -> int | None:
+        try:
+            return int(re.search(pattern, Path(file).read_text(), re.M)[1])
+        except (OSError, TypeError):
+            return None                         # no /proc: macOS, Windows
+    try:
+        import resource
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    except ImportError:
+        faults = None
+    peak = found("/proc/self/status", r"^VmHWM:\s*(\d+)")
+    return {"read_bytes": found("/proc/self/io", r"^read_bytes: (\d+)"), "major_faults": faults,
+            "peak_rss_bytes": peak and 1024 * peak}
+
+
+class Contender:
+    """What every contender can do: `restart` a sequence, and `feed` it tokens for the logits after the last one."""
+
+    def restart(self) -> None:
+        """The next tokens begin a new sequence."""
+        raise NotImplementedError
+
+    def feed(self, ids: list[int]) -> Any:
+        """The logits after the last of `ids`: something whose `tobytes` and `argmax` numpy knows."""
+        raise NotImplementedError
+
+    def report(self) -> dict[str, Any]:
+        """What else there is to say, after all is done."""
+        return {}
+
+    def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
+        """Feed prompts of the given lengths, each a new sequence, then the other tokens one by one.
+
+        Returns `ttft_s` [prompts], `tpot_s` [tokens after the prompts], the bytes read and the faults of each phase,
+        `digest` and `best` (argmax) of all logits. The clock stops when the logits are there.
+        """
+        said: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
+        digest, at, last = hashlib.sha256(), 0, process()
+
+        def step(ids: list[int], seconds: list[float]) -> None:
+            start = time.perf_counter()
+            logits = self.feed(ids)
+            seconds.append(time.perf_counter() - start)
+            digest.update(logits.tobytes())
+            said["best"].append(int(_floats(logits).argmax()))
+
+        def phase(name: str) -> None:
+            nonlocal last
+            before, last = last, process()
+            for key in ("read_bytes", "major_faults"):
+                said[f"{name}_{key}"] = None if last[key] is None else last[key] - before[key]
+
+        for number, length in enumerate(prompts):
+            self.restart()
+            step(tokens[at:at + length], said["ttft_s"])
+            at += length
+            phase("prompt" if not number else "next_prompts")
+        self.decoding()
+        for token in tokens[at:]:
+            step([token], said["tpot_s"])
+        phase("decode")
+        return said | {"digest": digest.hexdigest()[:16]}
+
+    def decoding(self) -> None:
+        """The prompts are done; from now on, single tokens."""
+
+
+def _floats(logits: Any) -> Any:
+    """bf16 as int16 holds no order; its upper half of an fp32 does."""
+    import numpy as np
+    return logits if logits.dtype == np.float32 else (logits.astype(np.int32) << 16).view(np.float32)
+
+
+# ----------------------------------------------------------------------------------------------- with transformers
+
+class Transformers(Contender):
+    """Any model of transformers', on the CPU."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+        self.model, self.inference = model, torch.inference_mode
+
+    def restart(self) -> None:
+        from transformers import DynamicCache
+        self.cache = DynamicCache(config=self.model.config)
+
+    def feed(self, ids: list[int]) -> Any:
+        import torch
+        with self.inference():
+            logits = self.model(input_ids=torch.tensor([ids]), past_key_values=self.cache, use_cache=True,
+                                logits_to_keep=1).logits[0, -1]
+        return logits.view(torch.int16).numpy() if logits.dtype == torch.bfloat16 else logits.float().numpy()
+
+
+class Moelab(Transformers):
+    """Options: store, budget, and those of `moelab.offload` as "options"; "trace": a file for its steps and events."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
+        from moelab.runtime.offload import offload
+        self.options, self.imports = options, process()["peak_rss_bytes"]
+        super().__init__(offload(options["store"], options["budget"], **options.get("options", {})))
+        self.offloading = self.model.moelab
+
+    def decoding(self) -> None:
+        counters = self.offloading.residency.counters
+        self.before = sum(counters.hits.values()), counters.misses
+
+    def report(self) -> dict[str, Any]:
+        from moelab.runtime.limits import kv_bytes, layer_records, on_demand_limit
+        this, peak = self.offloading, process()["peak_rss_bytes"]
+        metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
+        forwards, spec = list(this.forwards), this.store.spec
+        records, steps = layer_records(list(this.timeline), forwards)
+        rate, mode = self.read_rate()
+        hits, misses = sum(metrics["hits"].values()) - self.before[0], metrics["misses"] - self.before[1]
+        if self.options.get("trace"):
+            whole = {"steps": [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps],
+                     "forwards": forwards, "pools": list(astuple(this.pools)), "staging": this.staging,
+                     "workers": workers, "found": [metrics[key] for key in FOUND]}
+            Path(self.options["trace"]).write_text(json.dumps(whole))
+        this.close()
+        return {
+            "imports_rss_bytes": self.imports, "peak_rss_bytes": peak, "budget_bytes": this.budget,
+            "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
+            "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
+            "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_mode": mode,
+            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": metrics,
+            "on_demand_s": on_demand_limit(records, rate, steps, workers) if steps else None}
+
+    def read_rate(self, experts: int = 64) -> tuple[float, str]:
+        """Bytes a second of reading random whole experts, one request after another, and how they were read."""
+        from moelab.store.reader import Reader
+        options = {name: value for name, value in self.options.get("options", {}).items()
+                   if name in ("mode", "bandwidth", "verify")}
+        rng, layers, total = random.Random(0), self.offloading.store.layers, 0
+        with Reader(self.offloading.store, **options) as reader:
+            buffer = reader.buffer()
+            buffer[:] = 0                       # its pages are there before the clock runs
+            for layer in range(len(layers)):
+                reader.drop_cache(layer)
+            start = time.perf_counter()
+            for _ in range(experts):
+                layer = rng.randrange(len(layers))
+                total += len(reader.read(layer, rng.randrange(len(layers[layer].experts)), "both", buffer).data)
+            return total / (time.perf_counter() - start), reader.mode
+
+
+class Eager(Transformers):
+    """Everything in this process's own memory, not mapped from a file."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import moelab
+        model = moelab.open_model(options["model"])
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        super().__init__(model)
+
+
+class Mapped(Transformers):
+    """transformers as it comes: a checkpoint laid out as its parameters are stays mapped, and the system pages."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import moelab
+        super().__init__(moelab.open_model(options["model"]))
+
+
+class Accelerate(Transformers):
+    """Disk offload of the last layers; options: "layers" that stay in memory, "offload" folder."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import accelerate  # noqa: F401
+        import torch
+        import transformers
+        transformers.utils.logging.disable_progress_bar()
+        config = transformers.AutoConfig.from_pretrained(options["model"])
+        places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+        places |= {f"model.layers.{i}": "cpu" if i < options["layers"] else "disk"
+                   for i in range(config.num_hidden_layers)}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            options["model"], dtype=torch.bfloat16, experts_implementation="eager", device_map=places,
+            offload_folder=options["offload"])
+        super().__init__(model.eval())
+
+
+class Probe(Transformers):
+    """Options: model, "experts": the file of `lay_out`, "slots": experts that the cache holds, at least E."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import moelab
+        import numpy as np
+        import torch
+        from moelab.models import plug
+        model = moelab.open_model(options["model"], experts="external")
+        super().__init__(model)
+        index = json.loads(Path(options["experts"]).with_suffix(".json").read_text())
+        self.E, self.stride = index["E"], index["stride"]
+        room = np.empty(options["slots"] * self.stride + ALIGN, np.uint8)
+        memory = room[-room.ctypes.data % ALIGN:][:options["slots"] * self.stride].reshape(-1, self.stride)
+        if len(memory) < self.E:
+            raise ValueError(f"the probe has {len(memory)} slots; it needs one for each of a layer's {self.E} experts")
+        self.memory = [memoryview(slot) for slot in memory]
+        self.tensors = [{name: torch.from_numpy(slot[offset:offset + size]).view(getattr(torch, dtype)).view(shape)
+                         for name, (dtype, shape, offset, size) in index["tensors"].items()} for slot in memory]
+        self.free, self.slot = list(range(len(memory))), OrderedDict()         # (layer, expert) → slot, oldest first
+        self.file, self.direct = _open(options["experts"])
+        self.threads, self.hits, self.misses = ThreadPoolExecutor(4), 0, 0
+        plug(model, executor=self)
+
+    def decoding(self) -> None:
+        self.hits = self.misses = 0
+
+    def read(self, key: tuple[int, int], slot: int) -> tuple[int, int]:
+        got, place = 0, (key[0] * self.E + key[1]) * self.stride
+        while got < self.stride:
+            n = os.preadv(self.file, [self.memory[slot][got:]], place + got)
+            if not n:
+                raise OSError(f"the file of experts ends within expert {key}")
+            got += n
+        return key
+
+    def __call__(self, x: Any, ids: Any, weights: Any, experts: Any) -> Any:
+        """An executor: hits are computed while misses are read, then those in the order in which they arrive."""
+        from moelab.models import assignments
+        parts = {(experts.layer, expert): (choice, tokens)
+                 for expert, choice, tokens in assignments(ids, experts.num_experts)}
+        hits = [key for key in parts if key in self.slot]
+        for key in hits:
+            self.slot.move_to_end(key)                                  # in use: never the oldest
+        loads = []
+        for key in [key for key in parts if key not in self.slot]:
+            slot = self.free.pop() if self.free else self.slot.popitem(last=False)[1]
+            self.slot[key] = slot
+            loads.append(self.threads.submit(self.read, key, slot))
+        self.hits, self.misses = self.hits + len(hits), self.misses + len(loads)
+        results = []
+
+        def compute(key: tuple[int, int]) -> None:
+            choice, tokens = parts[key]
+            results.append((key[1], tokens, experts.contribution(
+                x, tokens, weights[tokens, choice], self.tensors[self.slot[key]])))
+        for key in hits:
+            compute(key)
+        for load in as_completed(loads):
+            compute(load.result())
+        return experts.accumulate(x, results)
+
+    def report(self) -> dict[str, Any]:
+        self.threads.shutdown()
+        os.close(self.file)
+        return {"direct": self.direct, "decode_hit_rate": self.hits / max(self.hits + self.misses, 1)}
+
+
+def _open(path: str) -> tuple[int, bool]:
+    """A file for reading past the system's cache, where that is possible, and whether it is."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+    except (AttributeError, OSError):
+        return os.open(path, os.O_RDONLY), False
+
+
+def lay_out(model: str | Path, path: Path) -> Path:
+    """Write the file of experts that the probe reads: one after another, raw, each at a multiple of 4096 bytes."""
+    import moelab
+    import torch
+    from moelab.models import discover
+    layers = [layer.experts for layer in discover(moelab.open_model(model, experts="external"))]
+    tensors, at = {}, 0
+    for name, t in layers[0].weights(0).items():
+        tensors[name] = str(t.dtype).removeprefix("torch."), list(t.shape), at, t.nbytes
+        at += -(-t.nbytes // 64) * 64
+    stride, part = -(-at // ALIGN) * ALIGN, path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        for layer in layers:
+            for expert in range(layer.num_experts):
+                room = bytearray(stride)
+                for name, t in layer.weights(expert).items():
+                    _, _, offset, size = tensors[name]
+                    room[offset:offset + size] = t.contiguous().view(torch.uint8).numpy().tobytes()
+                file.write(room)
+        os.fsync(file.fileno())
+    path.with_suffix(".json").write_text(json.dumps({"E": layers[0].num_experts, "stride": stride,
+                                                     "tensors": tensors}))
+    os.replace(part, path)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
