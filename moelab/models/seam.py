@@ -266,8 +266,15 @@ def external_class(cls: type) -> type:
 
 def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
     """(expert, which of the K choices [n], token [n]) of every expert that is hit, in eager's order."""
-    hit = [e for e in torch.unique(ids).tolist() if e != E]
-    return [(e, *torch.where(ids.T == e)) for e in hit]
+    T, K = ids.shape
+    if T == 1 and len(chosen := {expert: k for k, expert in enumerate(ids[0].tolist())}) == K:      # a decode step
+        places, token = torch.arange(K, device=ids.device).split(1), ids.new_zeros(1)
+        return [(expert, places[chosen[expert]], token) for expert in sorted(chosen) if expert != E]
+    flat = ids.T.reshape(-1)                                    # the first choices of all tokens, then the second …
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=E).tolist()
+    parts = zip(counts, (order // T).split(counts), (order % T).split(counts))
+    return [(expert, choice, token) for expert, (n, choice, token) in enumerate(parts) if n and expert != E]
 
 
 def eager(x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:

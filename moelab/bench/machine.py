@@ -1,0 +1,153 @@
+"""What makes contenders comparable: one limit on memory, page cache included, and one file system for everyone.
+
+A control group limits a process and its page cache alike (v1: `memory.limit_in_bytes`, v2: `memory.max`). A file
+system of our own, in a file that is mounted through a loop device, has the usual read-ahead of 128 KB, whatever the
+disk below it has: a read-ahead of megabytes makes every page fault of a mapped file read megabytes, which decides
+any comparison with an engine that maps. Both need root and Linux; where one cannot be had, the result says why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+READ_AHEAD = 128                        # KB
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A control group: `procs` is the file that a process joins it by; None where there is none, for a `reason`."""
+
+    procs: Path | None
+    reason: str
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that the group has used, page cache included; None where the system doesn't tell."""
+        for name in ("memory.max_usage_in_bytes", "memory.peak") if self.procs else ():
+            if (self.procs.parent / name).exists():
+                return int((self.procs.parent / name).read_text())
+        return None
+
+
+@contextmanager
+def memory_limit(nbytes: int | None, root: Path = CGROUPS) -> Iterator[Limit]:
+    """A new control group of so many bytes, removed at the end; None limits nothing.
+
+    root : where the control groups are mounted.
+    """
+    if nbytes is None:
+        yield Limit(None, "no limit")
+        return
+    v1 = (root / "memory" / "memory.limit_in_bytes").exists()
+    parent = root / "memory" if v1 else root / _own_group()
+    folder = parent / f"moelab-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        if not v1 and not (root / "cgroup.controllers").exists():
+            raise OSError(f"no control groups at {root}")
+        folder.mkdir()
+        try:
+            if not v1 and not (folder / "memory.max").exists():
+                (parent / "cgroup.subtree_control").write_text("+memory")
+            (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(nbytes))
+            if not v1 and (folder / "memory.swap.max").exists():
+                (folder / "memory.swap.max").write_text("0")
+        except OSError:
+            folder.rmdir()
+            raise
+    except OSError as error:
+        yield Limit(None, f"no control group can be made here ({error.strerror or error}): nothing was limited")
+        return
+    try:
+        yield Limit(folder / "cgroup.procs", f"control group v{1 if v1 else 2} of {nbytes / 1e9:.2f} GB")
+    finally:
+        _remove(folder)
+
+
+def _own_group() -> str:
+    try:
+        return re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.M)[1]
+    except (OSError, TypeError):
+        return ""
+
+
+def _remove(folder: Path) -> None:
+    for _ in range(50):                 # a process that has just ended still counts for a moment
+        try:
+            if (folder / "memory.force_empty").exists():
+                (folder / "memory.force_empty").write_text("0")
+            folder.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+@contextmanager
+def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
+    """A folder on a file system with a read-ahead of 128 KB, and words that say so; or `folder` itself, and why.
+
+    The file system lies in `folder/disk.ext4` of at most `nbytes` and outlives this, so that what was written is
+    found again. Reads of the loop device go past the system's cache, which would hold everything twice and unlimited.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    image, mount, device = folder / "disk.ext4", folder / "disk", None
+    try:
+        new = not image.exists()
+        if new:
+            with open(image, "wb") as f:
+                f.truncate(int(nbytes))
+        device = _command("losetup", "--find", "--show", "--direct-io=on", str(image))
+        if new:
+            _command("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", device)
+        _command("blockdev", "--setra", str(2 * READ_AHEAD), device)
+        mount.mkdir(exist_ok=True)
+        _command("mount", "-o", "noatime", device, str(mount))
+    except OSError as error:
+        if device is not None:
+            _command("losetup", "--detach", device)
+        if image.exists() and new:
+            image.unlink()
+        yield folder, f"no file system of our own ({error}); read-ahead {read_ahead(folder)} KB"
+        return
+    direct = Path(f"/sys/block/{Path(device).name}/loop/dio")
+    cached = "" if direct.exists() and direct.read_text().strip() == "1" else ", cached below: figures of reads too good"
+    try:
+        yield mount, f"ext4 on a loop device, read-ahead {read_ahead(mount)} KB{cached}"
+    finally:
+        _command("umount", str(mount))
+        _command("losetup", "--detach", device)
+
+
+def _command(*words: str) -> str:
+    """Run a command for its output; OSError with its own words if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{words[0]}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+    return done.stdout.strip()
+
+
+def read_ahead(path: Path) -> int | None:
+    """KB that the system reads ahead on the device that `path` lies on; None where it doesn't tell."""
+    number = os.stat(path).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}") if hasattr(os, "major") else Path()
+    for queue in (device / "queue", device.resolve().parent / "queue"):       # a partition has its disk's
+        if (queue / "read_ahead_kb").exists():
+            return int((queue / "read_ahead_kb").read_text())
+    return None
+
+
+def forget(folder: Path) -> None:
+    """Ask the system to let go of what it has cached of all files below a folder."""
+    if hasattr(os, "posix_fadvise"):
+        os.sync()                       # what is not yet written cannot be let go of
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as f:
+                    os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
