@@ -15,6 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from moelab.cache.planning import Plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency, Step
 from moelab.models import opening, plug
@@ -30,7 +31,7 @@ from moelab.store.verify import check_weights
 
 
 def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
-            plan: Pools | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
+            plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, delays: Delays | None = None, **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
@@ -41,7 +42,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
         It is allocated at once and never exceeded.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`; `policy` is a name of
         `moelab.cache.policies.POLICIES` or your own.
-    plan : how the budget is divided into pools; None keeps whole experts only. See `moelab.cache.planning.plan`.
+    plan : how the budget is divided into pools; None keeps whole experts only. `moelab.cache.planning.plan` makes one.
     workers : L, threads that decompress.
     staging : experts that may be on their way at the same time beyond those that are kept; by default workers + 2,
         fewer if the budget is small.
@@ -65,7 +66,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     everything = L * E * sizes.full + (staging or workers + 2) * sizes.in_flight
     others = sum(size for _, _, _, size, _ in store.weights.values())
     room = parse_budget(budget, everything, others)
-    pools, staging = divide(room, sizes, L, E, plan, scope, workers, staging)
+    pools, staging = divide(room, sizes, L, E, getattr(plan, "pools", plan), scope, workers, staging)
     copies = L if scope == "layer" else 1
     count = {"full": copies * pools.F + staging, "e": copies * (pools.C + pools.E) + staging,
              "sm": copies * (pools.C + pools.S) + staging}
@@ -119,8 +120,11 @@ class Offloading:
         self._lock, self._running = threading.Lock(), 0
         self.reset()
         engine.on_layer = self._on_layer
-        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        model.register_forward_hook(self._end_forward, always_call=True)
+        self._depth = 0
+        alone = [model.get_encoder()] if model.config.is_encoder_decoder else []        # `generate` calls it by itself
+        for module in (model, *alone):
+            module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+            module.register_forward_hook(self._end_forward, always_call=True)
         weakref.finalize(model, engine.close)
         if hasattr(type(model), "generate"):
             self._wrap_generate(model)
@@ -184,6 +188,9 @@ class Offloading:
 
     def _begin_forward(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self._began()
+        self._depth += 1
+        if self._depth > 1:
+            return
         ids = next((x for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"),
                                 *args[:1]) if x is not None), None)
         tokens, length = (ids.shape[0] * ids.shape[1], ids.shape[1]) if ids is not None else (0, 0)
@@ -195,13 +202,13 @@ class Offloading:
 
     def _end_forward(self, *_: Any) -> None:
         self._ended()
-        if self._forward is None:
+        self._depth -= 1
+        if self._depth or self._forward is None:
             return
         (start, tokens, phase), self._forward = self._forward, None
         self.forwards.append(Forward(start, self.engine.end_forward(), tokens, phase))
         self.timeline.compact()
 
     def _on_layer(self, step: Step) -> None:
-        if self._forward is None:                       # a part of the model was called by itself, such as an encoder
-            self.steps.append([])
-        self.steps[-1].append((step.layer, {request.key.expert: request.tokens for request in step.requests}))
+        if self._forward is not None:                   # else a part of the model was called by itself
+            self.steps[-1].append((step.layer, {request.key.expert: request.tokens for request in step.requests}))

@@ -73,6 +73,8 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
         with offloaded.moelab as offloading:
             assert_equal(offloaded, reference)
             assert check(offloading.timeline) == []
+            assert len(offloading.steps) == len(offloading.forwards)
+            assert {layer for forward in offloading.steps for layer, _ in forward} == set(range(len(store.layers)))
     assert not threads()
 
 
