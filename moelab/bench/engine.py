@@ -104,10 +104,10 @@ class Bench:
                 return {"result": report["missing"]}
             return report | {"limit": group.reason, "group_peak_bytes": group.peak_bytes}
 
-    def interleave(self, arms: dict[str, Arm]) -> dict[str, list[dict[str, Any]]]:
+    def interleave(self, title: str, arms: dict[str, Arm]) -> dict[str, list[dict[str, Any]]]:
         """The reports of all rounds of each arm; one that cannot run is not tried again."""
         reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-        for i in progress(range(self.rounds), ", ".join(arms), unit="rounds"):
+        for i in progress(range(self.rounds), title, unit="rounds"):
             for name in list(arms)[::-1 if i % 2 else 1]:
                 if not any("result" in report for report in reports[name]):
                     reports[name].append(self.contend(arms[name]))
@@ -172,7 +172,7 @@ def resident(bench: Bench) -> dict[str, Any]:
     """Everything in memory."""
     arms: dict[str, Arm] = {"moelab": bench.moelab("huffman", 1.0), "eager": ("eager", {}, None),
                             "llama.cpp": ("llama.cpp", {"gguf": str(bench.folder / "model.gguf")}, None)}
-    reports = bench.interleave(arms)
+    reports = bench.interleave("resident", arms)
     rows = bench.table("resident", arms, reports, "eager")
     bench.aim("everything resident: TPOT ÷ eager", rows["moelab"].get("÷ eager"), 1.0)
     return {"everything resident": rows}
@@ -181,7 +181,7 @@ def resident(bench: Bench) -> dict[str, Any]:
 def limit(bench: Bench) -> dict[str, Any]:
     """Budgets of 25 % and 50 % against the on-demand limit; TTFT against reading the experts once."""
     arms = {f"{codec}, {share:.0%}": bench.moelab(codec, share) for share in (0.25, 0.5) for codec in ("huffman", "raw")}
-    reports = bench.interleave(arms)
+    reports = bench.interleave("limit", arms)
     rows, against = bench.table("limit", arms, reports, "huffman, 50%"), {}
     for name, found in reports.items():
         if "result" in found[-1]:
@@ -223,8 +223,8 @@ def peers(bench: Bench) -> dict[str, Any]:
             "accelerate disk": ("accelerate", {"layers": max(0, int((memory - others - ACCELERATE) // layer)),
                                                "offload": str(bench.folder / "offload")}, memory),
             "ftllm": ("ftllm", {"checkpoint": str(bench.folder / "hub"), "cache": budget}, None)}
-        reports = bench.interleave(arms)
         title = f"peers in {memory / 1e9:.2f} GB"
+        reports = bench.interleave(title, arms)
         rows = sections[title] = bench.table(title, arms, reports, "moelab")
         for name, aim in (("llama.cpp mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("bare probe", 1)):
             bench.aim(f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False)
@@ -236,15 +236,15 @@ def throttled(bench: Bench) -> dict[str, Any]:
     sections = {}
     for share in (0.25, 0.5):
         arms = {codec: bench.moelab(codec, share, bandwidth=SLOW) for codec in ("huffman", "raw")}
-        reports = bench.interleave(arms)
         title = f"reads of {SLOW / 1e6:.0f} MB/s, budget {share:.0%}"
+        reports = bench.interleave(title, arms)
         rows = sections[title] = bench.table(title, arms, reports, "raw")
         bench.aim(f"{title}: TPOT of huffman ÷ raw", rows["huffman"].get("÷ raw"), 0.72)
     return sections
 
 
 def memory(bench: Bench, tokens: int = 64) -> dict[str, Any]:
-    """Peak memory of a long run: VmHWM of the process, whatever it is made of."""
+    """Peak memory of a long run: VmHWM of the process, mapped libraries included; at the end, what is its own alone."""
     report = bench.contend(bench.moelab("huffman", 0.25), tokens)
     title = f"memory over {tokens:,} tokens"
     if "result" in report:
@@ -253,7 +253,7 @@ def memory(bench: Bench, tokens: int = 64) -> dict[str, Any]:
     above = report["peak_rss_bytes"] - sum(parts.values())
     bench.aim(f"{title}: MB above budget, other weights and KV cache", above / 1e6, 300)
     return {title: parts | {"peak_rss_bytes": report["peak_rss_bytes"], "above_bytes": above,
-                            "imports_alone_rss_bytes": report["imports_rss_bytes"],
+                            "anonymous_bytes": report["anonymous_bytes"], "imports_alone_rss_bytes": report["imports_rss_bytes"],
                             "TPOT seconds": statistics.median(report["tpot_s"]),
                             "major faults while decoding": report["decode_major_faults"]}}
 

@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,11 @@ _LAYER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn
 _REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_gguf(checkpoint: str | Path, path: Path) -> Path:
+def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file in bf16 (norms and routers in fp32)."""
     import gguf
     import numpy as np
-    folder = Path(checkpoint)
+    folder, path = Path(checkpoint), Path(path)
     config = json.loads((folder / "config.json").read_text())
     part = path.with_name(path.name + ".part")
     out = gguf.GGUFWriter(part, "qwen3moe")
@@ -94,36 +95,83 @@ def write_gguf(checkpoint: str | Path, path: Path) -> Path:
     out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("gpt-2")
-    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(config["vocab_size"])]
+    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(config["vocab_size"] - 1)]
+    words.append(words[0] + words[1])           # a byte-pair vocabulary must have a merge
     out.add_token_list(words)
     out.add_token_types([gguf.TokenType.NORMAL] * len(words))
     out.add_token_merges([f"{words[0]} {words[1]}"])
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with open(file, "rb") as f:
-            data = np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        header = int(data[:8].view("<u8")[0])
-        for key, entry in json.loads(data[8:8 + header].tobytes()).items():
-            if key != "__metadata__":
-                begin, end = (8 + header + at for at in entry["data_offsets"])
-                words16 = np.frombuffer(data, np.uint16, (end - begin) // 2, begin).reshape(entry["shape"])
-                tensors |= _renamed(key, words16)
-    for name, words16 in tensors.items():
-        if words16.ndim == 1 or "ffn_gate_inp" in name:
-            out.add_tensor_info(name, words16.shape, np.dtype(np.float32), 4 * words16.size)
+    tensors = {name: words for key, found in _tensors(folder) for name, words in _renamed(key, found).items()}
+    for name, bits in tensors.items():
+        if bits.ndim == 1 or "ffn_gate_inp" in name:
+            out.add_tensor_info(name, bits.shape, np.dtype(np.float32), 4 * bits.size)
         else:
-            out.add_tensor_info(name, (*words16.shape[:-1], 2 * words16.shape[-1]), np.dtype(np.uint8),
-                                2 * words16.size, gguf.GGMLQuantizationType.BF16)
+            out.add_tensor_info(name, (*bits.shape[:-1], 2 * bits.shape[-1]), np.dtype(np.uint8),
+                                2 * bits.size, gguf.GGMLQuantizationType.BF16)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_ti_data_to_file()
-    for name, words16 in tensors.items():
-        wide = words16.ndim == 1 or "ffn_gate_inp" in name
-        out.write_tensor_data((words16.astype(np.uint32) << 16).view(np.float32) if wide else
-                              np.ascontiguousarray(words16).view(np.uint8))
+    for name, bits in tensors.items():
+        wide = bits.ndim == 1 or "ffn_gate_inp" in name
+        out.write_tensor_data((bits.astype(np.uint32) << 16).view(np.float32) if wide else
+                              np.ascontiguousarray(bits).view(np.uint8))
     out.close()
     os.replace(part, path)
     return path
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The names and the bits (uint16, mapped) of a checkpoint's tensors, which must be bf16."""
+    import numpy as np
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as f:
+            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        header = int.from_bytes(data[:8], "little")
+        for key, entry in json.loads(data[8:8 + header]).items():
+            if key != "__metadata__":
+                begin, end = entry["data_offsets"]
+                yield key, np.frombuffer(data, np.uint16, (end - begin) // 2, 8 + header + begin).reshape(entry["shape"])
+
+
+def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
+    """Write a Qwen3-MoE checkpoint with stacked experts as the hub has it: three weights for each expert."""
+    source, folder = Path(checkpoint), Path(folder)
+    part = folder.with_name(folder.name + ".part")
+    part.mkdir(exist_ok=True)
+    files: dict[str, dict[str, Any]] = {}
+    for key, bits in _tensors(source):
+        layer = key.split(".")[2] if ".layers." in key else "rest"
+        files.setdefault(f"model-{layer}.safetensors", {}).update(_unstacked(key, bits))
+    for file, tensors in files.items():
+        header, at = {"__metadata__": {"format": "pt"}}, 0
+        for key, bits in tensors.items():
+            header[key] = {"dtype": "BF16", "shape": list(bits.shape), "data_offsets": [at, at + bits.nbytes]}
+            at += bits.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(part / file, "wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            for bits in tensors.values():
+                f.write(bits.tobytes())
+    (part / "model.safetensors.index.json").write_text(json.dumps(
+        {"metadata": {}, "weight_map": {key: file for file, tensors in files.items() for key in tensors}}))
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_experts": config.get("num_experts") or config["num_local_experts"],
+               "rope_theta": config["rope_parameters"]["rope_theta"],
+               "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+    (part / "config.json").write_text(json.dumps(config))
+    os.replace(part, folder)
+    return folder
+
+
+def _unstacked(key: str, bits: Any) -> dict[str, Any]:
+    stem, _, name = key.rpartition(".")
+    if name == "gate_up_proj":
+        half = bits.shape[1] // 2
+        return {f"{stem}.{e}.{part}_proj.weight": rows for e, expert in enumerate(bits)
+                for part, rows in (("gate", expert[:half]), ("up", expert[half:]))}
+    if name == "down_proj":
+        return {f"{stem}.{e}.down_proj.weight": expert for e, expert in enumerate(bits)}
+    return {key: bits}
 
 
 def _renamed(key: str, words: Any) -> dict[str, Any]:

@@ -65,19 +65,21 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def process() -> dict[str, int | None]:
     """Bytes that this process has read from disks, page faults that waited for one, and its peak memory, so far."""
-    def found(file: str, pattern: str) -> int | None:
-        try:
-            return int(re.search(pattern, Path(file).read_text(), re.M)[1])
-        except (OSError, TypeError):
-            return None                         # no /proc: macOS, Windows
     try:
         import resource
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     except ImportError:
         faults = None
-    peak = found("/proc/self/status", r"^VmHWM:\s*(\d+)")
-    return {"read_bytes": found("/proc/self/io", r"^read_bytes: (\d+)"), "major_faults": faults,
-            "peak_rss_bytes": peak and 1024 * peak}
+    return {"read_bytes": _said("io", r"^read_bytes: (\d+)"), "major_faults": faults,
+            "peak_rss_bytes": _said("status", r"^VmHWM:\s*(\d+)", 1024)}
+
+
+def _said(file: str, pattern: str, unit: int = 1) -> int | None:
+    """A number in a file of /proc/self; None where there is none (macOS, Windows)."""
+    try:
+        return unit * int(re.search(pattern, Path("/proc/self", file).read_text(), re.M)[1])
+    except (OSError, TypeError):
+        return None
 
 
 class Contender:
@@ -175,7 +177,7 @@ class Moelab(Transformers):
 
     def report(self) -> dict[str, Any]:
         from moelab.runtime.limits import kv_bytes, layer_records, on_demand_limit
-        this, peak = self.offloading, process()["peak_rss_bytes"]
+        this, peak, anonymous = self.offloading, process()["peak_rss_bytes"], _said("status", r"^RssAnon:\s*(\d+)", 1024)
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
         records, steps = layer_records(list(this.timeline), forwards)
@@ -188,7 +190,7 @@ class Moelab(Transformers):
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {
-            "imports_rss_bytes": self.imports, "peak_rss_bytes": peak, "budget_bytes": this.budget,
+            "imports_rss_bytes": self.imports, "peak_rss_bytes": peak, "anonymous_bytes": anonymous, "budget_bytes": this.budget,
             "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_mode": mode,

@@ -43,10 +43,11 @@ def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, s
             timed("decompress", lambda: [decompress(e, name, out[name]) for name in names])
             timed("recover", lambda: [recover(sm, name, out[name]) for name in names])
             decode(e, sm, out)
-            weights = {name: t.to(ffn_dtype) if t.is_floating_point() else t for name, t in out.items()}
+            weights = {name: t.to(model.device, ffn_dtype if t.is_floating_point() else None)
+                       for name, t in out.items()}
             with torch.inference_mode():
                 for name, tokens in (("one", 1), ("many", 16)):
-                    x = torch.zeros(tokens, H, dtype=ffn_dtype)
+                    x = torch.zeros(tokens, H, dtype=ffn_dtype, device=model.device)
                     timed(name, lambda: experts.ffn(x, weights))
     finally:
         if own:

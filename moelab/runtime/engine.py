@@ -29,6 +29,10 @@ from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
 
 
+import os
+ONE = int(os.environ.get("MONE", "1"))
+
+
 class Cancelled(RuntimeError):
     """A generation was ended by `cancel()`; the model can be used again."""
 
@@ -66,6 +70,10 @@ class Engine:
             self._other(clock(), experts.layer)
             step, job = self._begin(experts.layer, {e: len(tokens) for e, (_, tokens) in parts.items()})
             contributions = []
+            threads = torch.get_num_threads()
+            alone = len(x) == 1 and ONE and any(r.state is not State.FULL for r in step.requests)
+            if alone:
+                torch.set_num_threads(1)
             try:
                 for request in self._as_ready(job, step):
                     expert, start = request.key.expert, clock()
@@ -79,6 +87,9 @@ class Engine:
             except BaseException:
                 self._abandon(job, step)
                 raise
+            finally:
+                if alone:
+                    torch.set_num_threads(threads)
             return experts.accumulate(x, contributions)
 
     def end_forward(self) -> float:

@@ -15,6 +15,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moelab.cache.planning import Plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency, Step
@@ -32,7 +34,8 @@ from moelab.store.verify import check_weights
 
 def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
             plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
-            staging: int | None = None, delays: Delays | None = None, **reading: Any) -> Any:
+            staging: int | None = None, delays: Delays | None = None, device: str | torch.device = "cpu",
+            **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
     Parameters
@@ -47,6 +50,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     staging : experts that may be on their way at the same time beyond those that are kept; by default workers + 2,
         fewer if the budget is small.
     delays : what an expert's parts cost here, measured in a moment if not given (`moelab.runtime.profile`).
+    device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
     Returns
@@ -73,8 +77,9 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     residency = Residency(L, E, pools, policy, scope, margin)
     reader = Reader(store, **reading)
     try:
-        model = opening.open_model(store.folder, experts="external")
-        engine = Engine(residency, Slots(store, count, sizes), reader, delays or quick_delays(store, model), workers)
+        model = opening.open_model(store.folder, experts="external", device=device)
+        engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
+                        workers)
     except BaseException:
         reader.close()
         raise

@@ -13,24 +13,26 @@ Left out: which experts are kept (cache/), in what order (schedule/), computing 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from moelab.cache.residency import Request
+from moelab.runtime.decoders import decoder
 from moelab.runtime.slots import KINDS, Slots
 from moelab.runtime.timeline import Timeline
 from moelab.schedule.affinity import Order
 from moelab.specs import Event, ExpertKey, State
-from moelab.store.reader import Chunks, Reader, decode_tensor
-from moelab.store.stages import decompress, recover, separable
+from moelab.store.reader import Chunks, Reader
+from moelab.store.stages import separable
 
 clock = time.perf_counter
+NICE = int(os.environ.get("MNICE", "10"))
 #: what the scheduler calls a read → the kinds of slots that it fills
 PARTS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 
@@ -66,6 +68,7 @@ class Job:
         self.reads: list[tuple[Load, tuple[str, ...]]] = []
         self.loads: list[Load] = []                             # not yet whole, the most urgent first
         self.ready: deque[ExpertKey] = deque()
+        self.early = False                                      # whether exponents may be decompressed by themselves
 
 
 class Pipeline:
@@ -83,6 +86,7 @@ class Pipeline:
         self.slots, self.reader, self.timeline, self.closed = slots, reader, timeline, False
         self.held: dict[ExpertKey, Held] = {}
         self._job: Job | None = None
+        self._two_stages = decoder(slots.device).two_stages
         self._lock = threading.Lock()                           # over everything here
         self._io, self._work, self._main = (threading.Condition(self._lock) for _ in range(3))
         self._threads = [threading.Thread(target=self._read_loop, name="moelab disk", daemon=True)] + [
@@ -104,6 +108,7 @@ class Pipeline:
             tensors, loads = self.reader.store.layers[job.layer].tensors, {}
             for request in requests:
                 loads[request.key.expert] = Load(request, self.held.setdefault(request.key, Held()), tensors)
+            job.early = self._two_stages
             job.reads = [(loads[expert], PARTS[part]) for expert, part in plan.reads]
             job.loads = [loads[expert] for expert in plan.decode]
             first = dict.fromkeys(load.request.key.expert for load, _ in job.reads)
@@ -250,20 +255,13 @@ class Pipeline:
                 self._work.notify_all()
 
     def _work_loop(self, me: str) -> None:
-        scratch = np.empty(0, np.uint8)
+        _yield_to_compute()
+        decode = decoder(self.slots.device)
         while (found := self._next(self._work, _next_task)) is not None:
             job, (load, name, kind) = found
-            key, held, start, error = load.request.key, load.held, clock(), None
+            key, start, error = load.request.key, clock(), None
             try:
-                out = self.slots.tensors(held.slots["full"], key.layer)[name]
-                if kind == "decompress":
-                    decompress(held.chunks["e"], name, out)
-                elif kind == "recover":
-                    recover(held.chunks["sm"], name, out)
-                else:
-                    if len(scratch) < out.numel():
-                        scratch = np.empty(out.numel(), np.uint8)
-                    decode_tensor(held.chunks["e"], held.chunks["sm"], name, out, scratch)
+                decode(kind, load.held.chunks, name, self.slots.tensors(load.held.slots["full"], key.layer)[name])
             except BaseException as caught:
                 error = caught
             else:
@@ -275,6 +273,14 @@ class Pipeline:
                 if error is None and not load.todo and not load.busy:
                     self._whole(job, load)
                 self._landed(job, error)
+
+
+def _yield_to_compute() -> None:
+    """Give this thread a lower priority: an OpenMP team that loses a core to it would make all its threads wait."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    except (AttributeError, OSError):
+        pass                                    # not on Linux, where a thread has a priority of its own
 
 
 def _next_read(job: Job) -> tuple[Load, tuple[str, ...]] | None:
@@ -296,7 +302,7 @@ def _next_task(job: Job) -> tuple[Load, str, str] | None:
                 del load.todo[name]
                 load.busy += 1
                 return load, name, "decode" if stage == "both" else "recover"
-            if stage == "both" and "sm" in load.reads and separable(load.held.chunks["e"], name):
+            if job.early and stage == "both" and "sm" in load.reads and separable(load.held.chunks["e"], name):
                 load.todo[name] = "decompressing"
                 load.busy += 1
                 return load, name, "decompress"

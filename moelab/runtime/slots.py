@@ -5,7 +5,7 @@ store, begins on a multiple of 4096 bytes, and is handed from reader to cache to
 copied or allocated while a model runs, so the budget is kept and memory does not fragment.
 
 Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes.
-Left out: who may have a slot (see the engine); other devices than the CPU.
+Left out: who may have a slot (see the pipeline).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moelab.store.layout import TORCH_NAMES, ExpertStore, aligned, run
+from moelab.store.layout import ALIGN, TORCH_NAMES, ExpertStore, aligned, run
 from moelab.store.reader import aligned_buffer
 
 KINDS = ("full", "e", "sm")
@@ -45,32 +45,47 @@ class Sizes:
 class Slots:
     """`count[kind]` slots of each kind; `free[kind]` holds the numbers of those that nobody has."""
 
-    def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None) -> None:
-        self.sizes = sizes or Sizes.of(store)
+    def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None,
+                 device: torch.device | str = "cpu") -> None:
+        self.sizes, self.device = sizes or Sizes.of(store), torch.device(device)
         self.count, self.free = count, {kind: list(range(count[kind])) for kind in KINDS}
-        self._memory = {kind: aligned_buffer(count[kind] * getattr(self.sizes, kind)) for kind in KINDS}
+        self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device)
+                        for kind in ("e", "sm")}
+        self._full = (torch.from_numpy(_host_memory(count["full"] * self.sizes.full, self.device))
+                      if self.device.type == "cpu" else
+                      torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device))
         self._store, self._views = store, {}
 
     @property
     def nbytes(self) -> int:
-        return sum(len(memory) for memory in self._memory.values())
+        return self._full.nbytes + sum(memory.nbytes for memory in self._chunks.values())
 
     def bytes(self, kind: str, slot: int) -> np.ndarray:
-        """The memory of a slot: uint8."""
+        """The memory of a slot for E-chunks or SM-chunks: uint8, pinned if there is a GPU."""
         size = getattr(self.sizes, kind)
-        return self._memory[kind][slot * size:(slot + 1) * size]
+        return self._chunks[kind][slot * size:(slot + 1) * size]
 
     def tensors(self, slot: int, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of an expert of this layer in a slot of joined tensors."""
         shapes = self._store.layers[layer].tensors
         key = slot, tuple(shapes.values())
         if key not in self._views:
-            entries, memory = self._store.layers[layer].experts[0], torch.from_numpy(self.bytes("full", slot))
+            entries = self._store.layers[layer].experts[0]
+            memory = self._full[slot * self.sizes.full:(slot + 1) * self.sizes.full]
             self._views[key] = {
                 name: memory[offset:offset + entries[name].nbytes].view(
                     getattr(torch, TORCH_NAMES[entries[name].dtype])).view(entries[name].shape)
                 for name, offset in _offsets(entries)[0].items()}
         return self._views[key]
+
+
+def _host_memory(n: int, device: torch.device) -> np.ndarray:
+    """`n` bytes of the CPU's memory that begin on a multiple of 4096, pinned for a GPU."""
+    if device.type != "cuda":
+        return aligned_buffer(n)
+    pinned = torch.empty(n + ALIGN, dtype=torch.uint8, pin_memory=True).numpy()
+    skip = -pinned.ctypes.data % ALIGN
+    return pinned[skip:skip + n]
 
 
 def _offsets(entries: dict) -> tuple[dict[str, int], int]:

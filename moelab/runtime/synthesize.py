@@ -39,6 +39,7 @@ from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
 POOL, COLUMNS = 1 << 25, 2048       # weights in the pool, and a row of it
+EMBEDDING = 64                      # embeddings are so many times larger: else every token is routed alike
 
 
 def draw(n: int, seed: int = 0) -> torch.Tensor:
@@ -191,8 +192,9 @@ def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], pool: torc
                         value = torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)
                         f.write(value.reshape(-1).view(torch.uint8).numpy())
                     else:
+                        loud = EMBEDDING if "embed" in key or key == "shared.weight" else 1
                         for piece in _pieces(t.numel(), pool, rng):
-                            f.write(piece.view(torch.uint8).numpy())
+                            f.write((piece * loud if loud > 1 else piece).view(torch.uint8).numpy())
                             bar.update(piece.nbytes)
     (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 

@@ -1,0 +1,82 @@
+"""What a worker does to a tensor: on the CPU in one or two stages, or on a GPU with ZipMoE's recovery kernel.
+
+Source: ZipMoE §3.3 and §4 (E-chunks are decompressed by the CPU, recovery is a kernel of the GPU; SM-chunks are read
+into pinned memory). A decoder belongs to one worker thread and returns when the tensor is in its place; the thread
+that computes is never held up. The CUDA path has been written for a GPU and not been run on one.
+
+Shapes: a tensor of N weights, its planes uint8 [N]. Left out: decompression on the GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moelab.store import bits
+from moelab.store.codecs import find_codec, plane_bytes, shard_bounds
+from moelab.store.reader import Chunks, damaged, decode_tensor
+from moelab.store.stages import decompress, recover
+
+
+class CpuDecoder:
+    """Both stages, or one of them, into memory of the CPU."""
+
+    two_stages = True
+
+    def __init__(self) -> None:
+        self._scratch = np.empty(0, np.uint8)
+
+    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor) -> None:
+        """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged chunk."""
+        if kind == "decompress":
+            decompress(chunks["e"], name, out)
+        elif kind == "recover":
+            recover(chunks["sm"], name, out)
+        else:
+            if len(self._scratch) < out.numel():
+                self._scratch = np.empty(out.numel(), np.uint8)
+            decode_tensor(chunks["e"], chunks["sm"], name, out, self._scratch)
+
+
+class CudaDecoder:
+    """Exponents are decompressed into pinned memory; both planes are copied on a stream of their own and joined there."""
+
+    two_stages = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._host, self._there = torch.cuda.Stream(device), None, None
+
+    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor) -> None:
+        e, sm, size = chunks["e"], chunks["sm"], out.nbytes
+        if self._host is None or self._host.numel() < size:
+            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._there = torch.empty(size, dtype=torch.uint8, device=out.device)
+        planes = e.entries[name].planes
+        with torch.cuda.stream(self._stream):
+            # What was computed with this slot before must have been: the compute stream runs behind its thread.
+            self._stream.wait_stream(torch.cuda.default_stream(out.device))
+            if len(planes) == 2 and planes[1][0] == "raw" and len(planes[1][1]) == 1:
+                n = size // 2
+                self._decompress(e, name, self._host[:n])
+                exponents = self._there[:n].copy_(self._host[:n], non_blocking=True)
+                rest = torch.from_numpy(plane_bytes(sm.plane(name, 1), n))
+                bits.join(exponents, self._there[n:size].copy_(rest, non_blocking=True), out)
+            else:
+                decode_tensor(e, sm, name, self._host[:size].view(out.dtype).view(out.shape))
+                out.copy_(self._host[:size].view(out.dtype).view(out.shape), non_blocking=True)
+        self._stream.synchronize()              # this worker waits, nobody else; then the buffers can be used again
+
+    @staticmethod
+    def _decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
+        plane, exponents = e.plane(name, 0), out.numpy()
+        decode = find_codec(plane.codec).decompress
+        try:
+            for (begin, end), blob in zip(shard_bounds(len(exponents), len(plane.shards)), plane.shards):
+                decode(blob, exponents[begin:end])
+        except ValueError as error:
+            raise damaged(e, name, error) from error
+
+
+def decoder(device: torch.device) -> CpuDecoder | CudaDecoder:
+    """A decoder for tensors on this device."""
+    return CudaDecoder(device) if device.type == "cuda" else CpuDecoder()

@@ -1,0 +1,200 @@
+"""The engine's benchmark on a tiny model: contenders agree bit for bit, what is missing is said, tables are whole."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from moelab.bench import engine, foreign, machine, peers, stress
+from moelab.runtime.convert import convert
+from moelab.runtime.synthesize import synthesize
+from moelab.specs import MoESpec
+
+SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32)
+PROMPTS, DECODE = [5, 9], 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    model = synthesize(folder / "model", SPEC)
+    for codec in ("huffman", "raw"):
+        convert(model, folder / codec, codec)
+    peers.lay_out(model, folder / "experts.bin")
+    return folder
+
+
+def options(place, **more):
+    rng = random.Random(0)
+    return {"model": str(place / "model"), "tokens": [rng.randrange(96) for _ in range(sum(PROMPTS) + DECODE)],
+            "prompts": PROMPTS, "store": str(place / "huffman"), "budget": 0.5, "experts": str(place / "experts.bin"),
+            "slots": 8} | more
+
+
+@pytest.fixture(scope="module")
+def eager(place):
+    return peers.run("eager", options(place))
+
+
+def test_eager_is_what_transformers_computes(place, eager):
+    """The oracle feeds each whole prefix to a model of its own, without a cache of keys and values."""
+    import torch
+    import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    tokens, best = options(place)["tokens"], []
+    for begin, end in [(0, 5), *((5, 14 + i) for i in range(DECODE + 1))]:
+        with torch.no_grad():
+            best.append(model(torch.tensor([tokens[begin:end]])).logits[0, -1])
+    found = sum(int(logits[said]) >= int(logits.max() - 0.1) for said, logits in zip(eager["best"], best))
+    assert len(eager["best"]) == len(best) == 2 + DECODE and found == len(best)
+    assert len(eager["ttft_s"]) == 2 and len(eager["tpot_s"]) == DECODE
+
+
+@pytest.mark.parametrize("name, more", [
+    ("mapped", {}), ("probe", {}), ("probe", {"slots": 11}), ("moelab", {}), ("moelab", {"budget": 1.0}),
+    ("moelab", {"options": {"workers": 2, "bandwidth": 1e8}})])
+def test_contenders_agree_with_eager_bit_for_bit(place, eager, name, more):
+    report = peers.run(name, options(place, **more))
+    assert report["digest"] == eager["digest"] and report["best"] == eager["best"]
+    assert report["digest"] != peers.run("mapped", options(place, tokens=[1] * 17))["digest"]
+    if name != "mapped":
+        assert 0 <= report["decode_hit_rate"] <= 1
+
+
+def test_accelerate_agrees_with_eager(place, eager, tmp_path):
+    pytest.importorskip("accelerate")
+    assert peers.run("accelerate", options(place, layers=1, offload=str(tmp_path)))["digest"] == eager["digest"]
+
+
+def test_the_probe_is_an_lru_of_experts(place):
+    """Its hits are those of a list that is searched and reordered, on the same steps."""
+    trace = place / "trace.json"
+    peers.run("moelab", options(place, trace=str(trace)))
+    report = peers.run("probe", options(place, slots=9))
+    kept, hits, total = [], 0, 0
+    for number, forward in enumerate(json.loads(trace.read_text())["steps"]):
+        for layer, experts in forward:
+            keys = [(layer, expert) for expert, _ in experts]
+            found = [key for key in keys if key in kept]
+            if number >= len(PROMPTS):
+                hits, total = hits + len(found), total + len(keys)
+            kept = ([key for key in kept if key not in found] + found + [k for k in keys if k not in found])[-9:]
+    assert report["decode_hit_rate"] == hits / total
+
+
+def test_the_probe_refuses_fewer_slots_than_a_layer_has_experts(place):
+    with pytest.raises(ValueError, match="7 slots; it needs one for each of a layer's 8 experts"):
+        peers.run("probe", options(place, slots=7))
+
+
+def test_a_contender_is_a_process_that_prints_one_line(place, eager):
+    done = subprocess.run([sys.executable, "-m", "moelab.bench.peers", "mapped", json.dumps(options(place))],
+                          capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["digest"] == eager["digest"]
+
+
+def test_what_is_not_installed_is_said(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    assert peers.run("llama.cpp", options(place, gguf="none"))["missing"].startswith("not installed")
+
+
+def bench(place, reports):
+    """A bench whose contenders say what they are told to."""
+    class Told(engine.Bench):
+        def contend(self, arm, decode=None):
+            return reports[arm[0]]
+    return Told(SPEC, place, 5, DECODE, 2, {})
+
+
+def report(tpot, digest="same"):
+    return {"ttft_s": [1.0, 0.5], "tpot_s": [tpot] * DECODE, "decode_read_bytes": 3e6 * DECODE, "load_s": 2.0,
+            "peak_rss_bytes": 1e9, "digest": digest, "best": [1, 2], "limit": "no limit", "decode_major_faults": 6,
+            "decode_hit_rate": 0.5}
+
+
+def test_tables_have_a_row_for_every_contender_and_a_reason_for_those_that_are_missing(place):
+    told = {"moelab": report(0.1), "eager": report(0.2), "llama.cpp": {"result": "not installed (x)"}}
+    made = bench(place, told)
+    rows = engine.resident(made)["everything resident"]
+    assert list(rows) == ["moelab", "eager", "llama.cpp"] and rows["llama.cpp"] == {"result": "not installed (x)"}
+    assert rows["moelab"]["TPOT s"] == 0.1 and rows["moelab"]["÷ eager"] == 0.5 and rows["moelab"]["MB a token"] == 3
+    assert rows["moelab"]["output"] == "= eager" and rows["moelab"]["2nd TTFT s"] == 0.5
+    assert made.aims["everything resident: TPOT ÷ eager"] == {"measured": 0.5, "aim": "≤ 1.0", "met": True}
+    assert made.samples["resident: moelab"] == [0.1] * DECODE * 2
+    made = bench(place, told | {"moelab": report(0.3, "other")})
+    assert engine.resident(made)["everything resident"]["moelab"]["output"] == "≠ EAGER"
+    assert not made.aims["everything resident: TPOT ÷ eager"]["met"]
+
+
+def test_a_process_that_fails_is_a_row_with_its_last_word(place):
+    made = engine.Bench(SPEC, place, 5, DECODE, 1, {"mapped": sys.executable, "probe": "/no/such/python"})
+    assert made.contend(("probe", {}, None))["result"].startswith("not installed (no interpreter")
+    failed = made.contend(("mapped", {"model": str(place / "nothing")}, None))["result"]
+    assert failed.startswith("failed: ") and "nothing" in failed
+
+
+def test_no_control_group_is_said_and_limits_nothing(tmp_path):
+    with machine.memory_limit(10**9, tmp_path) as group:
+        assert group.procs is None and "nothing was limited" in group.reason and group.peak_bytes is None
+
+
+def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_path, monkeypatch):
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2" / "cgroup.controllers").write_text("memory")
+    monkeypatch.setattr(machine, "_remove", lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()])
+    monkeypatch.setattr(machine, "_own_group", lambda: "")
+    (tmp_path / "v1" / "memory").mkdir(parents=True)
+    (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("-1")
+    for root, parent, file in ((tmp_path / "v2", "", "memory.max"), (tmp_path / "v1", "memory",
+                                                                     "memory.limit_in_bytes")):
+        with machine.memory_limit(12345, root) as group:
+            assert (group.procs.parent / file).read_text() == "12345" and group.procs.parent.parent == root / parent
+        assert not group.procs.parent.exists()
+
+
+def test_without_a_file_system_of_our_own_the_folder_is_used_and_the_reason_given(tmp_path, monkeypatch):
+    def refuse(*words):
+        raise OSError(f"{words[0]}: Permission denied")
+    monkeypatch.setattr(machine, "_command", refuse)
+    with machine.disk(tmp_path / "place", 1e6) as (folder, words):
+        assert folder == tmp_path / "place" and "Permission denied" in words and "read-ahead" in words
+    assert not list(folder.iterdir())
+
+
+def test_arguments_are_checked_before_anything_is_measured():
+    with pytest.raises(ValueError, match="no section speed; there are resident, limit"):
+        engine.run(["speed"])
+    with pytest.raises(ValueError, match="CONTENDER=INTERPRETER"):
+        engine.run(["memory"], python=["/usr/bin/python"])
+
+
+def test_gguf_holds_the_checkpoint(place, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+    from safetensors.torch import load_file
+    file = foreign.write_gguf(place / "model", tmp_path / "model.gguf")
+    written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    (shard,) = (place / "model").glob("*.safetensors")
+    fused = load_file(shard)["model.layers.1.mlp.experts.gate_up_proj"].view(dtype=__import__("torch").int16).numpy()
+    up = written["blk.1.ffn_up_exps.weight"].data.view(np.int16).reshape(8, 32, 64)
+    assert np.array_equal(up, fused[:, 32:]) and len(written) == 2 * 12 + 3
+
+
+def test_stress_finds_nothing_and_counts():
+    found = stress.stress(2)
+    assert found["all equal to eager"] and found["set-ups"] == 2 and found["misses"] > 0
+
+
+def test_stress_notices_a_wrong_weight(monkeypatch):
+    real = stress.pipeline.decode_tensor
+
+    def wrong(e, sm, name, out, scratch=None):
+        real(e, sm, name, out, scratch)
+        out.add_(1)
+    monkeypatch.setattr(stress.pipeline, "decode_tensor", wrong)
+    monkeypatch.setattr(stress, "draw", lambda rng, store: {"budget": 1.0})
+    with pytest.raises(AssertionError, match="not eager's"):
+        stress.stress(1)
