@@ -16,19 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moelab.bench.machine import disk, forget, memory_limit
-from moelab.bench.peers import FOUND, lay_out
-from moelab.progress import progress
+from moelab.bench.contest import Arm, Bench
+from moelab.bench.machine import disk
+from moelab.bench.peers import FOUND
 from moelab.specs import MoESpec
 
 SPEC = MoESpec("synthetic-5GB", "qwen3_moe", 24, tuple(range(24)), 64, 8, 1024, 512, vocab=8192, heads=16, kv_heads=4,
@@ -39,134 +35,7 @@ SHARES = (0.613, 0.371)
 PROCESS, ACCELERATE = 450e6, 650e6
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
-EXACT = ("moelab", "eager", "mapped", "accelerate", "probe")    # these must agree on every bit
 
-Arm = tuple[str, dict[str, Any], int | None]                    # contender, options, memory limit
-
-
-@dataclass
-class Bench:
-    """Where everything lies, and how much of it is run. `tokens`: two prompts and what follows the second."""
-
-    spec: MoESpec
-    folder: Path
-    prompt: int
-    decode: int
-    rounds: int
-    python: dict[str, str]
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    aims: dict[str, dict[str, Any]] = field(default_factory=dict)
-    reference: dict[str, Any] | None = None
-
-    # ------------------------------------------------------------------------------------------------- what is run
-
-    def prepare(self, gguf: bool) -> None:
-        """Write the model in every form that is not there yet; what was interrupted goes on."""
-        from moelab.runtime.convert import convert
-        from moelab.runtime.synthesize import synthesize
-        model = self.folder / "model"
-        if not model.exists():
-            synthesize(model, self.spec)
-        for name, codec in (("huffman", "huffman"), ("raw", "raw")):
-            if not (self.folder / name).exists():
-                convert(model, self.folder / name, codec)
-        if not (self.folder / "experts.bin").exists():
-            lay_out(model, self.folder / "experts.bin")
-        if gguf and not (self.folder / "model.gguf").exists():
-            program = "import sys; from moelab.bench.foreign import write_gguf; write_gguf(*sys.argv[1:])"
-            done = _python(self.python.get("llama.cpp"), "-c", program, str(model), str(self.folder / "model.gguf"))
-            if done.returncode and "ModuleNotFoundError" not in done.stderr:
-                raise RuntimeError(f"the GGUF file could not be written:\n{done.stderr}")
-
-    def tokens(self, decode: int | None = None) -> list[int]:
-        rng = random.Random(0)
-        return [rng.randrange(self.spec.vocab) for _ in range(2 * self.prompt + (decode or self.decode))]
-
-    def contend(self, arm: Arm, decode: int | None = None) -> dict[str, Any]:
-        """One process of a contender: its report, or {"result": why there is none}."""
-        name, options, limit = arm
-        forget(self.folder)
-        options = {"model": str(self.folder / "model"), "tokens": self.tokens(decode),
-                   "prompts": [self.prompt, self.prompt]} | options
-        with memory_limit(limit) as group:
-            options["cgroup"] = str(group.procs) if group.procs else None
-            try:
-                done = _python(self.python.get(name), "-m", "moelab.bench.peers", name, json.dumps(options))
-            except OSError as error:
-                return {"result": f"not installed (no interpreter: {error})"}
-            except subprocess.TimeoutExpired:
-                return {"result": f"gave up after {TIMEOUT / 60:.0f} minutes"}
-            if done.returncode:
-                last = (done.stderr.strip() or "no word").splitlines()[-1]
-                return {"result": f"failed: {'killed, out of memory?' if done.returncode == -9 else last}"}
-            report = json.loads(done.stdout.strip().splitlines()[-1])
-            if "missing" in report:
-                return {"result": report["missing"]}
-            return report | {"limit": group.reason, "group_peak_bytes": group.peak_bytes}
-
-    def interleave(self, title: str, arms: dict[str, Arm]) -> dict[str, list[dict[str, Any]]]:
-        """The reports of all rounds of each arm; one that cannot run is not tried again."""
-        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-        for i in progress(range(self.rounds), title, unit="rounds"):
-            for name in list(arms)[::-1 if i % 2 else 1]:
-                if not any("result" in report for report in reports[name]):
-                    reports[name].append(self.contend(arms[name]))
-        return reports
-
-    def moelab(self, codec: str, budget: float, limit: int | None = None, trace: Path | None = None,
-               **options: Any) -> Arm:
-        return "moelab", {"store": str(self.folder / codec), "budget": budget, "options": options,
-                          "trace": str(trace) if trace else None}, limit
-
-    # -------------------------------------------------------------------------------------------------- what is said
-
-    def table(self, title: str, arms: dict[str, Arm], reports: dict[str, list[dict[str, Any]]], base: str
-              ) -> dict[str, dict[str, Any]]:
-        """A row of figures for each arm; `base` is the arm that ratios are of."""
-        rows = {}
-        for name, found in reports.items():
-            if "result" in found[-1]:
-                rows[name] = {"result": found[-1]["result"]}
-                continue
-            tpot = [second for report in found for second in report["tpot_s"]]
-            self.samples[f"{title}: {name}"] = tpot
-            low, high = _quantiles(tpot)
-            rows[name] = {
-                "TPOT s": statistics.median(tpot), "10 %": low, "90 %": high, "best": min(tpot),
-                f"÷ {base}": None if "result" in reports[base][-1] else self.ratio(reports, name, base),
-                "TTFT s": statistics.median(report["ttft_s"][0] for report in found),
-                "2nd TTFT s": statistics.median(report["ttft_s"][-1] for report in found),
-                "MB a token": _mean(found, "decode_read_bytes", 1e6 * self.decode),
-                "faults a token": _mean(found, "decode_major_faults", self.decode),
-                "hit rate": _mean(found, "decode_hit_rate"), "peak GB": _mean(found, "peak_rss_bytes", 1e9),
-                "load s": statistics.median(report["load_s"] for report in found),
-                "output": self.judge(arms[name][0], found), "result": found[-1]["limit"]}
-        return rows
-
-    def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float:
-        """TPOT of one arm over that of another: the median over rounds of the ratio of their medians."""
-        return statistics.median(statistics.median(a["tpot_s"]) / statistics.median(b["tpot_s"])
-                                 for a, b in zip(reports[name], reports[base]))
-
-    def judge(self, contender: str, reports: list[dict[str, Any]]) -> str:
-        """Whether the logits are those of transformers' eager experts."""
-        if self.reference is None:
-            self.reference = self.contend(("eager", {}, None))
-        if "result" in self.reference:
-            return f"no reference: {self.reference['result']}"
-        if contender in EXACT:
-            return "= eager" if all(r["digest"] == self.reference["digest"] for r in reports) else "≠ EAGER"
-        best = reports[-1].get("best")
-        same = best and sum(a == b for a, b in zip(best, self.reference["best"])) / len(best)
-        return f"best token {same:.0%} as eager" if best else "own tokens"
-
-    def aim(self, name: str, value: float | None, aim: float, below: bool = True) -> None:
-        if value is not None:
-            self.aims[name] = {"measured": value, "aim": f"{'≤' if below else '≥'} {aim}",
-                               "met": value <= aim if below else value >= aim}
-
-
-# ---------------------------------------------------------------------------------------------------------- sections
 
 def resident(bench: Bench) -> dict[str, Any]:
     """Everything in memory."""
@@ -180,7 +49,8 @@ def resident(bench: Bench) -> dict[str, Any]:
 
 def limit(bench: Bench) -> dict[str, Any]:
     """Budgets of 25 % and 50 % against the on-demand limit; TTFT against reading the experts once."""
-    arms = {f"{codec}, {share:.0%}": bench.moelab(codec, share) for share in (0.25, 0.5) for codec in ("huffman", "raw")}
+    arms = {f"{codec}, {share:.0%}": bench.moelab(codec, share)
+            for share in (0.25, 0.5) for codec in ("huffman", "raw")}
     reports = bench.interleave("limit", arms)
     rows, against = bench.table("limit", arms, reports, "huffman, 50%"), {}
     for name, found in reports.items():
@@ -253,7 +123,8 @@ def memory(bench: Bench, tokens: int = 64) -> dict[str, Any]:
     above = report["peak_rss_bytes"] - sum(parts.values())
     bench.aim(f"{title}: MB above budget, other weights and KV cache", above / 1e6, 300)
     return {title: parts | {"peak_rss_bytes": report["peak_rss_bytes"], "above_bytes": above,
-                            "anonymous_bytes": report["anonymous_bytes"], "imports_alone_rss_bytes": report["imports_rss_bytes"],
+                            "anonymous_bytes": report["anonymous_bytes"],
+                            "imports_alone_rss_bytes": report["imports_rss_bytes"],
                             "TPOT seconds": statistics.median(report["tpot_s"]),
                             "major faults while decoding": report["decode_major_faults"]}}
 
@@ -315,7 +186,7 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
     with tempfile.TemporaryDirectory() as temporary:
         with disk(Path(folder or temporary).expanduser().resolve(), 7 * spec.experts_bytes + 3e9) as (place, words):
             bench = Bench(spec, place, prompt, decode, rounds, dict(given.split("=", 1) for given in python))
-            bench.prepare(gguf=bool({"resident", "peers"} & set(only)))
+            bench.prepare(foreign=bool({"resident", "peers"} & set(only)))
             found: dict[str, Any] = {"conditions": {
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds, "load average before": load, "cores": os.cpu_count()}}
@@ -336,24 +207,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long", action="store_true", help="watch the memory over 1,000 tokens instead of 64")
     parser.add_argument("--python", action="append", default=[], metavar="CONTENDER=INTERPRETER",
                         help="the Python that has a peer installed, such as llama.cpp=/opt/peers/bin/python")
-
-
-TIMEOUT = 1800                          # seconds that a contender may take
-
-
-def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    return subprocess.run([interpreter or sys.executable, *words], capture_output=True, text=True, timeout=TIMEOUT,
-                          env=os.environ | {"PYTHONPATH": path})
-
-
-def _mean(reports: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
-    values = [report[key] / unit for report in reports if report.get(key) is not None]
-    return statistics.fmean(values) if values else None
-
-
-def _quantiles(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return tenths[0], tenths[-1]

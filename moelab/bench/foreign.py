@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import time
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,54 @@ class Ftllm(Contender):
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        import ftllm.llm as llm
+        import ftllm
+        sys.path.append(str(Path(ftllm.__file__).parent))       # its modules import each other by bare names
+        from ftllm import llm
         llm.set_cpu_threads(cores())
         llm.set_device_map("cpu")
         if options["cache"]:
             llm.set_device_map("disk", True)
             llm.set_moe_cpu_cache(options["cache"])
         self.api, self.model = llm, llm.model(options["checkpoint"], dtype="bfloat16")
+        self.model.set_atype("bfloat16")
+        self.model.set_moe_atype("bfloat16")
+
+    def restart(self) -> None:
+        self.handle = None
+
+    def feed(self, ids: list[int]) -> Any:
+        """One more token; a new sequence begins with `ids`, later ones are its own."""
+        import ctypes
+
+        import numpy as np
+        library = self.api.fastllm_lib
+        if self.handle is None:
+            # up to so many new tokens, at least as many; sampled: top_p 1, top_k 400, temperature 1000; no penalty
+            self.handle = library.launch_response_llm_model(
+                self.model.model, len(ids), (ctypes.c_int * len(ids))(*ids), self.new, self.new, ctypes.c_bool(True),
+                ctypes.c_float(1), 400, ctypes.c_float(1000), ctypes.c_float(1), ctypes.c_bool(False),
+                *self.model.stop_token_ctypes(None))
+        token = library.fetch_response_llm_model(self.model.model, self.handle)
+        if token < 0:
+            raise RuntimeError(f"ftllm ended its answer early ({token})")
+        return np.zeros(1, np.float32)
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
-        raise NotImplementedError
+        """As all others, but a sequence goes on by itself as soon as its prompt is there, so it must be left time."""
+        first = sum(prompts[:-1])
+        self.new = 1
+        alone = super().measure(tokens[:first], prompts[:-1]) if first else {"ttft_s": []}
+        self.new = 1 + len(tokens) - sum(prompts)
+        last = super().measure(tokens[first:], prompts[-1:])
+        return last | {"ttft_s": alone["ttft_s"] + last["ttft_s"], "digest": None, "best": None}
+
+    def decoding(self) -> None:
+        self.before = self.api.get_disk_moe_cache_stats()
+
+    def report(self) -> dict[str, Any]:
+        after = self.api.get_disk_moe_cache_stats()
+        hits, misses = (after[key] - self.before[key] for key in ("cpu_hits", "misses"))
+        return {"decode_hit_rate": hits / (hits + misses) if hits + misses else None}
 
 
 #: GGUF's names of a layer's tensors
@@ -95,8 +133,7 @@ def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("gpt-2")
-    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(config["vocab_size"] - 1)]
-    words.append(words[0] + words[1])           # a byte-pair vocabulary must have a merge
+    words = _words(config["vocab_size"])
     out.add_token_list(words)
     out.add_token_types([gguf.TokenType.NORMAL] * len(words))
     out.add_token_merges([f"{words[0]} {words[1]}"])
@@ -129,7 +166,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
         for key, entry in json.loads(data[8:8 + header]).items():
             if key != "__metadata__":
                 begin, end = entry["data_offsets"]
-                yield key, np.frombuffer(data, np.uint16, (end - begin) // 2, 8 + header + begin).reshape(entry["shape"])
+                bits = np.frombuffer(data, np.uint16, (end - begin) // 2, 8 + header + begin)
+                yield key, bits.reshape(entry["shape"])
 
 
 def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
@@ -159,8 +197,20 @@ def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
                "rope_theta": config["rope_parameters"]["rope_theta"],
                "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
     (part / "config.json").write_text(json.dumps(config))
+    words = _words(config["vocab_size"])
+    (part / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+        "decoder": None, "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)},
+                                   "merges": [f"{words[0]} {words[1]}"]}}))
+    (part / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     os.replace(part, folder)
     return folder
+
+
+def _words(n: int) -> list[str]:
+    """A vocabulary of n words that stand for nothing; the last is a merge, without which a byte-pair one is none."""
+    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(n - 1)]
+    return [*words, words[0] + words[1]]
 
 
 def _unstacked(key: str, bits: Any) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
         yield folder, f"no file system of our own ({error}); read-ahead {read_ahead(folder)} KB"
         return
     direct = Path(f"/sys/block/{Path(device).name}/loop/dio")
-    cached = "" if direct.exists() and direct.read_text().strip() == "1" else ", cached below: figures of reads too good"
+    cached = "" if direct.exists() and direct.read_text().strip() == "1" else ", cached below: reads look too fast"
     try:
         yield mount, f"ext4 on a loop device, read-ahead {read_ahead(mount)} KB{cached}"
     finally:

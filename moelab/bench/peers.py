@@ -2,16 +2,15 @@
 
     python -m moelab.bench.peers CONTENDER '{"model": …, "tokens": …, "prompts": [128, 128]}'
 
-prints one line of JSON: what loading, the prompts and each further token took, what was read from the disk, peak
+prints JSON as its last line: what loading, the prompts and each further token took, what was read from the disk, peak
 memory, and a digest of all logits, so that equality "bit for bit" is checked and not assumed. Tokens are given
 (teacher forcing), because a random model repeats itself when it decodes greedily: its routing freezes, every cache
 hits, and nothing is measured. The first prompt is also the first thing that the process does; the second one starts
 a sequence of its own, which then goes on token by token.
 
 Only this module's standard library is needed to start it, so a peer may live in another interpreter than moelab.
-`mapped` is transformers with weights mapped from the checkpoint; `probe` is the least that any engine must beat: one
-global LRU of raw expert slots, reads past the system's cache by four threads, no compression, no prediction.
-Left out: other devices than the CPU, batches, sampling (except by ftllm, which cannot be told its tokens).
+`mapped` is transformers with weights mapped from the checkpoint. Left out: other devices than the CPU, batches,
+sampling (except by ftllm, which cannot be told its tokens).
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ import random
 import re
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 #: name → the module and the class that runs it
 CONTENDERS = {name: ("moelab.bench.peers", kind) for name, kind in (
-    ("moelab", "Moelab"), ("eager", "Eager"), ("mapped", "Mapped"), ("accelerate", "Accelerate"), ("probe", "Probe"))}
+    ("moelab", "Moelab"), ("eager", "Eager"), ("mapped", "Mapped"), ("accelerate", "Accelerate"))}
 CONTENDERS |= {name: ("moelab.bench.foreign", kind) for name, kind in (("llama.cpp", "Llama"), ("ftllm", "Ftllm"))}
-ALIGN = 4096
+CONTENDERS["probe"] = "moelab.bench.probe", "Probe"
 #: what engine and simulator must agree upon
 FOUND = ("hits", "misses", "evictions", "read_bytes")
 
@@ -45,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     name, options = arguments[0], json.loads(arguments[1])
     if options.get("cgroup"):
         Path(options["cgroup"]).write_text(str(os.getpid()))
-    print(json.dumps(run(name, options)), flush=True)
+    print("\n" + json.dumps(run(name, options)), flush=True)      # a line of its own, whatever a peer has printed
     sys.stderr.flush()
     os._exit(0)                                 # some peers crash on the way out, after all is said
 
@@ -177,25 +174,27 @@ class Moelab(Transformers):
 
     def report(self) -> dict[str, Any]:
         from moelab.runtime.limits import kv_bytes, layer_records, on_demand_limit
-        this, peak, anonymous = self.offloading, process()["peak_rss_bytes"], _said("status", r"^RssAnon:\s*(\d+)", 1024)
+        this, peak = self.offloading, process()["peak_rss_bytes"]
+        anonymous = _said("status", r"^RssAnon:\s*(\d+)", 1024)
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
-        records, steps = layer_records(list(this.timeline), forwards)
+        records, decoded = layer_records(list(this.timeline), forwards)
         rate, mode = self.read_rate()
         hits, misses = sum(metrics["hits"].values()) - self.before[0], metrics["misses"] - self.before[1]
         if self.options.get("trace"):
-            whole = {"steps": [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps],
-                     "forwards": forwards, "pools": list(astuple(this.pools)), "staging": this.staging,
-                     "workers": workers, "found": [metrics[key] for key in FOUND]}
+            steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
+            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.pools)), "workers": workers,
+                     "staging": this.staging, "found": [metrics[key] for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {
-            "imports_rss_bytes": self.imports, "peak_rss_bytes": peak, "anonymous_bytes": anonymous, "budget_bytes": this.budget,
+            "imports_rss_bytes": self.imports, "peak_rss_bytes": peak, "anonymous_bytes": anonymous,
+            "budget_bytes": this.budget,
             "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_mode": mode,
             "decode_hit_rate": hits / max(hits + misses, 1), "metrics": metrics,
-            "on_demand_s": on_demand_limit(records, rate, steps, workers) if steps else None}
+            "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None}
 
     def read_rate(self, experts: int = 64) -> tuple[float, str]:
         """Bytes a second of reading random whole experts, one request after another, and how they were read."""
@@ -250,108 +249,6 @@ class Accelerate(Transformers):
             options["model"], dtype=torch.bfloat16, experts_implementation="eager", device_map=places,
             offload_folder=options["offload"])
         super().__init__(model.eval())
-
-
-class Probe(Transformers):
-    """Options: model, "experts": the file of `lay_out`, "slots": experts that the cache holds, at least E."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        import moelab
-        import numpy as np
-        import torch
-        from moelab.models import plug
-        model = moelab.open_model(options["model"], experts="external")
-        super().__init__(model)
-        index = json.loads(Path(options["experts"]).with_suffix(".json").read_text())
-        self.E, self.stride = index["E"], index["stride"]
-        room = np.empty(options["slots"] * self.stride + ALIGN, np.uint8)
-        memory = room[-room.ctypes.data % ALIGN:][:options["slots"] * self.stride].reshape(-1, self.stride)
-        if len(memory) < self.E:
-            raise ValueError(f"the probe has {len(memory)} slots; it needs one for each of a layer's {self.E} experts")
-        self.memory = [memoryview(slot) for slot in memory]
-        self.tensors = [{name: torch.from_numpy(slot[offset:offset + size]).view(getattr(torch, dtype)).view(shape)
-                         for name, (dtype, shape, offset, size) in index["tensors"].items()} for slot in memory]
-        self.free, self.slot = list(range(len(memory))), OrderedDict()         # (layer, expert) → slot, oldest first
-        self.file, self.direct = _open(options["experts"])
-        self.threads, self.hits, self.misses = ThreadPoolExecutor(4), 0, 0
-        plug(model, executor=self)
-
-    def decoding(self) -> None:
-        self.hits = self.misses = 0
-
-    def read(self, key: tuple[int, int], slot: int) -> tuple[int, int]:
-        got, place = 0, (key[0] * self.E + key[1]) * self.stride
-        while got < self.stride:
-            n = os.preadv(self.file, [self.memory[slot][got:]], place + got)
-            if not n:
-                raise OSError(f"the file of experts ends within expert {key}")
-            got += n
-        return key
-
-    def __call__(self, x: Any, ids: Any, weights: Any, experts: Any) -> Any:
-        """An executor: hits are computed while misses are read, then those in the order in which they arrive."""
-        from moelab.models import assignments
-        parts = {(experts.layer, expert): (choice, tokens)
-                 for expert, choice, tokens in assignments(ids, experts.num_experts)}
-        hits = [key for key in parts if key in self.slot]
-        for key in hits:
-            self.slot.move_to_end(key)                                  # in use: never the oldest
-        loads = []
-        for key in [key for key in parts if key not in self.slot]:
-            slot = self.free.pop() if self.free else self.slot.popitem(last=False)[1]
-            self.slot[key] = slot
-            loads.append(self.threads.submit(self.read, key, slot))
-        self.hits, self.misses = self.hits + len(hits), self.misses + len(loads)
-        results = []
-
-        def compute(key: tuple[int, int]) -> None:
-            choice, tokens = parts[key]
-            results.append((key[1], tokens, experts.contribution(
-                x, tokens, weights[tokens, choice], self.tensors[self.slot[key]])))
-        for key in hits:
-            compute(key)
-        for load in as_completed(loads):
-            compute(load.result())
-        return experts.accumulate(x, results)
-
-    def report(self) -> dict[str, Any]:
-        self.threads.shutdown()
-        os.close(self.file)
-        return {"direct": self.direct, "decode_hit_rate": self.hits / max(self.hits + self.misses, 1)}
-
-
-def _open(path: str) -> tuple[int, bool]:
-    """A file for reading past the system's cache, where that is possible, and whether it is."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
-    except (AttributeError, OSError):
-        return os.open(path, os.O_RDONLY), False
-
-
-def lay_out(model: str | Path, path: Path) -> Path:
-    """Write the file of experts that the probe reads: one after another, raw, each at a multiple of 4096 bytes."""
-    import moelab
-    import torch
-    from moelab.models import discover
-    layers = [layer.experts for layer in discover(moelab.open_model(model, experts="external"))]
-    tensors, at = {}, 0
-    for name, t in layers[0].weights(0).items():
-        tensors[name] = str(t.dtype).removeprefix("torch."), list(t.shape), at, t.nbytes
-        at += -(-t.nbytes // 64) * 64
-    stride, part = -(-at // ALIGN) * ALIGN, path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        for layer in layers:
-            for expert in range(layer.num_experts):
-                room = bytearray(stride)
-                for name, t in layer.weights(expert).items():
-                    _, _, offset, size = tensors[name]
-                    room[offset:offset + size] = t.contiguous().view(torch.uint8).numpy().tobytes()
-                file.write(room)
-        os.fsync(file.fileno())
-    path.with_suffix(".json").write_text(json.dumps({"E": layers[0].num_experts, "stride": stride,
-                                                     "tensors": tensors}))
-    os.replace(part, path)
-    return path
 
 
 if __name__ == "__main__":

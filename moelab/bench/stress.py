@@ -30,7 +30,7 @@ from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
 from moelab.models import open_model
 from moelab.progress import progress
-from moelab.runtime import pipeline
+from moelab.runtime.decoders import CpuDecoder
 from moelab.runtime.offload import offload
 from moelab.runtime.slots import Sizes
 from moelab.schedule.requests import Delays
@@ -110,7 +110,7 @@ def held_up(rng: random.Random) -> Iterator[None]:
             return function(*args, **kwargs)
         return slowed
     with ExitStack() as stack:
-        for owner, names in ((Reader, ("read", "read_both")), (pipeline, ("decompress", "recover", "decode_tensor"))):
+        for owner, names in ((Reader, ("read", "read_both")), (CpuDecoder, ("__call__",))):
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
         yield

@@ -198,7 +198,8 @@ def decompress(source, size, target, n):
         left = (ip[i] - start[i]) * 8 + 64 - trailing_zeros(window[i])
         if not _finish(lengths, leads, order, entries, shift, start[i], left, base[i], op[i]):
             return 6
-    return 0
+    # numba frees an array after the last line that names it, and `entries` is only its address: this line keeps it
+    return 0 if len(table) else 6
 
 
 @kernel

@@ -98,10 +98,10 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
         figure.add_scatter(x=x / scale, y=1e3 * y, name=f"limit: {name}", mode="lines", row=1, col=1,
                            line={"color": GREY, "dash": ("dot", "dashdot", "longdash")[i % 3], "width": 2},
                            hovertemplate="%{x:.2f} " + unit + ": %{y:.1f} ms<extra>" + name + "</extra>")
-    for name, size in (marks or {}).items():
+    for i, (name, size) in enumerate((marks or {}).items()):
         figure.add_vline(x=size / scale, line={"color": GREY, "dash": "dash", "width": 1.2})
         figure.add_annotation(x=size / scale, y=1, yref="paper", text=name, showarrow=False, yanchor="bottom",
-                              font={"size": 11, "color": GREY})
+                              yshift=13 * (i % 2), font={"size": 11, "color": GREY})     # neighbours may be close
     figure.update_xaxes(title=f"memory for experts ({unit})", row=2, col=1)
     figure.update_yaxes(title="TPOT (ms)", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="hit rate (%)", range=[0, 104], row=2, col=1)

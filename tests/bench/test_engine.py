@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moelab.bench import engine, foreign, machine, peers, stress
+from moelab.bench import contest, engine, foreign, machine, peers, probe, stress
 from moelab.runtime.convert import convert
 from moelab.runtime.synthesize import synthesize
 from moelab.specs import MoESpec
@@ -22,7 +22,7 @@ def place(tmp_path_factory):
     model = synthesize(folder / "model", SPEC)
     for codec in ("huffman", "raw"):
         convert(model, folder / codec, codec)
-    peers.lay_out(model, folder / "experts.bin")
+    probe.lay_out(model, folder / "experts.bin")
     return folder
 
 
@@ -89,10 +89,10 @@ def test_the_probe_refuses_fewer_slots_than_a_layer_has_experts(place):
         peers.run("probe", options(place, slots=7))
 
 
-def test_a_contender_is_a_process_that_prints_one_line(place, eager):
+def test_a_contender_is_a_process_whose_last_line_is_its_report(place, eager):
     done = subprocess.run([sys.executable, "-m", "moelab.bench.peers", "mapped", json.dumps(options(place))],
                           capture_output=True, text=True, check=True)
-    (line,) = done.stdout.splitlines()
+    line = done.stdout.splitlines()[-1]
     assert json.loads(line)["digest"] == eager["digest"]
 
 
@@ -103,7 +103,7 @@ def test_what_is_not_installed_is_said(place, monkeypatch):
 
 def bench(place, reports):
     """A bench whose contenders say what they are told to."""
-    class Told(engine.Bench):
+    class Told(contest.Bench):
         def contend(self, arm, decode=None):
             return reports[arm[0]]
     return Told(SPEC, place, 5, DECODE, 2, {})
@@ -130,10 +130,9 @@ def test_tables_have_a_row_for_every_contender_and_a_reason_for_those_that_are_m
 
 
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
-    made = engine.Bench(SPEC, place, 5, DECODE, 1, {"mapped": sys.executable, "probe": "/no/such/python"})
+    made = contest.Bench(SPEC, place, 5, DECODE, 1, {"probe": "/no/such/python"})
     assert made.contend(("probe", {}, None))["result"].startswith("not installed (no interpreter")
-    failed = made.contend(("mapped", {"model": str(place / "nothing")}, None))["result"]
-    assert failed.startswith("failed: ") and "nothing" in failed
+    assert made.contend(("nobody", {}, None))["result"] == "failed: KeyError: 'nobody'"
 
 
 def test_no_control_group_is_said_and_limits_nothing(tmp_path):
@@ -171,14 +170,24 @@ def test_arguments_are_checked_before_anything_is_measured():
         engine.run(["memory"], python=["/usr/bin/python"])
 
 
+def test_experts_are_unstacked_as_the_hub_has_them(place, tmp_path):
+    import torch
+
+    import moelab
+    stacked, apart = (moelab.open_model(path).state_dict()
+                      for path in (place / "model", foreign.write_unstacked(place / "model", tmp_path / "hub")))
+    assert stacked.keys() == apart.keys() and all(torch.equal(stacked[key], apart[key]) for key in stacked)
+
+
 def test_gguf_holds_the_checkpoint(place, tmp_path):
     gguf = pytest.importorskip("gguf")
     import numpy as np
+    import torch
     from safetensors.torch import load_file
     file = foreign.write_gguf(place / "model", tmp_path / "model.gguf")
     written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     (shard,) = (place / "model").glob("*.safetensors")
-    fused = load_file(shard)["model.layers.1.mlp.experts.gate_up_proj"].view(dtype=__import__("torch").int16).numpy()
+    fused = load_file(shard)["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16).numpy()
     up = written["blk.1.ffn_up_exps.weight"].data.view(np.int16).reshape(8, 32, 64)
     assert np.array_equal(up, fused[:, 32:]) and len(written) == 2 * 12 + 3
 
@@ -189,12 +198,12 @@ def test_stress_finds_nothing_and_counts():
 
 
 def test_stress_notices_a_wrong_weight(monkeypatch):
-    real = stress.pipeline.decode_tensor
+    right = stress.CpuDecoder.__call__
 
-    def wrong(e, sm, name, out, scratch=None):
-        real(e, sm, name, out, scratch)
+    def wrong(self, kind, chunks, name, out):
+        right(self, kind, chunks, name, out)
         out.add_(1)
-    monkeypatch.setattr(stress.pipeline, "decode_tensor", wrong)
+    monkeypatch.setattr(stress.CpuDecoder, "__call__", wrong)
     monkeypatch.setattr(stress, "draw", lambda rng, store: {"budget": 1.0})
     with pytest.raises(AssertionError, match="not eager's"):
         stress.stress(1)

@@ -2,7 +2,10 @@ import ctypes
 import heapq
 import itertools
 import mmap
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,9 @@ from hypothesis import strategies as st
 pytest.importorskip("numba")
 from moelab.store import huffman  # noqa: E402
 from moelab.store.huffman_decoder import CODED, CONSTANT, MAX_BITS, RAW, STREAMS  # noqa: E402
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def compress(data: np.ndarray) -> bytes:
@@ -250,3 +256,15 @@ def test_noise_is_refused_or_decoded_to_the_exact_size(noise, n):
             decompress(blob, n)
         except ValueError:
             pass
+
+
+def test_no_kernel_reads_memory_that_it_has_freed():
+    """The C library overwrites what is freed; a table that numba frees too early would decode to rubbish."""
+    code = ("import numpy as np\nfrom moelab.store import huffman\n"
+            "data = np.random.default_rng(0).geometric(0.4, 100_000).astype(np.uint8)\n"
+            "room = np.empty(huffman.bound(len(data)), np.uint8)\n"
+            "blob, out = room[:huffman.compress_into(data, room)], np.empty_like(data)\n"
+            "for _ in range(20):\n    huffman.decompress_into(blob, out)\n    assert np.array_equal(out, data)\n")
+    env = {**os.environ, "MALLOC_PERTURB_": "90"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
