@@ -121,7 +121,10 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
     try:
         yield mount, f"ext4 on a loop device, read-ahead {read_ahead(mount)} KB{cached}"
     finally:
-        _command("umount", str(mount))
+        try:
+            _command("umount", str(mount))
+        except OSError:                         # somebody still has a file open; it goes when that one does
+            _command("umount", "--lazy", str(mount))
         _command("losetup", "--detach", device)
 
 
