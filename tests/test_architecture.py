@@ -13,10 +13,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {"specs", "progress", "cards", "datasets"}
+COMMON = {"specs", "progress", "table", "cards", "datasets"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
-    "specs": set(), "progress": set(), "cards": set(), "datasets": set(),
+    "specs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
     "models": set(),
     "trace": {"models"},
     "recording": {"models", "trace"},
@@ -46,7 +46,7 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "lab", "__main__", "__init__"}
+WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "table", "lab", "__main__", "__init__"}
 
 
 def part_of(path):

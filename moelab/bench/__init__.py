@@ -8,7 +8,7 @@ import os
 import platform
 from importlib import import_module
 
-from moelab.lab.table import format_value, text_table
+from moelab.table import format_value, text_table
 
 #: name → the module whose `run()` measures
 BENCHES = {"foundation": "moelab.bench.foundation", "store": "moelab.bench.store",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.lab.results import SCHEMA, finished_runs, read_json, results_root, write_json
-from moelab.lab.table import format_value, text_table
+from moelab.table import format_value, text_table
 
 TOLERANCE = 0.02
 

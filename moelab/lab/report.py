@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.lab.results import finished_runs, read_json, results_root
-from moelab.lab.table import format_value
+from moelab.table import format_value
 
 STYLE = """
 :root { color-scheme: light dark; }

@@ -16,7 +16,7 @@ from moelab.lab.report import write_report
 from moelab.lab.results import read_json
 from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, notebooks, run_notebook,
                                split_assignments)
-from moelab.lab.table import format_value, text_table
+from moelab.table import format_value, text_table
 
 SHOWN_METRICS = 3
 

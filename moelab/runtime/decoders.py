@@ -39,7 +39,7 @@ class CpuDecoder:
 
 
 class CudaDecoder:
-    """Exponents are decompressed into pinned memory; both planes are copied on a stream of their own and joined there."""
+    """Exponents are decompressed into pinned memory; both planes are copied on a stream of its own and joined there."""
 
     two_stages = False
 

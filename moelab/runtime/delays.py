@@ -20,12 +20,35 @@ from moelab.store.reader import Reader, decode, empty_tensors
 from moelab.store.stages import decompress, recover, separable
 
 
+def same_bits_on_one_thread(store: ExpertStore, model: Any, tokens: int = 8) -> bool:
+    """Whether one thread computes a token's expert to the same bits as all threads do, tried on `tokens` tokens.
+
+    Kernels share the rows of a product of a matrix and a vector out among threads, and a row's sum is one thread's.
+    No library promises it, so it is tried on a real expert.
+    """
+    threads, experts = torch.get_num_threads(), discover(model)[0].experts
+    if threads == 1 or model.device.type != "cpu":
+        return False                                            # nothing to gain
+    with Reader(store) as reader, torch.inference_mode():
+        chunks = reader.read(0, 0)
+        weights = {name: t.to(model.dtype) if t.is_floating_point() else t
+                   for name, t in decode(chunks, chunks).items()}
+        x, results = torch.randn(tokens, 1, store.spec.H, generator=torch.Generator().manual_seed(0)), []
+        try:
+            for n in (1, threads):
+                torch.set_num_threads(n)
+                results.append(torch.stack([experts.ffn(row.to(model.dtype), weights) for row in x]))
+        finally:
+            torch.set_num_threads(threads)
+    return torch.equal(*results)
+
+
 def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, samples: int = 5) -> Delays:
     """Medians of a few reads, decodings and computations of the store's first experts."""
     experts = discover(model)[0].experts
     ffn_dtype, H = model.dtype, store.spec.H
     reader, own = reader or Reader(store), reader is None
-    took: dict[str, list[float]] = {name: [] for name in ("E", "SM", "decompress", "recover", "one", "many")}
+    took: dict[str, list[float]] = {name: [] for name in ("E", "SM", "decompress", "recover", "decode", "one", "many")}
     buffers = {part: reader.buffer(part) for part in ("E", "SM")}
     out = None
 
@@ -42,7 +65,7 @@ def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, s
             names = [name for name in out if separable(e, name)]
             timed("decompress", lambda: [decompress(e, name, out[name]) for name in names])
             timed("recover", lambda: [recover(sm, name, out[name]) for name in names])
-            decode(e, sm, out)
+            timed("decode", lambda: decode(e, sm, out))
             weights = {name: t.to(model.device, ffn_dtype if t.is_floating_point() else None)
                        for name, t in out.items()}
             with torch.inference_mode():
@@ -57,4 +80,5 @@ def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, s
     entries = store.entries(0, 0)
     return Delays(e_read=seconds["E"], sm_read=seconds["SM"], decompress=seconds["decompress"],
                   recover=seconds["recover"], expert_base=max(0.0, seconds["one"] - token), expert_token=token,
-                  N=len(entries), e_bytes=run(entries, "E")[1], sm_bytes=run(entries, "SM")[1])
+                  N=len(entries), e_bytes=run(entries, "E")[1], sm_bytes=run(entries, "SM")[1],
+                  decode=seconds["decode"])

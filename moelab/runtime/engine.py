@@ -1,7 +1,7 @@
 """The offloading engine: an executor for the seam whose experts come from disk while others are being computed.
 
 Source: ZipMoE §3.3, §3.4, §4; the on-demand engine of Speculating Experts §5.1. For each layer's step `Residency`
-decides what is kept, `order` in which order to read, the pipeline's threads make experts whole, and the caller's
+decides what is kept, Algorithm 1 in which order to read, the pipeline's threads make experts whole, and the caller's
 thread computes them as they become whole, hits first. The results are added up in transformers' own order, so the
 output is that of `eager`, bit for bit, whatever the timing.
 
@@ -23,14 +23,10 @@ from moelab.models.seam import SeamExperts, assignments
 from moelab.runtime.pipeline import Job, Pipeline, clock
 from moelab.runtime.slots import Slots
 from moelab.runtime.timeline import Timeline
-from moelab.schedule.affinity import order
+from moelab.schedule.affinity import scheduler_for
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
-
-
-import os
-ONE = int(os.environ.get("MONE", "1"))
 
 
 class Cancelled(RuntimeError):
@@ -53,6 +49,7 @@ class Engine:
     timeline : what every resource did.
     mark : since when the model has been doing something else than experts; None outside a forward pass.
     on_layer : called with every step.
+    one_thread : whether one token's experts may be computed by one thread while others are decoded.
     """
 
     def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1) -> None:
@@ -60,6 +57,7 @@ class Engine:
         self.timeline, self.mark = Timeline(), None
         self.pipeline = Pipeline(slots, reader, workers, self.timeline)
         self.on_layer: Callable[[Step], None] | None = None
+        self.one_thread, self._scheduler = False, scheduler_for(delays)
         self._one = threading.Lock()                            # one layer at a time
         self._cancelled = False
 
@@ -70,8 +68,10 @@ class Engine:
             self._other(clock(), experts.layer)
             step, job = self._begin(experts.layer, {e: len(tokens) for e, (_, tokens) in parts.items()})
             contributions = []
+            # One core less for computing while others decode: two threads of a team of which one has lost its core
+            # wait for each other. Only where that changes no bit.
             threads = torch.get_num_threads()
-            alone = len(x) == 1 and ONE and any(r.state is not State.FULL for r in step.requests)
+            alone = self.one_thread and len(x) == 1 and job.loads
             if alone:
                 torch.set_num_threads(1)
             try:
@@ -128,7 +128,7 @@ class Engine:
             if self.on_layer is not None:
                 self.on_layer(step)
             loads = [request for request in step.requests if request.state is not State.FULL]
-            self.pipeline.start(job, loads, order(loads, self.delays, self.workers) if loads else None,
+            self.pipeline.start(job, loads, self._scheduler(loads, self.delays, self.workers) if loads else None,
                                 [key for key, _ in step.evicted])
         except BaseException:
             self._abandon(job, step)

@@ -24,7 +24,7 @@ from moelab.models import opening, plug
 from moelab.runtime.budget import parse_budget
 from moelab.runtime.engine import Engine
 from moelab.runtime.metrics import Forward, metrics, process
-from moelab.runtime.delays import quick_delays
+from moelab.runtime.delays import quick_delays, same_bits_on_one_thread
 from moelab.runtime.slots import Sizes, Slots
 from moelab.schedule.requests import Delays
 from moelab.store.layout import ExpertStore
@@ -80,6 +80,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
         model = opening.open_model(store.folder, experts="external", device=device)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
                         workers)
+        engine.one_thread = same_bits_on_one_thread(store, model)
     except BaseException:
         reader.close()
         raise

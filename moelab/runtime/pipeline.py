@@ -32,19 +32,22 @@ from moelab.store.reader import Chunks, Reader
 from moelab.store.stages import separable
 
 clock = time.perf_counter
-NICE = int(os.environ.get("MNICE", "10"))
 #: what the scheduler calls a read → the kinds of slots that it fills
 PARTS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
+#: what a worker does → the chunks that it uses
+USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
+NICE = 5                    # of the workers' threads
 
 
 class Held:
-    """The slots that an expert has, and what is in those of its chunks."""
+    """The slots that an expert has, what is in those of its chunks, and which of that has not been checked yet."""
 
-    __slots__ = ("slots", "chunks")
+    __slots__ = ("slots", "chunks", "unchecked")
 
     def __init__(self) -> None:
         self.slots: dict[str, int] = {}             # kind → slot
         self.chunks: dict[str, Chunks] = {}         # "e", "sm" → chunks that have been read
+        self.unchecked: set[tuple[str, str]] = set()            # ("e" or "sm", tensor)
 
 
 class Load:
@@ -238,11 +241,10 @@ class Pipeline:
     def _read_loop(self) -> None:
         while (found := self._next(self._io, _next_read)) is not None:
             job, (load, kinds) = found
-            key, start, error, chunks = load.request.key, clock(), None, ()
+            key, start, error, chunks = load.request.key, clock(), None, []
             try:
-                buffers = [self.slots.bytes(kind, load.held.slots[kind]) for kind in kinds]
-                chunks = self.reader.read_both(*key, *buffers) if len(kinds) == 2 else (
-                    self.reader.read(*key, kinds[0].upper(), *buffers),)
+                chunks = self.reader.read_parts(*key, {kind.upper(): self.slots.bytes(kind, load.held.slots[kind])
+                                                       for kind in kinds})
             except BaseException as caught:             # whatever it is belongs to the caller of the model
                 error = caught
             else:
@@ -250,6 +252,8 @@ class Pipeline:
                                         clock(), sum(len(part.data) for part in chunks)))
             with self._lock:
                 load.held.chunks.update(zip(kinds, chunks))
+                if self.reader.verify:
+                    load.held.unchecked.update((kind, name) for kind in kinds for name in load.todo)
                 load.reads.difference_update(kinds[:len(chunks)])
                 self._landed(job, error)
                 self._work.notify_all()
@@ -261,6 +265,11 @@ class Pipeline:
             job, (load, name, kind) = found
             key, start, error = load.request.key, clock(), None
             try:
+                # Checked here and not when they were read: the disk goes on meanwhile, and decoding finds them cached.
+                for part in USES[kind]:
+                    if (part, name) in load.held.unchecked:
+                        self.reader.check(load.held.chunks[part], name)
+                        load.held.unchecked.discard((part, name))
                 decode(kind, load.held.chunks, name, self.slots.tensors(load.held.slots["full"], key.layer)[name])
             except BaseException as caught:
                 error = caught

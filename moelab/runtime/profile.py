@@ -133,7 +133,8 @@ class Profile:
         base, token = self.fit("expert")
         return MeasuredDelays(
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
-            token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], tuple(self.points("expert").items()))
+            token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
+            tuple(self.points("expert").items()))
 
     def to_device(self) -> DeviceSpec:
         """A device card of this machine, its figures "measured", with when and how in their source."""

@@ -45,13 +45,13 @@ class Rounds:
         experts = sum(len(layer.experts) for layer in store.layers)
         self.kept = max(workers, min(experts, ROUND_TRIP // Sizes.of(store).full))
         self.slots = Slots(store, {"full": self.kept, "e": workers, "sm": workers})
-        self.buffers = [(self.slots.bytes("e", i), self.slots.bytes("sm", i)) for i in range(workers)]
-        for part in (part for pair in self.buffers for part in pair):
+        self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
+        for part in (part for pair in self.buffers for part in pair.values()):
             part[:] = 0                                         # its pages are there
         self.full: dict[int, int] = {}                          # slot → layer of the expert that it holds
         for slot in range(self.kept):
             layer, expert = self._pick()
-            decode(*reader.read_both(layer, expert, *self.buffers[0]), self.slots.tensors(slot, layer))
+            decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer))
             self.full[slot] = layer
         largest = max(layer.size for layer in store.layers)
         self.sizes = [size for size in READS if size <= largest]
@@ -93,16 +93,22 @@ class Rounds:
         return self.timed(name, function, layer, *args)
 
     def _read_and_decode(self) -> None:
-        self._read("read both", self.reader.read_both, *self._pick(), *self.buffers[0])
+        self._read("read both", self.reader.read_parts, *self._pick(), self.buffers[0])
         work = []
-        for i, (e_buffer, sm_buffer) in enumerate(self.buffers):
+        for i, buffers in enumerate(self.buffers):
             key, slot = self._pick(), (self.done * self.workers + i) % self.kept
-            e = self._read("read E", self.reader.read, *key, "E", e_buffer)
-            sm = self._read("read SM", self.reader.read, *key, "SM", sm_buffer)
+            (e,) = self._read("read E", self.reader.read_parts, *key, {"E": buffers["E"]})
+            (sm,) = self._read("read SM", self.reader.read_parts, *key, {"SM": buffers["SM"]})
             self.full[slot] = key[0]
             work.append((e, sm, self.slots.tensors(slot, key[0])))
         for name, stage in (("decompress", _decompress), ("recover", _recover), ("decode", decode)):
-            list(self.pool.map(lambda given: self.timed(name, stage, *given), work))
+            list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
+
+    def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
+        """What the engine's workers do: check what they use, then use it."""
+        for chunks in {"decompress": (e,), "recover": (sm,)}.get(name, (e, sm)) if self.reader.verify else ():
+            self.reader.check(chunks)
+        stage(e, sm, out)
 
     def _expert(self, tokens: int) -> None:
         slot = int(self.rng.integers(self.kept))

@@ -23,7 +23,7 @@ from moelab.cache.residency import Counters, Residency
 from moelab.progress import progress
 from moelab.runtime.limits import Rates, Steps
 from moelab.runtime.metrics import Forward, metrics
-from moelab.schedule.affinity import Order, order
+from moelab.schedule.affinity import Order, scheduler_for
 from moelab.schedule.execution import execute
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, MoESpec
@@ -55,7 +55,7 @@ class Simulation:
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
-             scheduler: Callable[[Sequence[Any], Delays, int], Order] = order) -> Simulation:
+             scheduler: Callable[[Sequence[Any], Delays, int], Order] | None = None) -> Simulation:
     """Play a run in simulated time.
 
     Parameters
@@ -68,7 +68,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     workers, staging : threads that decompress, experts that may be on their way (None: any number).
     other : seconds per layer before its experts can be read.
     head : seconds per forward after the last layer.
-    scheduler : makes the order of reading from (requests, delays, workers).
+    scheduler : makes the order of reading from (requests, delays, workers); None takes `scheduler_for(delays)`, which
+        is the engine's.
 
     Raises
     ------

@@ -23,7 +23,7 @@ Other gaps of the listing, and what is done:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapreplace
 from typing import Any, NamedTuple
 
@@ -75,6 +75,26 @@ def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
           if (task.reads_e if part == "E" else task.type_1)]
     return Order(io, [task.expert for block in blocks for task in block],
                  [[task.expert for task in block] for block in blocks])
+
+
+def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
+    """Algorithm 1's order of experts, but the chunks of each in one request, so that they are decoded in one go."""
+    plan = order(requests, delays, workers)
+    parts: dict[int, list[str]] = {}
+    for expert, part in plan.io:
+        parts.setdefault(expert, []).append(part)
+    first = [expert for expert in plan.decode if expert in parts]
+    return plan._replace(io=[(expert, part) for expert in first for part in sorted(parts[expert])])
+
+
+def scheduler_for(delays: Delays) -> Callable[[Iterable[Any], Delays, int], Order]:
+    """`order` where decompressing is the slow part and reading E-chunks first gives it a start; else the other.
+
+    Algorithm 1 assumes requests and stages that cost nothing by themselves. Where an expert is decompressed in less
+    time than its SM-chunks are read, what the early start hides is less than what two requests and two passes over
+    the weights cost.
+    """
+    return order if delays.decompress > delays.sm_read else order_by_expert
 
 
 def naive_order(requests: Iterable[Any]) -> Order:

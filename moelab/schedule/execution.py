@@ -117,7 +117,7 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
     read_costs = {"E": ("read E", delays.e_read, delays.e_bytes), "SM": ("read SM", delays.sm_read, delays.sm_bytes),
                   "both": ("read", delays.e_read + delays.sm_read, delays.e_bytes + delays.sm_bytes)}
     work_costs = {"decompress": delays.decompress, "recover": delays.recover,
-                  "decode": delays.decompress + delays.recover}
+                  "decode": delays.decode_at_once}
     rank = {expert: position for position, expert in enumerate(order.decode)}
     has_sm = {expert for expert in missing if by_expert[expert].state.has_sm}
     decompressed: set[int] = set()

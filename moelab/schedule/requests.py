@@ -109,6 +109,7 @@ class Delays:
     K : shards a tensor.
     N : tensors an expert.
     e_bytes, sm_bytes : what the two reads transfer, for the timeline.
+    decode : decompressing and joining in one go, which may be faster than one after the other; None for their sum.
     """
 
     e_read: float
@@ -121,6 +122,7 @@ class Delays:
     N: int = 3
     e_bytes: int = 0
     sm_bytes: int = 0
+    decode: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -128,6 +130,11 @@ class Delays:
                 raise ValueError(f"{field} is {getattr(self, field)} s; a delay is a number of seconds, at least 0")
         if self.K < 1 or self.N < 1:
             raise ValueError(f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1")
+
+    @property
+    def decode_at_once(self) -> float:
+        """Seconds of decompressing and joining an expert whose chunks are all there."""
+        return self.decompress + self.recover if self.decode is None else self.decode
 
     def expert(self, tokens: int) -> float:
         """Seconds that an expert computes for so many tokens."""

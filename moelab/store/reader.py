@@ -114,12 +114,14 @@ class Reader:
         """
         if part not in PARTS:
             raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
-        return self._read(layer, expert, [(part, buffer)])[0]
+        chunks = self._read(layer, expert, [(part, buffer)])[0]
+        if self.verify:
+            self.check(chunks)
+        return chunks
 
-    def read_both(self, layer: int, expert: int, e_buffer: np.ndarray, sm_buffer: np.ndarray) -> tuple[Chunks, Chunks]:
-        """Read the E-chunks and the SM-chunks of one expert into a buffer each, in one request; else as `read`."""
-        e, sm = self._read(layer, expert, [("E", e_buffer), ("SM", sm_buffer)])
-        return e, sm
+    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray]) -> list[Chunks]:
+        """Read "E", "SM" or both, in this order, into a buffer each, in one request, and check nothing: see `check`."""
+        return self._read(layer, expert, list(parts.items()))
 
     def _read(self, layer: int, expert: int, wanted: list[tuple[str, np.ndarray | None]]) -> list[Chunks]:
         """Read parts that follow each other in the file, in one request."""
@@ -136,9 +138,6 @@ class Reader:
         filled = [chunks for chunks in found if len(chunks.data)]
         if filled:
             self._fill(filled)
-        if self.verify:
-            for chunks in found:
-                self._check(chunks)
         return found
 
     def _fill(self, parts: list[Chunks]) -> None:
@@ -193,8 +192,9 @@ class Reader:
                 self._files[key] = fd
             return self._files[key]
 
-    def _check(self, chunks: Chunks) -> None:
-        for name, entry in chunks.entries.items():
+    def check(self, chunks: Chunks, only: str | None = None) -> None:
+        """Raise StoreError unless the chunks, or those of the tensor `only`, match their checksums."""
+        for name, entry in chunks.entries.items() if only is None else [(only, chunks.entries[only])]:
             for i, (_, expected) in enumerate(entry.planes):
                 if chunks.part != "both" and (i == 0) != (chunks.part == "E"):
                     continue

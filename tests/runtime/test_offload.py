@@ -130,14 +130,14 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
 
 
 def jitter(model, chance):
-    reader, read = model.moelab.engine.pipeline.reader, model.moelab.engine.pipeline.reader.read
+    reader, read = model.moelab.engine.pipeline.reader, model.moelab.engine.pipeline.reader.read_parts
 
     def slow(*args, **kwargs):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
         chunks = read(*args, **kwargs)
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
         return chunks
-    reader.read = slow
+    reader.read_parts = slow
 
 
 def test_what_the_budget_is_and_what_is_resident(qwen):
@@ -171,13 +171,13 @@ def test_an_error_of_the_disk_reaches_the_caller_and_the_model_goes_on(qwen):
     model, store = qwen
     offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
     reader = offloaded.moelab.engine.pipeline.reader
-    read, calls = reader.read, iter(range(10**6))
+    read, calls = reader.read_parts, iter(range(10**6))
 
     def failing(*args, **kwargs):
         if next(calls) == 5:
             raise OSError(5, "reading experts-00000.safetensors failed")
         return read(*args, **kwargs)
-    reader.read = failing
+    reader.read_parts = failing
     with pytest.raises(OSError, match="experts-00000"):
         generate(offloaded)
     assert_equal(offloaded, reference)

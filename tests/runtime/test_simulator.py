@@ -74,7 +74,7 @@ def test_a_resident_model_never_reads():
 
 
 def test_one_worker_and_one_miss_by_hand():
-    """Attention 1 ms, then E and SM, then decompression while SM is read, recovery, the expert."""
+    """Attention 1 ms, then E and SM in one request, decompression, recovery, the expert."""
     simulation = simulate([[(0, {3: 1})]], [(1, "decode")], Residency(L, E, Pools(F=1)), DELAYS, other=(1e-3, 0.0))
     read_both_then_decode = 1e-3 + 3e-4 + 5e-4 + 4e-4 + 1e-4 + 2.1e-4
     assert simulation.forwards[0].end == pytest.approx(read_both_then_decode)

@@ -185,6 +185,6 @@ def test_buffers_are_aligned():
 def test_both_parts_into_a_buffer_each_in_one_request(store):
     with Reader(store) as reader:
         for layer, index in ((0, 0), (1, 2)):
-            e, sm = reader.read_both(layer, index, reader.buffer("E"), reader.buffer("SM"))
-            equal(decode(e, sm), layer, index)
+            parts = {"E": reader.buffer("E"), "SM": reader.buffer("SM")}
+            equal(decode(*reader.read_parts(layer, index, parts)), layer, index)
         assert reader.counters.requests == 2
