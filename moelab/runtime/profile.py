@@ -111,7 +111,7 @@ class Profile:
         steps = [((n - first) / seconds, 1 - once / seconds) for n, seconds in more]
         token = sum(a * b for a, b in steps) / sum(a * a for a, _ in steps) if steps else 0.0
         token = min(max(token, 0.0), once / first)
-        return once - token * first, token
+        return max(once - token * first, 0.0), token            # rounding can leave less than nothing
 
     def fit_error(self, kind: str) -> float:
         """The largest relative error of the fit."""
