@@ -79,13 +79,13 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if len(kinds) != len(steps):
         raise ValueError(f"{len(steps)} forwards are to be played, but tokens and phase are given of {len(kinds)}")
     residency.reset_counters()
-    events, done, now = [], [], start
+    choose, events, done, now = scheduler or scheduler_for(delays), [], [], start
     for forward, (tokens, phase) in progress(list(zip(steps, kinds)), "simulating"):
         begun = now
         for layer, experts in forward:
             now = _spend(events, layer, now, other, tokens)
             requests = residency.begin(layer, experts).requests
-            plan = scheduler(requests, delays, workers)
+            plan = choose(requests, delays, workers)
             happened, now = execute(requests, plan, delays, workers, staging, now, layer)
             events += happened
         now = _spend(events, -1, now, head, tokens)
