@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.models import MoELayer, SeamExperts, discover, identity, spec_of
-from moelab.models.seam import ROUTING
+from moelab.models.dialects import ROUTING
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path, temporary_folder

@@ -12,7 +12,8 @@ from moelab.table import format_value, text_table
 
 #: name → the module whose `run()` measures
 BENCHES = {"foundation": "moelab.bench.foundation", "store": "moelab.bench.store",
-           "conversion": "moelab.bench.conversion", "engine": "moelab.bench.engine"}
+           "conversion": "moelab.bench.conversion", "engine": "moelab.bench.engine",
+           "planning": "moelab.bench.planning"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

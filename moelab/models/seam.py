@@ -4,7 +4,7 @@ transformers 5 calls the routed experts of 60-odd architectures as `experts(hidd
 top_k_weights)`. `plug` turns a model's experts modules into `SeamExperts`, whose computation is an *executor* and
 whose weights come from a *source*; everything moelab does to a model happens behind that call. Two architectures
 that speak another way (Llama 4 scales the expert's input, Switch passes a one-hot tensor) get a block that
-translates, so an executor sees the same thing everywhere.
+translates (`moelab.models.dialects`), so an executor sees the same thing everywhere.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    →  [T, H]
 
@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from moelab.models.dialects import BLOCKS, ROUTING, block_class
 
 #: an expert's tensors by parameter name, in the architecture's own layout
 Weights = dict[str, Tensor]
@@ -71,7 +73,7 @@ def discover(model: nn.Module) -> list[MoELayer]:
                       None)
         if router is None:
             raise ValueError(f"the MoE block {block_name} ({type(block).__name__}) has no child named gate or router; "
-                             f"this architecture needs a line in moelab/models/seam.py")
+                             f"this architecture needs a line in moelab/models/dialects.py")
         norm = next((getattr(parent, n) for n in NORMS if isinstance(getattr(parent, n, None), nn.Module)), None)
         layers.append(MoELayer(len(layers), block_name, block, module, router, norm))
     if not layers:
@@ -283,45 +285,3 @@ def eager(x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tens
         (expert, tokens, experts.contribution(x, tokens, weights[tokens, choice], experts.weights(expert)))
         for expert, choice, tokens in assignments(ids, experts.num_experts)]
     return experts.accumulate(x, contributions)
-
-
-# ----------------------------------------------------------------------------- architectures that speak another way
-
-def _llama4_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
-    scores, logits = output                                                 # [T, E] each
-    ids = logits.topk(router.top_k, dim=1).indices
-    return ids, scores.gather(1, ids)
-
-
-def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
-    chosen, probability, _ = output                                         # one-hot [B, S, E], [B, S, 1]
-    chosen = chosen.reshape(-1, chosen.shape[-1])
-    ids = torch.where(chosen.any(-1), chosen.argmax(-1), router.num_experts)
-    return ids[:, None], probability.reshape(-1, 1)
-
-
-#: router class → how to read its output; all others return (logits, weights, ids)
-ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing}
-
-
-def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    h = hidden_states.reshape(-1, self.hidden_dim)
-    scores, logits = self.router(h)
-    ids, weights = _llama4_routing(self.router, (scores, logits))
-    return self.shared_expert(h).add_(self.experts(h, ids, weights)), logits
-
-
-def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    ids, weights = _switch_routing(self.router, self.router(hidden_states))
-    h = hidden_states.view(-1, hidden_states.shape[-1])
-    return self.experts(h, ids, weights).reshape(hidden_states.shape)
-
-
-@lru_cache(maxsize=None)
-def block_class(cls: type) -> type:
-    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`."""
-    return type("Seam" + cls.__name__, (cls,), {"forward": BLOCKS[cls.__name__], "stock": cls})
-
-
-#: block class → its forward in the seam's terms
-BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward}

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from moelab.store import bits
-from moelab.store.codecs import find_codec, plane_bytes, shard_bounds
-from moelab.store.reader import Chunks, damaged, decode_tensor
-from moelab.store.stages import decompress, recover
+from moelab.store.codecs import plane_bytes
+from moelab.store.reader import Chunks, decode_tensor
+from moelab.store.stages import decompress, exponents_of, recover
 
 
 class CpuDecoder:
@@ -57,7 +57,7 @@ class CudaDecoder:
             self._stream.wait_stream(torch.cuda.default_stream(out.device))
             if len(planes) == 2 and planes[1][0] == "raw" and len(planes[1][1]) == 1:
                 n = size // 2
-                self._decompress(e, name, self._host[:n])
+                exponents_of(e, name, self._host[:n].numpy())
                 exponents = self._there[:n].copy_(self._host[:n], non_blocking=True)
                 rest = torch.from_numpy(plane_bytes(sm.plane(name, 1), n))
                 bits.join(exponents, self._there[n:size].copy_(rest, non_blocking=True), out)
@@ -65,16 +65,6 @@ class CudaDecoder:
                 decode_tensor(e, sm, name, self._host[:size].view(out.dtype).view(out.shape))
                 out.copy_(self._host[:size].view(out.dtype).view(out.shape), non_blocking=True)
         self._stream.synchronize()              # this worker waits, nobody else; then the buffers can be used again
-
-    @staticmethod
-    def _decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
-        plane, exponents = e.plane(name, 0), out.numpy()
-        decode = find_codec(plane.codec).decompress
-        try:
-            for (begin, end), blob in zip(shard_bounds(len(exponents), len(plane.shards)), plane.shards):
-                decode(blob, exponents[begin:end])
-        except ValueError as error:
-            raise damaged(e, name, error) from error
 
 
 def decoder(device: torch.device) -> CpuDecoder | CudaDecoder:

@@ -223,6 +223,21 @@ def _write(source, n, target, first, last, leads, k, lengths, limit):
 
 
 @kernel
+def _flushed(bits, used, at):
+    """Store the whole bytes of `bits`; returns what is left of them, its length, and where it goes."""
+    store(at, bits)
+    return bits >> (used & _U(56)), used & _U(7), at + np.int64(used >> _U(3))
+
+
+@kernel
+def _closed(bits, used, at, target, limit):
+    """Write the last bits and the closing 1 bit; returns the stream's size, 0 if that is past `limit`."""
+    store(at, bits | _U(1) << used)
+    at += np.int64((used + _U(8)) >> _U(3))
+    return at - target if at <= limit else 0
+
+
+@kernel
 def _encode(codes, is_lead, row_of, source, n, target, limit):
     """Write one stream of `n` bytes; returns its size, 0 if it goes past `limit`, and the row of a lead left over.
 
@@ -241,12 +256,7 @@ def _encode(codes, is_lead, row_of, source, n, target, limit):
             four = four >> (code & _U(63)) | code   # the lengths in the low byte stay below the codes
             length += code
         length &= low
-        bits |= (four >> (_U(64) - length)) << used
-        used += length
-        store(at, bits)
-        at += np.int64(used >> _U(3))
-        bits >>= used & _U(56)
-        used &= _U(7)
+        bits, used, at = _flushed(bits | (four >> (_U(64) - length)) << used, used + length, at)
         if at > limit:
             return 0, row
     for i in range(source + (n & ~3), source + n):
@@ -256,10 +266,7 @@ def _encode(codes, is_lead, row_of, source, n, target, limit):
         waiting = is_lead[s] & ~waiting
         bits |= (code >> _U(1) >> (_U(63) - (code & low))) << used
         used += code & low
-    bits |= _U(1) << used                           # the closing 1 bit
-    store(at, bits)
-    at += np.int64((used + _U(8)) >> _U(3))
-    return (at - target if at <= limit else 0), row
+    return _closed(bits, used, at, target, limit), row
 
 
 @kernel
@@ -271,19 +278,11 @@ def _encode_alone(codes, source, n, target, limit):
         # the earlier code in the lower bits: `four` is filled from the top, each code pushing the ones before it down
         four = ((a >> (b & _U(63)) | b) >> (c & _U(63)) | c) >> (d & _U(63)) | d
         length = (a + b + c + d) & low
-        bits |= (four >> (_U(64) - length)) << used
-        used += length
-        store(at, bits)
-        at += np.int64(used >> _U(3))
-        bits >>= used & _U(56)
-        used &= _U(7)
+        bits, used, at = _flushed(bits | (four >> (_U(64) - length)) << used, used + length, at)
         if at > limit:
             return 0
     for i in range(source + (n & ~3), source + n):
         code = codes[load_byte(i)]
         bits |= (code >> _U(1) >> (_U(63) - (code & low))) << used
         used += code & low
-    bits |= _U(1) << used                           # the closing 1 bit
-    store(at, bits)
-    at += np.int64((used + _U(8)) >> _U(3))
-    return at - target if at <= limit else 0
+    return _closed(bits, used, at, target, limit)

@@ -29,12 +29,16 @@ def separable(chunks: Chunks, name: str) -> bool:
 
 def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
     """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError if damaged."""
-    exponents = bits.as_bytes(out, writable=True)[out.numel():]
+    exponents_of(e, name, bits.as_bytes(out, writable=True)[out.numel():])
+
+
+def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
+    """The exponents of a tensor of 16-bit weights into `out`, uint8 [N]. Raises StoreError if they are damaged."""
     plane = e.plane(name, 0)
     decode = find_codec(plane.codec).decompress
     try:
-        for (begin, end), blob in zip(shard_bounds(len(exponents), len(plane.shards)), plane.shards):
-            decode(blob, exponents[begin:end])
+        for (begin, end), blob in zip(shard_bounds(len(out), len(plane.shards)), plane.shards):
+            decode(blob, out[begin:end])
     except ValueError as error:
         raise damaged(e, name, error) from error
 

@@ -1,0 +1,57 @@
+"""Blocks that speak another way than `experts(hidden_states, top_k_index, top_k_weights)`, translated for the seam.
+
+Llama 4's router returns dense scores, which scale the experts' *input*; Switch's returns a one-hot tensor from which a
+token that found no room is missing. Each gets a way to read its router's output and a block that calls its experts as
+all others do; how their experts compute is in `moelab.models.seam`. Another such architecture is a line in each of the
+two dictionaries.
+
+Shapes: ids [T, K], E means "no expert"; weights [T, K].
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _llama4_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+    scores, logits = output                                                 # [T, E] each
+    ids = logits.topk(router.top_k, dim=1).indices
+    return ids, scores.gather(1, ids)
+
+
+def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+    chosen, probability, _ = output                                         # one-hot [B, S, E], [B, S, 1]
+    chosen = chosen.reshape(-1, chosen.shape[-1])
+    ids = torch.where(chosen.any(-1), chosen.argmax(-1), router.num_experts)
+    return ids[:, None], probability.reshape(-1, 1)
+
+
+#: router class → how to read its output; all others return (logits, weights, ids)
+ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing}
+
+
+def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    h = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(h)
+    ids, weights = _llama4_routing(self.router, (scores, logits))
+    return self.shared_expert(h).add_(self.experts(h, ids, weights)), logits
+
+
+def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    ids, weights = _switch_routing(self.router, self.router(hidden_states))
+    h = hidden_states.view(-1, hidden_states.shape[-1])
+    return self.experts(h, ids, weights).reshape(hidden_states.shape)
+
+
+@lru_cache(maxsize=None)
+def block_class(cls: type) -> type:
+    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`."""
+    return type("Seam" + cls.__name__, (cls,), {"forward": BLOCKS[cls.__name__], "stock": cls})
+
+
+#: block class → its forward in the seam's terms
+BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward}
