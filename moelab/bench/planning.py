@@ -49,7 +49,7 @@ def run(instances: int = 10_000, repeats: int = 300, seed: int = 0) -> dict[str,
         "planning (measured)": {
             "E=128, K=8, four pools, δ=0.05, seconds": median_time(
                 lambda budget: plan(f, budget, sizes, K, DELAYS, 2, step=0.05), [300 * MB, 500 * MB, 800 * MB]),
-            "error of the fitted inclusion": float(abs(inclusion(q, K)[0] - f).max())}}
+            "error of the fitted inclusion": f"{abs(inclusion(q, K)[0] - f).max():.1e}"}}
 
 
 def inclusion_of_ranks() -> np.ndarray:

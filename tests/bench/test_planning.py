@@ -10,7 +10,7 @@ def test_its_figures():
     study = found["Algorithm 1 ÷ optimum (simulated)"]
     assert 1 <= study["mean"] <= study["worst"] and study["above the bound"] == 0
     assert all(value > 0 for value in found["ordering a layer (measured)"].values())
-    assert found["planning (measured)"]["error of the fitted inclusion"] < 1e-8
+    assert float(found["planning (measured)"]["error of the fitted inclusion"]) < 1e-8
 
 
 def test_the_popularity_is_one_of_k_experts():
