@@ -23,7 +23,7 @@ from moelab.models.seam import SeamExperts, assignments
 from moelab.runtime.pipeline import Job, Pipeline, clock
 from moelab.runtime.slots import Slots
 from moelab.runtime.timeline import Timeline
-from moelab.schedule.affinity import scheduler_for
+from moelab.schedule.affinity import given_order, scheduler_for
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
@@ -43,6 +43,7 @@ class Engine:
     reader : of the store; closed with the engine.
     delays : seconds that an expert's parts take on this machine, for the order of reading.
     workers : L, threads that decompress and join.
+    room_ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
 
     Attributes
     ----------
@@ -52,12 +53,14 @@ class Engine:
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
     """
 
-    def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1) -> None:
+    def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1,
+                 room_ahead: int = 0) -> None:
         self.residency, self.delays, self.workers = residency, delays, workers
         self.timeline, self.mark = Timeline(), None
-        self.pipeline = Pipeline(slots, reader, workers, self.timeline)
+        self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
         self.on_layer: Callable[[Step], None] | None = None
         self.one_thread, self._scheduler = False, scheduler_for(delays)
+        self._announced: tuple[int, list[int]] | None = None
         self._one = threading.Lock()                            # one layer at a time
         self._cancelled = False
 
@@ -81,20 +84,33 @@ class Engine:
                     tensors = _cast(self.pipeline.tensors(request.key), x.dtype)
                     contributions.append((expert, tokens, experts.contribution(
                         x, tokens, weights[tokens, choice], tensors)))
-                    self.pipeline.executed(job, request)
+                    self.pipeline.executed(request)
                     self.mark = clock()
                     self.timeline.add(Event("compute", "expert", job.layer, expert, start, self.mark))
             except BaseException:
-                self._abandon(job, step)
+                self._abandon(step)
                 raise
             finally:
                 if alone:
                     torch.set_num_threads(threads)
             return experts.accumulate(x, contributions)
 
+    def prefetch(self, layer: int, ids: Tensor) -> None:
+        """Announce the experts [T, K] that a later layer of this forward pass will probably need.
+
+        They are made whole while the layer that runs next, and what follows it, is computed: behind its own reads, in
+        memory that is there for it (`ahead` of `moelab.offload`; without, this does nothing), and decided about only
+        when their layer comes. So a guess changes when things are read, never what is kept or computed.
+        """
+        if self.pipeline.room_ahead and 0 <= layer < self.residency.L:
+            experts = dict.fromkeys(ids.T.reshape(-1).tolist())             # all tokens' first choices first
+            self._announced = layer, [expert for expert in experts if expert < self.residency.E]
+
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
         now = clock()
+        self._announced = None
+        self.pipeline.drop_ahead()
         self._other(now, -1)
         self.mark = None
         return now
@@ -117,23 +133,36 @@ class Engine:
 
     def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Job]:
         """Decide about a layer's step and set the threads to work."""
-        job = Job(layer)
         try:
             step = self.residency.begin(layer, tokens)
         except BaseException:       # interrupted, or an error of a user's policy: what is resident is no longer certain
             self.residency.clear()
-            self.pipeline.abandon(job, lambda key: False)
+            self.pipeline.abandon(lambda key: False)
             raise
         try:
             if self.on_layer is not None:
                 self.on_layer(step)
             loads = [request for request in step.requests if request.state is not State.FULL]
-            self.pipeline.start(job, loads, self._scheduler(loads, self.delays, self.workers) if loads else None,
-                                [key for key, _ in step.evicted])
+            job, left = self.pipeline.start(layer, loads, [key for key, _ in step.evicted])
+            if left:
+                self.pipeline.load(job, left, self._scheduler(left, self.delays, self.workers))
+            self._fetch()
         except BaseException:
-            self._abandon(job, step)
+            self._abandon(step)
             raise
         return step, job
+
+    def _fetch(self) -> None:
+        """Set the threads to what has been announced, behind what this layer needs."""
+        announced, self._announced = self._announced, None
+        if announced is None:
+            return
+        layer, experts = announced
+        keys = [ExpertKey(layer, expert) for expert in experts]
+        requests = [Request(key, 1, state, State.MISSED) for key in keys
+                    if (state := self.residency.state(key)) is not State.FULL]
+        if requests:
+            self.pipeline.fetch(layer, requests, given_order(requests))
 
     def _as_ready(self, job: Job, step: Step) -> Iterator[Request]:
         """The step's requests as they can be executed: hits first, in ascending order."""
@@ -154,11 +183,12 @@ class Engine:
             self._cancelled = False
             raise Cancelled("the generation was cancelled; the model can be used again")
 
-    def _abandon(self, job: Job, step: Step) -> None:
+    def _abandon(self, step: Step) -> None:
         """After an error or an interruption: hold only what is certain to be whole."""
+        self._announced = None
         self.residency.forget(request.key for request in step.requests
                               if request.state is not State.FULL or request.keep is not State.FULL)
-        self.pipeline.abandon(job, lambda key: self.residency.state(key) is not State.MISSED)
+        self.pipeline.abandon(lambda key: self.residency.state(key) is not State.MISSED)
 
     def _other(self, now: float, layer: int) -> None:
         if self.mark is not None:

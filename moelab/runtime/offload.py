@@ -12,6 +12,7 @@ import functools
 import threading
 import time
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from moelab.runtime.budget import parse_budget
 from moelab.runtime.engine import Engine
 from moelab.runtime.metrics import Forward, metrics, process
 from moelab.runtime.delays import quick_delays, same_bits_on_one_thread
+from moelab.runtime.loads import Fetched
 from moelab.runtime.slots import Sizes, Slots
 from moelab.schedule.requests import Delays
 from moelab.store.layout import ExpertStore
@@ -34,8 +36,8 @@ from moelab.store.verify import check_weights
 
 def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
             plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
-            staging: int | None = None, delays: Delays | None = None, device: str | torch.device = "cpu",
-            **reading: Any) -> Any:
+            staging: int | None = None, ahead: int = 0, delays: Delays | None = None,
+            device: str | torch.device = "cpu", **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
     Parameters
@@ -49,6 +51,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     workers : L, threads that decompress.
     staging : experts that may be on their way at the same time beyond those that are kept; by default workers + 2,
         fewer if the budget is small.
+    ahead : experts that may be fetched for layers to come, see `moelab.speculate`; their memory is part of the budget.
     delays : what an expert's parts cost here, measured in a moment if not given (`moelab.runtime.profile`).
     device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
@@ -66,20 +69,26 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     check_weights(store)
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
-    sizes, L, E = Sizes.of(store), len(store.layers), max(len(layer.experts) for layer in store.layers)
-    everything = L * E * sizes.full + (staging or workers + 2) * sizes.in_flight
+    if ahead < 0:
+        raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
+    pools = getattr(plan, "pools", plan)
+    # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
+    whole_only = pools is None or not (pools.C or pools.S or pools.E)
+    sizes = Sizes.of(store, None if whole_only and torch.device(device).type == "cpu" else False)
+    L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
+    everything = L * E * sizes.full + (ahead + (staging or workers + 2)) * sizes.in_flight
     others = sum(size for _, _, _, size, _ in store.weights.values())
     room = parse_budget(budget, everything, others)
-    pools, staging = divide(room, sizes, L, E, getattr(plan, "pools", plan), scope, workers, staging)
-    copies = L if scope == "layer" else 1
-    count = {"full": copies * pools.F + staging, "e": copies * (pools.C + pools.E) + staging,
-             "sm": copies * (pools.C + pools.S) + staging}
+    pools, staging = divide(room - ahead * sizes.in_flight, sizes, L, E, pools, scope, workers, staging)
+    copies, moving = L if scope == "layer" else 1, staging + ahead
+    count = {"full": copies * pools.F + moving, "e": copies * (pools.C + pools.E) + moving,
+             "sm": copies * (pools.C + pools.S) + moving}
     residency = Residency(L, E, pools, policy, scope, margin)
     reader = Reader(store, **reading)
     try:
         model = opening.open_model(store.folder, experts="external", device=device)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
-                        workers)
+                        workers, ahead)
         engine.one_thread = same_bits_on_one_thread(store, model)
     except BaseException:
         reader.close()
@@ -139,6 +148,7 @@ class Offloading:
         """Forget events, forwards and counts; what is in memory stays."""
         self.timeline.clear()
         self.residency.reset_counters()
+        self.engine.pipeline.fetched = Fetched()
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self._forward: tuple[float, int, str] | None = None
@@ -148,7 +158,8 @@ class Offloading:
         counters = self.residency.counters
         return metrics(list(self.timeline), self.forwards, {
             "hits": {state.value: n for state, n in counters.hits.items()}, "misses": counters.misses,
-            "evictions": counters.evictions, "rereads": counters.rereads}) | process()
+            "evictions": counters.evictions, "rereads": counters.rereads,
+            "fetched_ahead": asdict(self.engine.pipeline.fetched)}) | process()
 
     def cancel(self) -> bool:
         """End the running generation with `Cancelled`; False if none is running."""

@@ -1,14 +1,16 @@
 """The threads that make experts whole: one reads, L decompress and join, all at once, in an order that is given.
 
-Source: ZipMoE §3.2 (what a state leaves to do), §3.3 (one I/O thread, L workers, work-conserving), §4 (preallocated
-memory). A *load* is an expert on its way to being whole; a *job* is one layer's loads. Every thread takes the first
-thing in the order that can be done, so an order can make a layer slow, but not wrong and not stuck.
+Source: ZipMoE §3.2, §3.3 (one I/O thread, L workers, work-conserving), §4 (preallocated memory); Speculating Experts
+Algorithm 1 (the next layer's experts are on their way while this one's are computed). Every thread takes the first
+thing in the order that can be done, this layer's before the next one's, so an order can make a layer slow, but not
+wrong and not stuck.
 
 A load takes all the memory that it lacks at once (`_admit`), so what has been admitted can always be finished.
 Experts that hold a part already hold what others may wait for: as long as one of them waits, a missed expert must
-leave a slot of each kind free. These two rules exclude a deadlock.
+leave a slot of each kind free. What is fetched ahead takes at most the slots that were added for it (`room_ahead`) and
+gives them back when it turns out not to be wanted. These three rules exclude a deadlock.
 
-Left out: which experts are kept (cache/), in what order (schedule/), computing them (the engine).
+Left out: which experts are kept (cache/), in what order (schedule/), what comes next (speculate/), computing (engine).
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,54 +25,16 @@ import torch
 
 from moelab.cache.residency import Request
 from moelab.runtime.decoders import decoder
+from moelab.runtime.loads import USES, Fetched, Held, Job, Load
 from moelab.runtime.slots import KINDS, Slots
 from moelab.runtime.timeline import Timeline
 from moelab.schedule.affinity import Order
 from moelab.specs import Event, ExpertKey, State
-from moelab.store.reader import Chunks, Reader
-from moelab.store.stages import separable
+from moelab.store.reader import Reader
 
 clock = time.perf_counter
-#: what the scheduler calls a read → the kinds of slots that it fills
-PARTS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
-#: what a worker does → the chunks that it uses
-USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
 NICE = 5                    # of the workers' threads
-
-
-class Held:
-    """The slots that an expert has, what is in those of its chunks, and which of that has not been checked yet."""
-
-    __slots__ = ("slots", "chunks", "unchecked")
-
-    def __init__(self) -> None:
-        self.slots: dict[str, int] = {}             # kind → slot
-        self.chunks: dict[str, Chunks] = {}         # "e", "sm" → chunks that have been read
-        self.unchecked: set[tuple[str, str]] = set()            # ("e" or "sm", tensor)
-
-
-class Load:
-    """An expert on its way to being whole. `todo`: tensor → "both" stages, "decompressing", or "recover"."""
-
-    __slots__ = ("request", "held", "lacks", "reads", "admitted", "todo", "busy")
-
-    def __init__(self, request: Request, held: Held, tensors: Iterable[str]) -> None:
-        self.request, self.held, self.admitted, self.busy = request, held, False, 0
-        self.lacks = [kind for kind in KINDS if kind not in held.slots]
-        self.reads = {kind for kind in ("e", "sm") if kind not in held.chunks}
-        self.todo = dict.fromkeys(tensors, "both")
-
-
-class Job:
-    """What a layer's step leaves to do; `ready` fills up with experts that can be computed."""
-
-    def __init__(self, layer: int) -> None:
-        self.layer, self.error, self.stopped, self.flying = layer, None, False, 0
-        self.waiting: list[Load] = []                           # for memory
-        self.reads: list[tuple[Load, tuple[str, ...]]] = []
-        self.loads: list[Load] = []                             # not yet whole, the most urgent first
-        self.ready: deque[ExpertKey] = deque()
-        self.early = False                                      # whether exponents may be decompressed by themselves
+_PART = {"e": "E", "sm": "SM", "full": "both"}
 
 
 class Pipeline:
@@ -83,12 +46,16 @@ class Pipeline:
     reader : of the store; closed with the pipeline.
     workers : L.
     timeline : where events are reported.
+    room_ahead : slots of each kind that are there for fetching ahead.
     """
 
-    def __init__(self, slots: Slots, reader: Reader, workers: int, timeline: Timeline) -> None:
+    def __init__(self, slots: Slots, reader: Reader, workers: int, timeline: Timeline, room_ahead: int = 0) -> None:
         self.slots, self.reader, self.timeline, self.closed = slots, reader, timeline, False
         self.held: dict[ExpertKey, Held] = {}
+        self.room_ahead, self.fetched = room_ahead, Fetched()
         self._job: Job | None = None
+        self._ahead: dict[int, Job] = {}                        # by layer
+        self._taken_ahead = self._flying = 0                    # experts that hold memory ahead; what threads are at
         self._two_stages = decoder(slots.device).two_stages
         self._lock = threading.Lock()                           # over everything here
         self._io, self._work, self._main = (threading.Condition(self._lock) for _ in range(3))
@@ -100,23 +67,46 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------- for the engine
 
-    def start(self, job: Job, requests: list[Request], plan: Order | None, evicted: Iterable[ExpertKey]) -> None:
-        """Free what is evicted and hand the loads of a layer's step to the threads."""
+    def start(self, layer: int, requests: list[Request], evicted: Iterable[ExpertKey]) -> tuple[Job, list[Request]]:
+        """Free what is evicted and go on with what of a layer's step was fetched ahead.
+
+        requests : for experts that aren't whole in memory. Returns the layer's job and the requests left for `load`.
+        """
+        job = Job(layer, self._two_stages)
         with self._lock:
+            self._adopt(self._ahead.pop(layer, None), job, {request.key: request for request in requests})
             for key in evicted:
                 self._release(self.held.pop(key), KINDS)
+                for other in self._ahead.values():              # which counts on what has just been released
+                    if (load := other.loads.pop(key, None) or other.done.pop(key, None)) is not None:
+                        self._drop(load)
             self._job = job
-            if plan is None:
+            self._admit()
+            return job, [request for request in requests if request.key not in job.adopted]
+
+    def load(self, job: Job, requests: list[Request], plan: Order) -> None:
+        """Hand the loads of a layer's step to the threads, in the order of the plan."""
+        with self._lock:
+            job.put([self._load(request.key, self.held.setdefault(request.key, Held()), request.keep)
+                     for request in requests], plan, self.slots.sizes.in_place)
+            self._admit()
+
+    def fetch(self, layer: int, requests: list[Request], plan: Order) -> None:
+        """Begin to make experts whole that a layer to come will probably want, where nothing else is to do."""
+        with self._lock:
+            if layer in self._ahead:
                 return
-            tensors, loads = self.reader.store.layers[job.layer].tensors, {}
-            for request in requests:
-                loads[request.key.expert] = Load(request, self.held.setdefault(request.key, Held()), tensors)
-            job.early = self._two_stages
-            job.reads = [(loads[expert], PARTS[part]) for expert, part in plan.reads]
-            job.loads = [loads[expert] for expert in plan.decode]
-            first = dict.fromkeys(load.request.key.expert for load, _ in job.reads)
-            job.waiting = [loads[expert] for expert in first | loads]
-            self._admit(job)
+            job = self._ahead[layer] = Job(layer, self._two_stages)
+            job.put([self._load(request.key, Held(self.held.get(request.key)), None) for request in requests],
+                    plan, self.slots.sizes.in_place)
+            self._admit()
+
+    def drop_ahead(self) -> None:
+        """Forget what has been fetched ahead: the forward pass that wanted it is over."""
+        with self._lock:
+            for job in self._ahead.values():
+                self._adopt(job, None, {})
+            self._ahead.clear()
 
     def next_ready(self, job: Job, check: Callable[[], None]) -> ExpertKey:
         """Wait for an expert that is whole; `check` raises what shall end the waiting, and is called on `wake`."""
@@ -134,7 +124,7 @@ class Pipeline:
             self.timeline.add(Event("compute", "wait", job.layer, key.expert, start, start + waited))
         return key
 
-    def executed(self, job: Job, request: Request) -> None:
+    def executed(self, request: Request) -> None:
         """Let go of what an expert that has been computed shall not keep."""
         if request.keep is not State.FULL:
             with self._lock:
@@ -142,7 +132,7 @@ class Pipeline:
                 self._release(held, ("full",))
                 if not held.slots:
                     del self.held[request.key]
-                self._admit(job)
+                self._admit()
 
     def tensors(self, key: ExpertKey) -> dict[str, torch.Tensor]:
         """The tensors of an expert that is whole."""
@@ -153,13 +143,16 @@ class Pipeline:
         with self._lock:
             self._main.notify_all()
 
-    def abandon(self, job: Job, keep: Callable[[ExpertKey], bool]) -> None:
+    def abandon(self, keep: Callable[[ExpertKey], bool]) -> None:
         """Wait for what is under way, then hold only the experts that `keep` says."""
         with self._lock:
-            job.stopped = True
-            while job.flying:
+            for job in (self._job, *self._ahead.values()):
+                if job is not None:
+                    job.stopped = True
+            while self._flying:
                 self._main.wait()
-            self._job = None
+            self._job, self._taken_ahead = None, 0
+            self._ahead.clear()
             if not self.closed:
                 self.held = {key: held for key, held in self.held.items() if keep(key)}
                 for kind in KINDS:          # counted anew: an interruption may have come between any two lines
@@ -181,27 +174,40 @@ class Pipeline:
         self.held.clear()
         self.slots = None
 
-    # ---------------------------------------------------------------------------------- memory; called with the lock
+    # ------------------------------------------------------------------------------- bookkeeping; called with the lock
 
-    def _admit(self, job: Job) -> None:
+    def _load(self, key: ExpertKey, held: Held, keep: State | None) -> Load:
+        return Load(key, held, keep, self.reader.store.layers[key.layer].tensors, self.slots.sizes.in_place,
+                    self.reader.verify)
+
+    def _admit(self) -> None:
         """Give loads that wait the memory that they lack, the most urgent first, and wake the threads."""
-        if not job.waiting or not self.slots.free["full"]:
-            return
-        free, admitted = self.slots.free, 0
-        holders = sum(bool(load.held.slots) for load in job.waiting)
-        for load in list(job.waiting):
-            spare = 0 if load.held.slots else int(holders > 0)
-            if all(len(free[kind]) > spare for kind in load.lacks):
-                holders -= bool(load.held.slots)
-                load.held.slots.update({kind: free[kind].pop() for kind in load.lacks})
-                load.admitted = True
-                job.waiting.remove(load)
+        free, job, admitted = self.slots.free, self._job, 0
+        if job is not None and job.waiting and free["full"]:
+            holders = sum(bool(load.held.slots) for load in job.waiting)
+            for load in list(job.waiting):
+                spare = 0 if load.held.slots else int(holders > 0)
+                if all(len(free[kind]) > spare for kind in load.lacks):
+                    holders -= bool(load.held.slots)
+                    self._give(load)
+                    admitted += 1
+                if not free["full"]:
+                    break
+        for ahead in self._ahead.values() if job is None or not job.waiting else ():
+            for load in list(ahead.waiting):
+                if self._taken_ahead == self.room_ahead or not all(free[kind] for kind in load.lacks):
+                    break
+                self._give(load)
+                self._taken_ahead += 1
                 admitted += 1
-            if not free["full"]:
-                break
         if admitted:
             self._io.notify()
             self._work.notify_all()
+
+    def _give(self, load: Load) -> None:
+        load.held.slots.update({kind: self.slots.free[kind].pop() for kind in load.lacks})
+        load.admitted = True
+        load.job.waiting.remove(load)
 
     def _release(self, held: Held, kinds: Iterable[str]) -> None:
         for kind in kinds:
@@ -209,79 +215,131 @@ class Pipeline:
             if kind in held.slots:
                 self.slots.free[kind].append(held.slots.pop(kind))
 
-    def _whole(self, job: Job, load: Load) -> None:
-        """An expert is whole: keep of its chunks what shall be kept, and let it be computed."""
-        keep = load.request.keep
-        job.loads.remove(load)
-        self._release(load.held, [kind for kind, kept in (("e", keep.has_e), ("sm", keep.has_sm)) if not kept])
-        job.ready.append(load.request.key)
-        self._main.notify()
-        self._admit(job)
+    def _adopt(self, ahead: Job | None, job: Job | None, wanted: dict[ExpertKey, Request]) -> None:
+        """Hand what of a layer has been fetched ahead and is wanted over to its job, and drop the rest."""
+        for load in [] if ahead is None else [*ahead.done.values(), *ahead.loads.values()]:
+            if not load.admitted:
+                continue                                        # nothing has been done for it
+            request = wanted.get(load.key)
+            self.fetched.begun += 1
+            if request is None:
+                self.fetched.wasted += load.nbytes
+                self._drop(load)
+                continue
+            self.fetched.used += 1
+            self.fetched.early += load.whole
+            self._taken_ahead -= 1
+            self.held[load.key], load.keep, load.job = load.held, request.keep, job
+            job.adopted.add(load.key)
+            job.loads[load.key] = load
+            if load.error is not None:
+                job.fail(load.error)
+            elif load.whole:
+                self._whole(load)
+        if job is not None and ahead is not None:
+            job.reads = [(load, kinds) for load, kinds in ahead.reads if load.key in job.adopted]
 
-    def _landed(self, job: Job, error: BaseException | None) -> None:
-        job.flying -= 1
-        if error is not None:
-            job.error, job.stopped = job.error or error, True
-        if job.stopped:
+    def _drop(self, load: Load) -> None:
+        """Take its memory back from a load that nobody wants, as soon as no thread is at it."""
+        load.dropped, load.job = True, None
+        if not load.busy:
+            self._release(load.held, load.lacks)                # what it held before is not its own
+            self._taken_ahead -= 1
+
+    def _whole(self, load: Load) -> None:
+        """An expert is whole: keep of its chunks what shall be kept, and let it be computed, or wait for its layer."""
+        job = load.job
+        del job.loads[load.key]
+        if load.keep is None:
+            job.done[load.key] = load
+            return
+        kept = {"e": load.keep.has_e, "sm": load.keep.has_sm}
+        self._release(load.held, [kind for kind in kept if not kept[kind]])
+        job.ready.append(load.key)
+        self._main.notify()
+
+    def _landed(self, load: Load, error: BaseException | None) -> None:
+        """A thread is done with what it took up."""
+        load.busy -= 1
+        self._flying -= 1
+        job = load.job
+        if load.dropped:
+            if not load.busy:
+                self._drop(load)
+                self._admit()
+        elif error is not None:
+            load.error = error
+            load.todo.clear()
+            job.reads = [(other, kinds) for other, kinds in job.reads if other is not load]
+            if load.keep is not None:
+                job.fail(error)
+        elif load.whole and load.error is None:
+            self._whole(load)
+            self._admit()
+        if job is None or job.stopped:
             self._main.notify_all()
 
     # --------------------------------------------------------------------------------------------- what threads do
 
-    def _next(self, condition: threading.Condition, find: Callable[[Job], Any]) -> tuple[Job, Any] | None:
+    def _next(self, condition: threading.Condition, find: Callable[[Job], tuple[Load, Any] | None]
+              ) -> tuple[Load, Any] | None:
         """Wait for something to do; None when the pipeline is closed."""
         with self._lock:
             while not self.closed:
-                job = self._job
-                if job is not None and not job.stopped and (found := find(job)) is not None:
-                    job.flying += 1
-                    return job, found
+                for job in (self._job, *self._ahead.values()):
+                    if job is not None and not job.stopped and (found := find(job)) is not None:
+                        found[0].busy += 1
+                        self._flying += 1
+                        return found
                 condition.wait()
         return None
 
     def _read_loop(self) -> None:
-        while (found := self._next(self._io, _next_read)) is not None:
-            job, (load, kinds) = found
-            key, start, error, chunks = load.request.key, clock(), None, []
+        while (found := self._next(self._io, Job.next_read)) is not None:
+            load, kinds = found
+            start, error, chunks, size, ahead = clock(), None, [], 0, load.keep is None
             try:
-                chunks = self.reader.read_parts(*key, {kind.upper(): self.slots.bytes(kind, load.held.slots[kind])
-                                                       for kind in kinds})
+                chunks = self.reader.read_parts(*load.key, {_PART[kind]: self.slots.bytes(kind, load.held.slots[kind])
+                                                            for kind in kinds})
             except BaseException as caught:             # whatever it is belongs to the caller of the model
                 error = caught
             else:
-                self.timeline.add(Event("disk", "read " + kinds[0].upper() if len(kinds) == 1 else "read", *key, start,
-                                        clock(), sum(len(part.data) for part in chunks)))
+                size = sum(len(part.data) for part in chunks)
+                self.timeline.add(Event("disk", "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read",
+                                        *load.key, start, clock(), size))
             with self._lock:
+                load.nbytes += size
+                self.fetched.nbytes += size if ahead else 0
+                self.fetched.wasted += size if load.dropped else 0
                 load.held.chunks.update(zip(kinds, chunks))
                 if self.reader.verify:
                     load.held.unchecked.update((kind, name) for kind in kinds for name in load.todo)
                 load.reads.difference_update(kinds[:len(chunks)])
-                self._landed(job, error)
+                self._landed(load, error)
                 self._work.notify_all()
 
     def _work_loop(self, me: str) -> None:
         _yield_to_compute()
         decode = decoder(self.slots.device)
-        while (found := self._next(self._work, _next_task)) is not None:
-            job, (load, name, kind) = found
-            key, start, error = load.request.key, clock(), None
+        while (found := self._next(self._work, Job.next_task)) is not None:
+            load, (name, kind) = found
+            held, start, error = load.held, clock(), None
             try:
                 # Checked here and not when they were read: the disk goes on meanwhile, and decoding finds them cached.
                 for part in USES[kind]:
-                    if (part, name) in load.held.unchecked:
-                        self.reader.check(load.held.chunks[part], name)
-                        load.held.unchecked.discard((part, name))
-                decode(kind, load.held.chunks, name, self.slots.tensors(load.held.slots["full"], key.layer)[name])
+                    if (part, name) in held.unchecked:
+                        self.reader.check(held.chunks[part], name)
+                        held.unchecked.discard((part, name))
+                if kind != "check":
+                    decode(kind, held.chunks, name, self.slots.tensors(held.slots["full"], load.key.layer)[name])
             except BaseException as caught:
                 error = caught
             else:
-                self.timeline.add(Event(me, kind, *key, start, clock()))
+                self.timeline.add(Event(me, kind, *load.key, start, clock()))
             with self._lock:
-                load.busy -= 1
                 if kind == "decompress":
                     load.todo[name] = "recover"
-                if error is None and not load.todo and not load.busy:
-                    self._whole(job, load)
-                self._landed(job, error)
+                self._landed(load, error)
 
 
 def _yield_to_compute() -> None:
@@ -290,29 +348,3 @@ def _yield_to_compute() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     except (AttributeError, OSError):
         pass                                    # not on Linux, where a thread has a priority of its own
-
-
-def _next_read(job: Job) -> tuple[Load, tuple[str, ...]] | None:
-    """The first read whose expert has its memory; taken off the list."""
-    for i, (load, kinds) in enumerate(job.reads):
-        if load.admitted:
-            del job.reads[i]
-            return load, kinds
-    return None
-
-
-def _next_task(job: Job) -> tuple[Load, str, str] | None:
-    """The most urgent tensor that can be worked on, and how; taken off the list."""
-    for load in job.loads:
-        if not load.admitted or "e" in load.reads:
-            continue
-        for name, stage in load.todo.items():
-            if stage != "decompressing" and "sm" not in load.reads:
-                del load.todo[name]
-                load.busy += 1
-                return load, name, "decode" if stage == "both" else "recover"
-            if job.early and stage == "both" and "sm" in load.reads and separable(load.held.chunks["e"], name):
-                load.todo[name] = "decompressing"
-                load.busy += 1
-                return load, name, "decompress"
-    return None

@@ -2,10 +2,11 @@
 
 Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for any expert of the
 store, begins on a multiple of 4096 bytes, and is handed from reader to cache to reader by its number: nothing is
-copied or allocated while a model runs, so the budget is kept and memory does not fragment.
+copied or allocated while a model runs, so the budget is kept and memory does not fragment. In a raw store an expert
+lies as it does in memory, so it is read *in place*, to where it is computed from, and needs no other slot.
 
-Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes.
-Left out: who may have a slot (see the pipeline).
+Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of
+4096. Left out: who may have a slot (see the pipeline).
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ KINDS = ("full", "e", "sm")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a slot of each kind: the largest expert's tensors, E-chunks and SM-chunks, aligned."""
+    """Bytes of a slot of each kind: the largest expert's tensors, E-chunks and SM-chunks, aligned; nothing of the last
+    two if experts are read in place."""
 
     full: int
     e: int
     sm: int
+    in_place: bool = False
 
     @classmethod
-    def of(cls, store: ExpertStore) -> Sizes:
+    def of(cls, store: ExpertStore, in_place: bool | None = None) -> Sizes:
+        """`in_place` : whether to read experts in place; by default if they lie so in the store."""
         experts = [entries for layer in store.layers for entries in layer.experts]
+        if in_place if in_place is not None else lies_as_in_memory(store):
+            return cls(max(_offsets(entries, ALIGN)[1] for entries in experts), 0, 0, True)
         return cls(full=max(_offsets(entries)[1] for entries in experts),
                    e=max(run(entries, "E")[1] for entries in experts),
                    sm=max(run(entries, "SM")[1] for entries in experts))
@@ -40,6 +46,12 @@ class Sizes:
     def in_flight(self) -> int:
         """Bytes that one expert takes while it is read and decoded."""
         return self.full + self.e + self.sm
+
+
+def lies_as_in_memory(store: ExpertStore) -> bool:
+    """Whether the chunks of every expert are its tensors, one after another, as they are in memory: the codec "raw"."""
+    return all(len(entry.planes) == 1 and entry.planes[0][0] == "raw" and len(entry.planes[0][1]) == 1
+               for layer in store.layers for entries in layer.experts for entry in entries.values())
 
 
 class Slots:
@@ -51,17 +63,19 @@ class Slots:
         self.count, self.free = count, {kind: list(range(count[kind])) for kind in KINDS}
         self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device)
                         for kind in ("e", "sm")}
-        self._full = (torch.from_numpy(_host_memory(count["full"] * self.sizes.full, self.device))
-                      if self.device.type == "cpu" else
-                      torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device))
+        if self.device.type == "cpu":
+            self._chunks["full"] = aligned_buffer(count["full"] * self.sizes.full)
+            self._full = torch.from_numpy(self._chunks["full"])
+        else:
+            self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
         self._store, self._views = store, {}
 
     @property
     def nbytes(self) -> int:
-        return self._full.nbytes + sum(memory.nbytes for memory in self._chunks.values())
+        return self._full.nbytes + sum(self._chunks[kind].nbytes for kind in ("e", "sm"))
 
     def bytes(self, kind: str, slot: int) -> np.ndarray:
-        """The memory of a slot for E-chunks or SM-chunks: uint8, pinned if there is a GPU."""
+        """The memory of a slot that the CPU reaches: uint8, pinned if there is a GPU."""
         size = getattr(self.sizes, kind)
         return self._chunks[kind][slot * size:(slot + 1) * size]
 
@@ -75,7 +89,7 @@ class Slots:
             self._views[key] = {
                 name: memory[offset:offset + entries[name].nbytes].view(
                     getattr(torch, TORCH_NAMES[entries[name].dtype])).view(entries[name].shape)
-                for name, offset in _offsets(entries)[0].items()}
+                for name, offset in _offsets(entries, ALIGN if self.sizes.in_place else 64)[0].items()}
         return self._views[key]
 
 
@@ -88,10 +102,10 @@ def _host_memory(n: int, device: torch.device) -> np.ndarray:
     return pinned[skip:skip + n]
 
 
-def _offsets(entries: dict) -> tuple[dict[str, int], int]:
+def _offsets(entries: dict, alignment: int = 64) -> tuple[dict[str, int], int]:
     """Where each tensor of an expert begins in a slot, and the slot's size."""
     offsets, at = {}, 0
     for name, entry in entries.items():
         offsets[name] = at
-        at += -(-entry.nbytes // 64) * 64
+        at += -(-entry.nbytes // alignment) * alignment
     return offsets, aligned(at)

@@ -99,7 +99,12 @@ def scheduler_for(delays: Delays) -> Callable[[Iterable[Any], Delays, int], Orde
 
 def naive_order(requests: Iterable[Any]) -> Order:
     """The baseline: experts in ascending id, of each first E, then SM."""
-    missing = sorted((request for request in requests if request.state is not State.FULL), key=lambda r: r.key.expert)
+    return given_order(sorted(requests, key=lambda r: r.key.expert))
+
+
+def given_order(requests: Iterable[Any]) -> Order:
+    """Experts as they are given, of each first E, then SM."""
+    missing = [request for request in requests if request.state is not State.FULL]
     io = [(request.key.expert, part) for request in missing for part in ("E", "SM")
           if not (request.state.has_e if part == "E" else request.state.has_sm)]
     decode = [request.key.expert for request in missing]

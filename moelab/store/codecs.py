@@ -4,7 +4,8 @@ Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (K exponent shards
 one "SM-chunk"). A float of w bytes is rotated left by one bit (see `moelab.store.bits`) and cut into w planes, one
 for each byte, the top one first: exponents and sign-mantissa for bf16. A plane is stored compressed, in shards
 that different threads can decode, if that saves at least 2 %, and raw otherwise: one rule for bf16, fp16, fp32
-and fp8 (whole bytes), which also finds the zero bytes of weights that were widened from a narrower type.
+and fp8 (whole bytes), which also finds the zero bytes of weights that were widened from a narrower type. Under the
+codec "raw" nothing is cut: a tensor is one plane, its own bytes, so that it can be read to where it is used.
 
 Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in 1 … K shards.
 Left out: matching across bytes or tensors, filters, dictionaries; files (see the store).
@@ -162,7 +163,8 @@ class Plane:
 
 @dataclass(frozen=True)
 class Packed:
-    """A compressed tensor: `n` weights in one plane for each byte of a weight, the exponents' first."""
+    """A compressed tensor: `n` bytes in each of its planes, one for each byte of a weight, the exponents' first; or
+    all of its bytes in one."""
 
     n: int
     planes: tuple[Plane, ...]
@@ -191,12 +193,13 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, K: int = 4) -> Packed:
 
     Parameters
     ----------
-    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are cut into byte planes,
-        anything else is one plane of bytes.
+    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are cut into byte planes unless the
+        codec is "raw"; anything else is one plane of bytes.
     codec : a key of `CODECS`.
     K : exponent shards, fewer if they would become smaller than `MIN_SHARD`.
     """
-    chosen, planes = find_codec(codec), _cut(weights)
+    chosen = find_codec(codec)
+    planes = [as_bytes(weights)] if codec == "raw" else _cut(weights)
     return Packed(len(planes[0]), tuple(_pack(plane, chosen, K, exponents=not i) for i, plane in enumerate(planes)))
 
 

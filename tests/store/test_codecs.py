@@ -122,11 +122,11 @@ def test_shards_are_few_enough_not_to_become_small(n, k):
     assert all(a[1] == b[0] and b[0] % 64 == 0 for a, b in zip(bounds, bounds[1:]))
 
 
-@pytest.mark.parametrize("name", ["huffman", "raw", "zstd-huffman"])
+@pytest.mark.parametrize("name", ["huffman", "zstd-huffman"])
 def test_several_shards(name):
     weights = gaussian(3 * MIN_SHARD + 1001)
     packed = compress_tensor(weights, name, K=4)
-    assert len(packed.planes[0].shards) == (1 if name == "raw" else 3)
+    assert len(packed.planes[0].shards) == 3
     out = torch.empty_like(weights)
     decompress_tensor(packed, out, torch.empty(len(weights), dtype=torch.uint8))
     assert same(out, weights)
@@ -134,6 +134,14 @@ def test_several_shards(name):
     last = bytearray(end - begin)                                   # a shard is decoded without the others
     find_codec(name).decompress(shard, last)
     assert list(last) == ((weights[begin:end].view(torch.int16).to(torch.int32) >> 7) & 0xFF).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_a_raw_tensor_is_its_own_bytes(dtype):
+    weights = gaussian(1001).to(dtype)
+    packed = compress_tensor(weights, "raw", K=4)
+    (plane,) = packed.planes
+    assert plane.codec == "raw" and bytes(plane.shards[0]) == weights.view(torch.uint8).numpy().tobytes()
 
 
 def test_compressed_tensors_do_not_share_memory_with_the_weights():
