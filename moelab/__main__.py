@@ -21,6 +21,7 @@ COMMANDS = {
     "synthesize": ("moelab.runtime.synthesize", "write a synthetic checkpoint or store of a card's geometry"),
     "profile": ("moelab.runtime.profile", "measure what reading, decoding and computing a store's experts costs here"),
     "bench": ("moelab.bench", "measure on this machine"),
+    "evaluate": ("moelab.bench.evaluate", "score a model's answers and language loss, mode by mode"),
     "train-small": ("moelab.bench.card", "train the small model again"),
 }
 

@@ -21,26 +21,61 @@ from moelab.datasets import Prompt
 from moelab.progress import progress
 
 
-def right_answers(model: Any, prompts: Sequence[Prompt], batch_size: int = 16) -> list[bool]:
+def split_ids(tokenizer: Any, prompt: Prompt) -> tuple[list[int], list[int]]:
+    """(prompt, answer) as token ids, cut as lm-eval cuts them, so that both score the same tokens.
+
+    They are tokenised together and cut where the prompt alone would end; blanks that end the prompt go to the answer.
+    """
+    question = prompt.text.rstrip()
+    whole = tokenizer(prompt.text + prompt.answer)["input_ids"]
+    n = len(tokenizer(question)["input_ids"])
+    return whole[:n], whole[n:]
+
+
+def last_logits(model: Any, ids: torch.Tensor, n: int, decode: bool = False) -> torch.Tensor:
+    """The logits [B, n, V] that predict the last `n` tokens of ids [B, S], each given all tokens before it.
+
+    decode : False reads them from one forward pass over everything; True from `n` decode steps of one token each
+        after a prefill of the tokens before, as generation would compute them.
+    """
+    ids = ids.to(model.device)
+    first = ids.shape[1] - n - 1                # the token whose logits predict the first of the n
+    if first < 0 or decode and first < 1:
+        raise ValueError(f"{n} of {ids.shape[1]} tokens cannot be predicted from tokens before them; ask for fewer")
+    with torch.no_grad():
+        if not decode:
+            return model(ids, use_cache=False).logits[:, first:-1]
+        cache, logits = model(ids[:, :first], use_cache=True).past_key_values, []
+        for i in range(first, ids.shape[1] - 1):
+            out = model(ids[:, i:i + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        return torch.cat(logits, dim=1)
+
+
+def right_answers(model: Any, prompts: Sequence[Prompt], batch_size: int = 16, decode: bool = False,
+                  label: str = "answering") -> list[bool]:
     """For each prompt, whether greedy decoding gives exactly its answer.
 
     One forward pass a batch: greedy decoding reproduces the answer if and only if, with the answer given, every
-    one of its tokens is the most likely next one. Prompt and answer are tokenised apart, as a user would.
+    one of its tokens is the most likely next one. With `decode`, prompts run one at a time and every token of an
+    answer comes from a decode step, see `last_logits`.
     """
-    right: list[bool] = []
-    encode = model.tokenizer
-    for first in progress(range(0, len(prompts), batch_size), "answering", unit="batch"):
-        batch = prompts[first:first + batch_size]
-        pairs = [(encode(p.text)["input_ids"], encode(p.answer)["input_ids"]) for p in batch]
-        longest = max(len(q) + len(a) for q, a in pairs)
-        ids = torch.zeros(len(pairs), longest, dtype=torch.long)            # [B, S], padded right: causal
-        for row, (question, answer) in enumerate(pairs):
-            ids[row, :len(question) + len(answer)] = torch.tensor(question + answer)
-        with torch.no_grad():
-            best = model(ids.to(model.device), use_cache=False).logits.argmax(-1).cpu()      # [B, S]
-        for row, (question, answer) in enumerate(pairs):
-            predicted = best[row, len(question) - 1:len(question) + len(answer) - 1]
-            right.append(predicted.tolist() == answer)
+    pairs = [split_ids(model.tokenizer, prompt) for prompt in prompts]
+    by_length: dict[int, list[int]] = {}            # batches of one length need no padding, which a router would see
+    for i, (question, answer) in enumerate(pairs):
+        by_length.setdefault(len(question) + len(answer), []).append(i)
+    size = 1 if decode else batch_size
+    right = [False] * len(pairs)
+    with progress(total=len(pairs), desc=label, unit="prompt") as bar:
+        for same in by_length.values():
+            for batch in (same[at:at + size] for at in range(0, len(same), size)):
+                answers = [pairs[i][1] for i in batch]
+                ids = torch.tensor([pairs[i][0] + pairs[i][1] for i in batch])               # [B, S]
+                best = last_logits(model, ids, max(map(len, answers)), decode).argmax(-1)    # [B, n]
+                for i, answer, predicted in zip(batch, answers, best.tolist()):
+                    right[i] = predicted[len(predicted) - len(answer):] == answer
+                bar.update(len(batch))
     return right
 
 
@@ -60,15 +95,22 @@ def text_windows(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0)
     raise ValueError(f"the library has too few texts of {tokens} tokens; ask for shorter windows")
 
 
-def language_loss(model: Any, windows: torch.Tensor, batch_size: int = 16) -> np.ndarray:
-    """Mean next-token loss in nats of each window [n]; windows [n, S]."""
+def language_loss(model: Any, windows: torch.Tensor, batch_size: int = 16, decode: int = 0,
+                  label: str = "reading") -> np.ndarray:
+    """Mean next-token loss in nats of each window [n]; windows [n, S].
+
+    decode : score only so many last tokens of each window, one window at a time and each token from a decode step;
+        0 scores all but the first from one forward pass.
+    """
     losses = []
-    for batch in windows.split(batch_size):
-        with torch.no_grad():
-            logits = model(batch.to(model.device), use_cache=False).logits.float().cpu()
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-        losses.append(loss.view(len(batch), -1).mean(1))
-    return torch.cat(losses).numpy()
+    scored = decode or windows.shape[1] - 1
+    with progress(total=len(windows), desc=label, unit="window") as bar:
+        for batch in windows.split(1 if decode else batch_size):
+            logits = last_logits(model, batch, scored, decode > 0)
+            for row, window in zip(logits, batch):          # one by one: fp32 logits of a large vocabulary are large
+                losses.append(F.cross_entropy(row.float().cpu(), window[-scored:]).item())
+            bar.update(len(batch))
+    return np.array(losses)
 
 
 def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tuple[float, float]:
