@@ -20,7 +20,9 @@ from torch import Tensor
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.models.seam import SeamExperts, assignments
-from moelab.runtime.pipeline import Job, Pipeline, clock
+from moelab.runtime.foresight import Foresight
+from moelab.runtime.loads import Job
+from moelab.runtime.pipeline import Pipeline, clock
 from moelab.runtime.slots import Slots
 from moelab.runtime.timeline import Timeline
 from moelab.schedule.affinity import given_order, scheduler_for
@@ -51,6 +53,8 @@ class Engine:
     mark : since when the model has been doing something else than experts; None outside a forward pass.
     on_layer : called with every step.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
+    serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
+        on-demand engine of Speculating Experts, to compare with.
     """
 
     def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1,
@@ -59,8 +63,9 @@ class Engine:
         self.timeline, self.mark = Timeline(), None
         self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
         self.on_layer: Callable[[Step], None] | None = None
-        self.one_thread, self._scheduler = False, scheduler_for(delays)
-        self._announced: tuple[int, list[int]] | None = None
+        self.one_thread = self.serial = False
+        self._scheduler = scheduler_for(delays)
+        self.foresight, self._announced = Foresight(), None     # (layer, experts)
         self._one = threading.Lock()                            # one layer at a time
         self._cancelled = False
 
@@ -135,6 +140,7 @@ class Engine:
         """Decide about a layer's step and set the threads to work."""
         try:
             step = self.residency.begin(layer, tokens)
+            self.foresight.came(layer, tokens)
         except BaseException:       # interrupted, or an error of a user's policy: what is resident is no longer certain
             self.residency.clear()
             self.pipeline.abandon(lambda key: False)
@@ -161,18 +167,23 @@ class Engine:
         keys = [ExpertKey(layer, expert) for expert in experts]
         requests = [Request(key, 1, state, State.MISSED) for key in keys
                     if (state := self.residency.state(key)) is not State.FULL]
-        if requests:
+        read = self.pipeline.reader.counters
+        if requests and self.foresight.worth(layer, [request.key.expert for request in requests],
+                                             read.seconds / max(1, read.requests)):
             self.pipeline.fetch(layer, requests, given_order(requests))
 
     def _as_ready(self, job: Job, step: Step) -> Iterator[Request]:
         """The step's requests as they can be executed: hits first, in ascending order."""
-        loads: dict[ExpertKey, Request] = {}
+        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+        if self.serial and not job.waiting:         # all have their memory, so all of them will come
+            for _ in loads:
+                self.pipeline.next_ready(job, self._check)
+            yield from step.requests
+            return
         for request in step.requests:
             if request.state is State.FULL:
                 self._check()
                 yield request
-            else:
-                loads[request.key] = request
         while loads:
             yield loads.pop(self.pipeline.next_ready(job, self._check))
 
@@ -192,6 +203,7 @@ class Engine:
 
     def _other(self, now: float, layer: int) -> None:
         if self.mark is not None:
+            self.foresight.pause(now - self.mark)
             self.timeline.add(Event("compute", "other", layer, -1, self.mark, now))
 
 
