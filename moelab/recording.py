@@ -51,20 +51,20 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
     ValueError : no prompts, an empty prompt, or no tokenizer for texts.
     """
     spec = spec_of(model)
-    ids = _token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
+    ids = token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
     writer = _Writer(spec, _HiddenSink(hidden) if hidden else None)
     hooks: list[Any] = []
     training = model.training
     model.eval()
     try:
-        for stack, layers in _stacks(model):
+        for stack, layers in stacks(model):
             hooks += _hook(stack, layers, writer, bool(hidden))
         for first in progress(range(0, len(ids), batch_size), "recording", unit="batch"):
             chunk = ids[first:first + batch_size]
             inputs, mask = _pad(chunk, model)
             writer.begin(first, len(chunk), _eos(model))
             with torch.no_grad():
-                _run(model, inputs, mask, max_new_tokens, generate_options)
+                run(model, inputs, mask, max_new_tokens, generate_options)
     except BaseException:
         writer.abort()
         raise
@@ -80,7 +80,8 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
 
 # -------------------------------------------------------------------------------------------------------- inputs
 
-def _token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    """Texts, `moelab.datasets.Prompt`s or lists of ids as lists of ids; ValueError for none, or an empty one."""
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; give a list of prompts, [prompt] for one")
     prompts = [getattr(p, "text", p) for p in prompts]
@@ -106,7 +107,8 @@ def _pad(ids: list[list[int]], model: Any) -> tuple[Tensor, Tensor]:
     return torch.tensor(padded, device=model.device), torch.tensor(mask, device=model.device)
 
 
-def _run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dict[str, Any]) -> None:
+def run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dict[str, Any]) -> None:
+    """One batch through the model, without logits where nothing is to be generated; ids, mask [B, S]."""
     if max_new_tokens == 0 and not model.config.is_encoder_decoder:
         model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)      # no logits: they can be gigabytes
     else:
@@ -120,7 +122,7 @@ def _eos(model: Any) -> set[int]:
 
 # --------------------------------------------------------------------------------------------------------- hooks
 
-def _stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:
+def stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:
     """The modules that see a batch's token ids and mask, with the MoE layers inside them."""
     layers = discover(model)
     if not model.config.is_encoder_decoder:

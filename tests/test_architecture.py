@@ -25,7 +25,7 @@ DIRECTIONS = {
     "experts": set(),
     "cache": {"trace"},
     "schedule": {"trace"},
-    "speculate": {"models", "trace"},
+    "speculate": {"models", "trace", "recording"},
     "runtime": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
     "ane": {"trace", "experts"},
     "ndp": {"trace", "experts"},

@@ -115,6 +115,8 @@ def unplug(model: nn.Module) -> None:
                 if isinstance(module, SeamExperts) and not module.resident:
                     raise ValueError(f"{layer.name}: these experts hold no parameters of their own, so the stock "
                                      f"classes could not run; open the model with experts='resident'")
+                if isinstance(module, SeamExperts):
+                    del module.executor, module.source, module.layer       # or the next `plug` would find them
                 module.__class__ = stock
 
 

@@ -1,0 +1,127 @@
+"""The neural expert estimator: from the quasi-hidden state of a layer to the router logits of the next one.
+
+Source: Speculating Experts §6.1, §6.2, appendix A (Fig. 11). One small network serves all layers: a projection into a
+narrower space, to which a learned vector of the layer is added, one residual block, a norm and a head. It takes the
+place of the next router's linear layer, so everything after that (softmax, groups, renormalisation) is still the
+architecture's own, and it needs nothing that layer l has not computed before its experts run.
+
+    x = A q + p_l        x = x + C silu(B x)        θ = W_head LayerNorm(x)
+
+Shapes: q [T, H], x [T, w], B [n·w, w], θ [T, E]. The paper gives parameter counts but neither w nor n; `sized` finds w.
+Left out: an estimator for every layer apart, which would cost L times the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moelab.models import identity
+
+FORMAT = "moelab.estimator/1"
+
+
+class Estimator(nn.Module):
+    """Predicts the router logits of layer l + ahead from the quasi-hidden state at layer l.
+
+    Parameters
+    ----------
+    H, E, L : hidden size, experts a layer, MoE layers.
+    width : w, the latent width.
+    expansion : n, how many times wider the residual block is inside.
+    ahead : how many MoE layers ahead it predicts.
+    model_id : identity of the model it was trained for; "" for none yet.
+    """
+
+    def __init__(self, H: int, E: int, L: int, width: int, expansion: int = 4, ahead: int = 1,
+                 model_id: str = "") -> None:
+        super().__init__()
+        if not 1 <= ahead < L:
+            raise ValueError(f"ahead is {ahead}; with {L} MoE layers it must be from 1 to {L - 1}")
+        self.config = {"H": H, "E": E, "L": L, "width": width, "expansion": expansion, "ahead": ahead}
+        self.ahead, self.model_id = ahead, model_id
+        self.A = nn.Linear(H, width)
+        self.layer = nn.Embedding(L - ahead, width)
+        self.B = nn.Linear(width, expansion * width)
+        self.C = nn.Linear(expansion * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, E)
+
+    def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
+        """Router logits of layer + ahead [T, E], float32.
+
+        q : quasi-hidden states [T, H]; they come out of a norm, so they need no other.
+        layer : the predicting layer, one for all rows or one a row [T].
+        """
+        x = self.A(q.float()) + self.layer.weight[layer]
+        x = x + self.C(F.silu(self.B(x)))
+        return self.head(self.norm(x))
+
+    @classmethod
+    def sized(cls, H: int, E: int, L: int, parameters: int, *, expansion: int = 4, ahead: int = 1) -> Estimator:
+        """The estimator whose parameters come nearest to a budget; its width is a multiple of 8.
+
+        §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
+
+        Raises
+        ------
+        ValueError : a budget below a width of 8.
+        """
+        # 2n·w² + (H + E + L − ahead + n + 5)·w + E parameters: solved for w
+        a, b = 2 * expansion, H + E + L - ahead + expansion + 4
+        width = 8 * round((math.sqrt(b * b + 4 * a * max(parameters - E, 0)) - b) / (2 * a) / 8)
+        if width < 8:
+            raise ValueError(f"{parameters:,} parameters are too few for H={H}, E={E}; the smallest estimator has "
+                             f"{a * 64 + b * 8 + E:,}")
+        return cls(H, E, L, width, expansion, ahead)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    # ------------------------------------------------------------------------------------------- saving, loading
+
+    def save(self, path: str | Path) -> Path:
+        """Write a safetensors file, whole or not at all; returns its path."""
+        from safetensors.torch import save_file
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}, part,
+                  {"format": FORMAT, "model_id": self.model_id, "config": json.dumps(self.config)})
+        os.replace(part, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> Estimator:
+        """Read the estimator of `model`, onto its device.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError : no such file; not a whole file of an estimator, or another model's.
+        """
+        from safetensors import SafetensorError, safe_open
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no estimator at {path}; moelab.speculate.training.train(…).estimator.save(path) "
+                                    f"makes one")
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                if about.get("format") != FORMAT:
+                    raise ValueError(f"{path} is a safetensors file but holds no estimator ({FORMAT})")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file ({error}); train the estimator "
+                             f"again") from error
+        if (mine := identity(model)) != about["model_id"]:
+            raise ValueError(f"{path} was trained for another model (identity {about['model_id']}, this model's is "
+                             f"{mine}); moelab.speculate.training.train trains one for this model")
+        estimator = cls(**json.loads(about["config"]), model_id=about["model_id"])
+        estimator.load_state_dict(tensors)
+        return estimator.to(getattr(model, "device", "cpu")).eval()

@@ -1,0 +1,190 @@
+"""Running a model on predictions: announced to whoever fetches experts (hint), or executed (speculative, router-free).
+
+Source: Speculating Experts §4, §5.1 (Algorithm 1), §6.4. At each MoE layer, before its experts run, the predictor says
+what a later layer will want; that is announced to the executor, which can fetch while it computes. In hint mode the
+true experts run, so no bit of the output changes; in speculative mode the later layer executes what was predicted for
+it, so nothing is ever fetched twice; router-free, its router does not run at all.
+
+Shapes: s and r [T, H], ids and weights [T, K]. It hooks the call of the experts, around the executor that is in place,
+so a recording sees what is executed. Left out: the fetching itself; an executor that wants announcements has a method
+`prefetch(layer, ids)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moelab import recording
+from moelab.models import MoELayer, SeamExperts, discover, plug, unplug
+from moelab.models.dialects import ROUTING
+from moelab.speculate.predictors import Estimator, Prediction, Predictor, ask
+from moelab.trace import DECODE, PREFILL
+
+MODES = ("hint", "speculative", "router-free")
+
+
+class Speculation:
+    """A model that runs on predictions, until `close()` or the end of the `with`.
+
+    Parameters
+    ----------
+    model : any model that moelab can plug; whatever runs its experts stays in place.
+    predictor : see `moelab.speculate.make`. A predictor belongs to one `Speculation`.
+    mode : "hint", "speculative" or "router-free".
+    prefill : whether predictions are executed in prefill too; by default in decode steps only. Predictions are
+        announced in both.
+
+    Attributes
+    ----------
+    requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers chose where there was a
+        prediction, and how many of them were predicted. Padding does not count; nor do routers that did not run.
+
+    Raises
+    ------
+    ValueError : an unknown mode; router-free without an estimator; a model whose residuals cannot be had.
+    """
+
+    def __init__(self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        if mode == "router-free" and not isinstance(predictor, Estimator):
+            raise ValueError(f"router-free needs the predictor 'estimator', which replaces routers; "
+                             f"{type(predictor).__name__} asks them")
+        self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
+        self._plugged = all(isinstance(layer.experts, SeamExperts) for layer in discover(model))
+        self.layers = plug(model)
+        self.reset()
+        self._end()
+        predictor.begin()
+        self._hooks: list[Any] = []
+        try:
+            for stack, layers in recording.stacks(model):
+                first = layers[0].index == 0
+                self._hooks += [
+                    stack.register_forward_pre_hook(lambda _m, args, kwargs, first=first: self._begin(
+                        first, args, kwargs), with_kwargs=True),
+                    stack.register_forward_hook(lambda *_: self._end(), always_call=True)]
+            for layer in self.layers:
+                self._attach(layer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, layer: MoELayer) -> None:
+        if layer.norm is None:
+            raise ValueError(f"{layer.name}: the norm before the router has no known name, so residuals cannot be had; "
+                             f"add its name to moelab.models.seam.NORMS")
+        # First of all hooks on the experts, so that a recording's sees what is executed.
+        self._hooks += [
+            layer.norm.register_forward_pre_hook(lambda _m, args: self._residuals.__setitem__(layer.index, args[0])),
+            layer.experts.register_forward_pre_hook(
+                lambda _m, args, kwargs: (self._before(layer, *args, *kwargs.values()), {}), with_kwargs=True,
+                prepend=True)]
+        if self.mode == "router-free":
+            layer.router.forward = lambda x: self._routed(layer, x)
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        device = getattr(self.model, "device", "cpu")
+        self.requests, self.hits = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device).unbind(0)
+
+    def recall(self, phase: int | None = None) -> Tensor:
+        """Share of the true experts that had been predicted, [L]; NaN for layers without predictions.
+
+        phase : `PREFILL`, `DECODE` or None for both.
+        """
+        pick = slice(None) if phase is None else slice(phase, phase + 1)
+        return self.hits[pick].sum(0).double() / self.requests[pick].sum(0)
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for layer in self.layers:
+            vars(layer.router).pop("forward", None)
+        if not self._plugged:
+            unplug(self.model)
+            self._plugged = True
+
+    def __enter__(self) -> Speculation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------- one forward pass
+
+    def _begin(self, first: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A stack (the model, the encoder or the decoder) is called."""
+        self._end()
+        inputs = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
+        S, cache = inputs.shape[1], kwargs.get("past_key_values")
+        cached = int(cache.get_seq_length()) if cache is not None else 0
+        if first and not cached:
+            self.predictor.begin()
+        self._phase = DECODE if cached and S == 1 else PREFILL
+        mask = kwargs.get("attention_mask")
+        if self._phase == PREFILL and mask is not None and mask.dim() == 2:
+            self._real = mask[:, -S:].reshape(-1).bool()
+        self._running = True
+
+    def _end(self) -> None:
+        """A stack has run, or failed: nothing of it survives."""
+        self._running, self._phase = False, PREFILL
+        self._real: Tensor | None = None                        # which of the T tokens are no padding; None: all
+        self._residuals: dict[int, Tensor] = {}
+        self._predicted: dict[int, Prediction] = {}
+
+    @property
+    def _executes(self) -> bool:
+        return self._running and self.mode != "hint" and (self.prefill or self._phase == DECODE)
+
+    @torch.no_grad()
+    def _before(self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of a layer are about to run: what they are to run with  (Algorithm 1)."""
+        if not self._running:                                   # a part of the model was called by itself
+            return s, ids, weights
+        index, mine = layer.index, self._predicted.get(layer.index)
+        if mine is None or not (self._executes and self.mode == "router-free"):         # the true router has run
+            true = ids if self._real is None else ids.masked_fill(~self._real[:, None], self.predictor.spec.E)
+            self.predictor.observe(index, true, weights)
+            if mine is not None:
+                self._count(index, mine[0], true)
+        if mine is not None and self._executes:
+            ids, weights = mine                                 # lines 6–7
+        r = self._residuals.pop(index)
+        prediction = self.predictor.predict(index, s, r.reshape(-1, r.shape[-1]), ids, weights)         # line 8
+        if prediction is not None:
+            self._predicted[index + self.predictor.ahead] = prediction
+            if (prefetch := getattr(layer.experts.executor, "prefetch", None)) is not None:
+                prefetch(index + self.predictor.ahead, prediction[0])                                   # line 9
+        return s, ids, weights
+
+    def _count(self, layer: int, predicted: Tensor, true: Tensor) -> None:
+        if len(true) == 1 and true.device.type == "cpu":        # a decode step: sets are quicker than tensors
+            chosen = set(true[0].tolist()) - {self.predictor.spec.E}
+            self.requests[self._phase, layer] += len(chosen)
+            self.hits[self._phase, layer] += len(chosen.intersection(predicted[0].tolist()))
+            return
+        there = true != self.predictor.spec.E
+        self.requests[self._phase, layer] += there.sum()
+        self.hits[self._phase, layer] += (found(predicted, true) & there).sum()
+
+    def _routed(self, layer: MoELayer, x: Tensor) -> Any:
+        """The forward of a router in router-free mode."""
+        if not self._executes or layer.index not in self._predicted:
+            return type(layer.router).forward(layer.router, x)
+        ids, weights = self._predicted[layer.index]
+        if type(layer.router).__name__ not in ROUTING:
+            return None, weights, ids
+        # A dialect's block wants the dialect's own form; what is in it, `_before` replaces.
+        return ask(layer, x, weights.new_zeros(len(ids), self.predictor.spec.E))
+
+
+def found(predicted: Tensor, true: Tensor) -> Tensor:
+    """Which of the true experts [T, K] are among the predicted ones [T, n]: bool [T, K]."""
+    return (true[:, :, None] == predicted[:, None, :]).any(-1)

@@ -1,0 +1,318 @@
+"""Predictors: which experts a later layer will want, asked before this layer's experts have run.
+
+Source: Speculating Experts §3.3 (router, quasi), §4 (executing predictions, hence the weights), §6.1, §6.3 (estimator,
+hybrid), §8 (several layers ahead); GPU-NDP §III-D (frequency, dataset-free). The first four read a signal of the token
+itself; frequency, static and previous only remember what was chosen; oracle and random are controls, which must score
+100 % and K/E.
+
+    s, r [T, H]    ids, weights [T, K]    →    ids, weights [T, K] of layer + ahead
+
+Ids and weights come out of the architecture's own router code, whatever the logits came from, so a prediction can be
+executed. Left out: capacity. A router that drops tokens (Switch) is asked as if there were always room.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moelab import recording
+from moelab.models import MoELayer, identity, spec_of
+from moelab.speculate.signals import DefaultVectors, quasi_hidden
+from moelab.trace import RoutingTrace
+
+#: (ids [T, K], weights [T, K])
+Prediction = tuple[Tensor, Tensor]
+#: (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted
+Estimate = Callable[[Tensor, int], Tensor]
+
+
+class _GivenLogits(TorchFunctionMode):
+    """While active, a router's linear layer yields the given logits [T, E] in place of its own."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits, self.calls = logits, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        x = args[0] if args else kwargs["input"]
+        return self.logits.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Prediction:
+    """What the router of `layer` would choose: (ids, weights), [T, K] each.
+
+    x : router input [T, H].
+    logits : [T, E] that take the place of the router's own; its own code makes weights of them (softmax, sigmoid,
+        groups, correction bias, renormalisation).
+
+    Raises
+    ------
+    ValueError : logits for a router whose code computes its own in another way than by one linear layer.
+    """
+    return layer.routing(ask(layer, x, logits))
+
+
+def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
+    """As `route`, but what the router's code returned, in the architecture's own form."""
+    x = x.reshape(-1, x.shape[-1])
+    # Capacity is counted along a sequence: each token is a sequence of its own, so that none is dropped.
+    x = x[:, None] if hasattr(layer.router, "expert_capacity") else x
+    forward = type(layer.router).forward                    # not the module itself: hooks are for real passes
+    if logits is None:
+        return forward(layer.router, x)
+    with _GivenLogits(logits) as given:
+        output = forward(layer.router, x)
+    if given.calls != 1:
+        raise ValueError(f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so an "
+                         f"estimator's logits cannot take the place of its own; use a predictor that asks the router")
+    return output
+
+
+class Predictor:
+    """Predicts, at layer l, the experts and weights of layer l + ahead, `ahead` counting MoE layers."""
+
+    ahead: int = 1
+
+    def __init__(self, model: nn.Module, *, ahead: int = 1) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead is {ahead}; a prediction is for a later layer, so it must be at least 1")
+        self.ahead, self.spec = ahead, spec_of(model)
+        self.device = getattr(model, "device", torch.device("cpu"))
+        #: layer → the layer that is predicted there; none across the border between encoder and decoder
+        self.targets: dict[int, MoELayer] = {
+            here.index: there for _, layers in recording.stacks(model) for here, there in zip(layers, layers[ahead:])}
+
+    def begin(self) -> None:
+        """A new prompt, or a new batch of prompts, starts."""
+
+    def observe(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+        """What the true router of `layer` chose for a forward pass's T tokens, [T, K] each; E where nothing ran.
+
+        The tokens of a batch stand sequence after sequence: T = B·S.
+        """
+
+    def predict(self, layer: int, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Prediction | None:
+        """(ids [T, K], weights [T, K]) of layer + ahead; None where there is nothing to say.
+
+        s : router input of `layer` [T, H].
+        r : residual before its norm [T, H].
+        ids, weights : what `layer` executes, [T, K].
+        """
+        target = self.targets.get(layer)
+        return None if target is None else self._predict(layer, target, s, r, ids, weights)
+
+    def _predict(self, layer: int, target: MoELayer, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class NextRouter(Predictor):
+    """The next router on this layer's router input s_l: the baseline of §3.3."""
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        return route(target, s)
+
+
+class Quasi(Predictor):
+    """The next router on the quasi-hidden state q_l: the paper's Router-PF (§3.3)."""
+
+    def __init__(self, model: nn.Module, *, vectors: DefaultVectors, ahead: int = 1) -> None:
+        super().__init__(model, ahead=ahead)
+        vectors.check(model)
+        self.vectors = vectors.to(self.device)
+
+    def quasi(self, layer: int, target: MoELayer, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """q_l [T, H]."""
+        return quasi_hidden(target, r, self.vectors.layer_default(layer, ids, weights))
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        return route(target, self.quasi(layer, target, r, ids, weights))
+
+
+class Hybrid(Quasi):
+    """Per layer the estimator or the next router on q_l, whichever was better on validation: Hybrid-PF (§6.3).
+
+    choice : for each of the L layers, whether the estimator predicts there; `moelab.speculate.scoring.choose` finds it.
+    """
+
+    def __init__(self, model: nn.Module, *, vectors: DefaultVectors, estimator: Estimate, choice: Sequence[bool],
+                 ahead: int = 1) -> None:
+        super().__init__(model, vectors=vectors, ahead=ahead)
+        if len(choice) != self.spec.L:
+            raise ValueError(f"choice has {len(choice)} entries; it needs one for each of the {self.spec.L} MoE layers")
+        if (trained := getattr(estimator, "ahead", ahead)) != ahead:
+            raise ValueError(f"this estimator was trained to look {trained} layer(s) ahead, not {ahead}")
+        self.estimator, self.choice = estimator, tuple(bool(c) for c in choice)
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        q = self.quasi(layer, target, r, ids, weights)
+        return route(target, q, self.estimator(q, layer) if self.choice[layer] else None)
+
+
+class Estimator(Hybrid):
+    """A neural estimator of the next router's logits on q_l, at every layer: Est-PF (§6.1, §6.3)."""
+
+    def __init__(self, model: nn.Module, *, vectors: DefaultVectors, estimator: Estimate, ahead: int = 1) -> None:
+        super().__init__(model, vectors=vectors, estimator=estimator, choice=[True] * spec_of(model).L, ahead=ahead)
+
+
+class Frequency(Predictor):
+    """The experts that this prompt's own prefill chose most often: dataset-free prefetching (GPU-NDP §III-D).
+
+    Each with the mean weight it had there. Nothing is predicted during prefill.
+    """
+
+    def begin(self) -> None:
+        self.prefill: dict[int, Prediction] = {}            # layer → ids and weights [B·S, K]
+        self.popular: dict[int, Prediction] = {}            # layer → ids and weights [B, K]
+
+    def observe(self, layer, ids, weights):
+        self.prefill.setdefault(layer, (ids, weights))
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        known = self.popular.get(target.index)
+        if known is None or len(known[0]) != len(ids):
+            seen = self.prefill.get(target.index)
+            if seen is None or len(seen[0]) % len(ids):
+                return None
+            known = popular(*(t.reshape(len(ids), -1) for t in seen), self.spec.E, self.spec.K)
+            self.popular[target.index] = known
+        return known
+
+
+class Static(Predictor):
+    """The layer's most popular experts of a recorded trace, the same for every token, with their mean weights."""
+
+    def __init__(self, model: nn.Module, *, trace: RoutingTrace, ahead: int = 1) -> None:
+        super().__init__(model, ahead=ahead)
+        of_model(trace, model)
+        ids, weights = (t.movedim(1, 0).flatten(1).to(self.device) for t in (trace.ids.long(), trace.weights))
+        self.popular = [t[:, None] for t in popular(ids, weights, self.spec.E, self.spec.K)]     # [L, 1, K] each
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        return tuple(t[target.index].expand(len(ids), -1) for t in self.popular)
+
+
+class Previous(Predictor):
+    """What the token before chose at that layer, with its weights. Nothing is predicted during prefill."""
+
+    def begin(self) -> None:
+        self.last: dict[int, Prediction] = {}               # layer → ids and weights [B·S, K]
+
+    def observe(self, layer, ids, weights):
+        self.last[layer] = ids, weights
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        last = self.last.get(target.index)
+        if last is None or len(last[0]) % len(ids):
+            return None
+        return tuple(t.view(len(ids), -1, t.shape[-1])[:, -1] for t in last)
+
+
+class Oracle(Predictor):
+    """The truth, from a trace of the very same prompts run one by one in the same order: a control, 100 %.
+
+    It checks at every layer that what it is shown is what the trace has. After the last prompt the first comes again.
+    """
+
+    def __init__(self, model: nn.Module, *, trace: RoutingTrace, ahead: int = 1) -> None:
+        super().__init__(model, ahead=ahead)
+        self.trace = of_model(trace, model)
+        self.prompts = [torch.nonzero(trace.sequence == i).flatten() for i in range(trace.sequences)]     # rows of each
+        self.stacks = [{layer.index for layer in layers} for _, layers in recording.stacks(model)]
+        self.prompt = self.next = 0
+
+    def begin(self) -> None:
+        if self.next:                           # the current prompt has been run
+            self.prompt = (self.prompt + 1) % len(self.prompts)
+        self.first = self.next = 0              # rows of this prompt: the current forward pass and what comes after it
+        self.seen: set[int] = set()
+
+    def observe(self, layer, ids, weights):
+        stack = next(stack for stack in self.stacks if layer in stack)
+        if not self.seen or layer in self.seen or not self.seen <= stack:               # a new forward pass
+            self.first, self.next, self.seen = self.next, self.next + len(ids), set()
+        self.seen.add(layer)
+        if not torch.equal(self._rows(layer)[0], ids):
+            raise ValueError(f"prompt {self.prompt}, layer {layer}: the model does not choose what the oracle's trace "
+                             f"says; it needs a trace of the same prompts, run one by one in the same order")
+
+    def _rows(self, layer: int) -> Prediction:
+        rows = self.prompts[self.prompt][self.first:self.next]
+        return self.trace.ids[rows, layer].long().to(self.device), self.trace.weights[rows, layer].to(self.device)
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        return self._rows(target.index)
+
+
+class Random(Predictor):
+    """K different experts at random with equal weights: a control, K/E."""
+
+    def __init__(self, model: nn.Module, *, seed: int = 0, ahead: int = 1) -> None:
+        super().__init__(model, ahead=ahead)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+
+    def _predict(self, layer, target, s, r, ids, weights):
+        noise = torch.rand(len(ids), self.spec.E, generator=self.generator, device=self.device)
+        return noise.topk(self.spec.K).indices, torch.full_like(weights, 1 / self.spec.K)
+
+
+def of_model(trace: RoutingTrace, model: nn.Module) -> RoutingTrace:
+    """The trace; ValueError if it is another model's."""
+    if trace.model_id != identity(model):
+        raise ValueError(f"this trace was recorded from another model ({trace.spec.name}, identity {trace.model_id}); "
+                         f"moelab.record(model, prompts) records one of this model")
+    return trace
+
+
+def popular(ids: Tensor, weights: Tensor, E: int, K: int) -> Prediction:
+    """The K most frequent experts of each row and their mean weights, [B, K]; ids and weights [B, n], E is none."""
+    B = len(ids)
+    zeros = torch.zeros(B, E + 1, device=ids.device)
+    counts = zeros.scatter_add(1, ids, torch.ones_like(ids, dtype=torch.float32))
+    total = zeros.scatter_add(1, ids, weights.float())
+    count, chosen = counts[:, :E].topk(K)
+    return chosen, (total.gather(1, chosen) / count.clamp(min=1)).to(weights.dtype)
+
+
+#: name → predictor; another one is a class and a line here
+PREDICTORS: dict[str, type[Predictor]] = {
+    "router": NextRouter, "quasi": Quasi, "estimator": Estimator, "hybrid": Hybrid, "frequency": Frequency,
+    "static": Static, "previous": Previous, "oracle": Oracle, "random": Random,
+}
+#: what predictors are made of, and where it comes from
+INGREDIENTS = {
+    "vectors": "moelab.speculate.default_vectors(model, prompts)",
+    "estimator": "a trained moelab.speculate.estimator.Estimator",
+    "choice": "moelab.speculate.scoring.choose(trace, model, vectors, estimator)",
+    "trace": "moelab.record(model, prompts)", "seed": "an integer"}
+
+
+def make(name: str, model: nn.Module, *, ahead: int = 1, **ingredients: Any) -> Predictor:
+    """A predictor by its name; of the ingredients it takes those that it needs.
+
+    ingredients : names of `INGREDIENTS`.
+
+    Raises
+    ------
+    ValueError : an unknown predictor or ingredient, or an ingredient that is missing.
+    """
+    if name not in PREDICTORS:
+        raise ValueError(f"there is no predictor {name!r}; there are {', '.join(PREDICTORS)}")
+    if unknown := ingredients.keys() - INGREDIENTS.keys():
+        raise ValueError(f"no predictor takes {', '.join(sorted(unknown))}; they take {', '.join(INGREDIENTS)}")
+    takes = inspect.signature(PREDICTORS[name]).parameters
+    given = {key: value for key, value in ingredients.items() if key in takes and value is not None}
+    for key, parameter in takes.items():
+        if key in INGREDIENTS and parameter.default is parameter.empty and key not in given:
+            raise ValueError(f"the predictor {name!r} needs {key}={INGREDIENTS[key]}")
+    return PREDICTORS[name](model, ahead=ahead, **given)

@@ -1,0 +1,151 @@
+"""Training examples from a trace on disk, a buffer at a time: what an estimator sees and what it should have said.
+
+Source: Speculating Experts §6.1. The quasi-hidden state q_l is computed from the residual and the experts of layer l,
+the teacher's logits from the router input of layer l + 1, by its own router. A buffer is filled with short stretches of
+tokens from random places of the trace; files are read, not mapped, since mapped pages count as memory.
+
+    residuals [T, L, H], ids and weights [T, L, K]  →  q_l [R, H]       router inputs [T, L, H]  →  logits_{l+1} [R, E]
+
+One row (R of them) is a token at a predicting layer. Left out: a token that passes only one of the two layers, or was
+dropped there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.models import MoELayer
+from moelab.specs import MoESpec
+from moelab.speculate.predictors import Quasi, ask, of_model
+from moelab.speculate.signals import DefaultVectors
+from moelab.trace import HIDDEN, RoutingTrace, hidden_path
+
+STRETCH = 2**20         # bytes of hidden states that are read at one place of a trace
+BUFFER = 32 * 2**20     # bytes of hidden states that are shuffled together
+#: router class → place of the logits in what it returns; first in all others
+LOGITS = {"Llama4Router": 1, "SwitchTransformersTop1Router": 2}
+
+
+class Rows:
+    """Training examples from a trace, a buffer at a time.
+
+    trace : the trace or its path; hidden states that lie on disk stay there.
+    layers : predicting layers that are wanted; None for all.
+    """
+
+    def __init__(self, trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, ahead: int,
+                 layers: Sequence[int] | None) -> None:
+        trace = trace if isinstance(trace, RoutingTrace) else RoutingTrace.load(trace)
+        if trace.router_inputs is None or trace.residuals is None:
+            raise ValueError("this trace has no hidden states to train on; moelab.record(model, prompts, "
+                             "hidden='train.safetensors') records them")
+        of_model(trace, model)
+        self.quasi = Quasi(model, vectors=vectors, ahead=ahead)
+        unknown = set(layers or ()) - self.quasi.targets.keys()
+        if unknown or not self.quasi.targets or layers is not None and not layers:
+            raise ValueError(f"layers is {layers}; with ahead={ahead} the layers that predict are "
+                             f"{sorted(self.quasi.targets)}")
+        self.layers = sorted(self.quasi.targets if layers is None else layers)
+        self.spec: MoESpec = trace.spec
+        self.model_id, self.T, self.H = trace.model_id, len(trace), trace.residuals.shape[-1]
+        if not self.T:
+            raise ValueError("this trace has no tokens; record some prompts")
+        home = trace._hidden_home
+        self.columns = {name: FileRows(hidden_path(home, name), name) if home else getattr(trace, name)
+                        for name in HIDDEN}
+        on_disk = home is not None and Path(home).is_file()
+        self.columns |= {name: FileRows(home, name) if on_disk else getattr(trace, name) for name in ("ids", "weights")}
+        token_bytes = 2 * trace.residuals[:1].nbytes
+        self.stretch = max(1, STRETCH // token_bytes)                   # tokens
+        self.stretches = max(1, BUFFER // (self.stretch * token_bytes))     # a buffer
+
+    def in_order(self) -> Iterator[list[tuple[int, int]]]:
+        """The whole trace as buffers of (first token, end)."""
+        size = self.stretch * self.stretches
+        return ([(a, min(a + size, self.T))] for a in range(0, self.T, size))
+
+    def spans(self, buffer: int, seed: int, most: int) -> list[tuple[int, int]]:
+        """The stretches (first token, end) of the buffer with this number, at most `most` tokens; no state needed."""
+        n = math.ceil(self.T / self.stretch)
+        epoch, place = divmod(buffer, math.ceil(n / self.stretches))
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(seed, "stretches", epoch)))
+        spans = []
+        for i in order[place * self.stretches:(place + 1) * self.stretches].tolist():
+            a = i * self.stretch
+            b = min(a + self.stretch, self.T, a + most)
+            most -= b - a
+            if b > a:
+                spans.append((a, b))
+        return spans
+
+    @torch.no_grad()
+    def read(self, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q [R, H], predicting layer [R], true logits [R, E] float32, true ids [R, K]) of stretches of tokens."""
+        s, r, ids, weights = (torch.cat([self.columns[name][a:b] for a, b in spans]).to(self.quasi.device)
+                              for name in (*HIDDEN, "ids", "weights"))
+        ids = ids.long()
+        passed = (ids != self.spec.E).any(-1)                                               # [T, L]
+        parts = []
+        for l in self.layers:
+            target = self.quasi.targets[l]
+            t = (passed[:, l] & passed[:, target.index]).nonzero().flatten()
+            q = self.quasi.quasi(l, target, r[t, l], ids[t, l], weights[t, l])
+            parts.append((q, torch.full_like(t, l), teacher(target, s[t, target.index]),
+                          ids[t, target.index]))
+        q, layer, logits, true = (torch.cat(part) for part in zip(*parts))
+        return q, layer, logits, true
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits from tokens at 64 places of the trace."""
+        places = sorted({i * (self.T - 1) // 63 for i in range(64)})
+        return digest_of([torch.tensor([self.T]), *(c[i:i + 1] for c in self.columns.values() for i in places)])
+
+
+class FileRows:
+    """Rows of a tensor in a safetensors file, sliced as the tensor would be but read, never mapped."""
+
+    DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I16": torch.int16}
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(size))[name]
+        self.dtype, self.shape = self.DTYPES[entry["dtype"]], entry["shape"]
+        self.first = 8 + size + entry["data_offsets"][0]
+        self.row = math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        wanted = bytearray((rows.stop - rows.start) * self.row)
+        with open(self.path, "rb") as file:
+            file.seek(self.first + rows.start * self.row)
+            if file.readinto(wanted) != len(wanted):
+                raise ValueError(f"{self.path} ends early; record the trace again")
+        return torch.frombuffer(wanted, dtype=self.dtype).view(-1, *self.shape[1:])
+
+
+def teacher(layer: MoELayer, x: Tensor) -> Tensor:
+    """The true router's logits, float32 [T, E], of router inputs x [T, H]."""
+    output = ask(layer, x)[LOGITS.get(type(layer.router).__name__, 0)]
+    return output.reshape(len(x), -1).float()
+
+
+def seed_of(*parts: Any) -> int:
+    """A seed that depends on all its parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """Sixteen hex digits that name the contents of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

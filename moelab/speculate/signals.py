@@ -1,0 +1,232 @@
+"""Default vectors and quasi-hidden states: a guess of the next router's input before this layer's experts have run.
+
+Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual stream is replaced by what it adds on
+average, a vector that was measured beforehand; the sum over the chosen experts, the layer default, is added to the
+residual, and the next layer's norm makes of it what its router might see.
+
+    d_l = Σ_k g_{l,k} d_{l,e_k} + shared_l        q_l = norm_{l+1}(d_l + r_l)
+
+Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H]. Left out: what attention of layer l + 1, or
+a dense layer in between, adds to the stream; that is the error which the predictors are left with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moelab import recording
+from moelab.models import MoELayer, SeamExperts, identity, plug, spec_of, unplug
+from moelab.progress import progress
+
+FORMAT = "moelab.default_vectors/1"
+
+
+@dataclass(frozen=True, eq=False)
+class DefaultVectors:
+    """What experts add on average.
+
+    Attributes
+    ----------
+    d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight. An expert that was
+        never chosen has the mean of its layer's experts.
+    shared : float32 [L, H], mean output of what the block adds beside its routed experts; 0 where there is nothing.
+    counts : int64 [L, E], tokens behind each mean.
+    weighted : whether `d` includes the routing weight, as it must where that scales the expert's input.
+    model_id : identity of the model, see `moelab.models.identity`.
+    """
+
+    d: Tensor
+    shared: Tensor
+    counts: Tensor
+    weighted: bool
+    model_id: str
+
+    def __post_init__(self) -> None:
+        # A last row of zeros for the id E, "no expert".
+        object.__setattr__(self, "_tables", F.pad(self.d, (0, 0, 0, 1)).unbind(0))         # L × [E + 1, H]
+
+    def layer_default(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
+        """d_l of tokens whose experts are `ids` [T, K] with `weights` [T, K]: float32 [T, H]  (§3.1)."""
+        weights = torch.ones_like(weights, dtype=torch.float32) if self.weighted else weights.float()
+        return F.embedding_bag(ids, self._tables[layer], mode="sum", per_sample_weights=weights) + self.shared[layer]
+
+    def to(self, device: torch.device | str) -> DefaultVectors:
+        return replace(self, d=self.d.to(device), shared=self.shared.to(device))
+
+    def check(self, model: nn.Module) -> None:
+        """ValueError if these are another model's."""
+        if (mine := identity(model)) != self.model_id:
+            raise ValueError(f"these default vectors were measured on another model (identity {self.model_id}, this "
+                             f"model's is {mine}); moelab.speculate.default_vectors(model, prompts) measures its own")
+
+    def save(self, path: str | Path) -> Path:
+        """Write a safetensors file, whole or not at all; returns its path."""
+        from safetensors.torch import save_file
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        save_file({name: getattr(self, name).cpu().contiguous() for name in ("d", "shared", "counts")}, part,
+                  {"format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)})
+        os.replace(part, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
+        """Read the default vectors of `model`.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError : no such file; not a whole file of default vectors, or another model's.
+        """
+        from safetensors import SafetensorError, safe_open
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no default vectors at {path}; default_vectors(…).save(path) makes them")
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                if about.get("format") != FORMAT:
+                    raise ValueError(f"{path} is a safetensors file but holds no default vectors ({FORMAT})")
+                tensors = {name: file.get_tensor(name) for name in ("d", "shared", "counts")}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no readable safetensors file ({error}); measure the vectors again") from error
+        vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
+        vectors.check(model)
+        return vectors
+
+
+def quasi_hidden(following: MoELayer, r: Tensor, d: Tensor) -> Tensor:
+    """q = norm(d + r) with the norm of the layer that is predicted: [T, H] in r's dtype  (§3.2).
+
+    r : residual stream before this layer's norm [T, H].
+    d : this layer's default [T, H].
+    """
+    if following.norm is None:
+        raise ValueError(f"{following.name}: the norm before the router has no known name, so q cannot be computed; "
+                         f"add its name to moelab.models.seam.NORMS")
+    return type(following.norm).forward(following.norm, (d + r).to(r.dtype))       # past hooks: no real pass
+
+
+def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, *,
+                    tokenizer: Any = None) -> DefaultVectors:
+    """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
+
+    Parameters
+    ----------
+    model : any model that moelab can plug; whatever computes its experts goes on doing so and is listened to.
+    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
+    max_new_tokens : tokens generated greedily after each prompt, which count too.
+    tokenizer : by default the model's own.
+
+    Raises
+    ------
+    ValueError : no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert.
+    """
+    spec, ids = spec_of(model), recording.token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
+    plugged = all(isinstance(layer.experts, SeamExperts) for layer in recording.discover(model))
+    layers = plug(model)
+    weighted = type(layers[0].experts).weighted is not SeamExperts.weighted
+    sums = _Sums(spec.L, spec.E, layers, weighted)
+    training = model.training
+    model.eval()
+    try:
+        sums.attach()
+        for prompt in progress(ids, "default vectors", unit="prompt"):
+            tokens = torch.tensor([prompt], device=model.device)
+            with torch.no_grad():
+                recording.run(model, tokens, torch.ones_like(tokens), max_new_tokens, {})
+    finally:
+        sums.detach()
+        if not plugged:
+            unplug(model)
+        model.train(training)
+    return sums.vectors(identity(model))
+
+
+class _Sums:
+    """Listens to the executor of every layer and to its block: sums and counts of what experts put out."""
+
+    def __init__(self, L: int, E: int, layers: list[MoELayer], weighted: bool) -> None:
+        self.layers, self.weighted = layers, weighted
+        self.counts, self.tokens = torch.zeros(L, E, dtype=torch.long), torch.zeros(L, dtype=torch.long)
+        self.sums: Tensor | None = None                 # float64 [L, E, H]
+        self.shared: Tensor | None = None               # float64 [L, H]
+        self.routed: dict[int, Tensor] = {}
+        self.inner: dict[int, Any] = {}
+        self.hooks: list[Any] = []
+
+    def attach(self) -> None:
+        for layer in self.layers:
+            self.inner[layer.index] = layer.experts.executor
+            layer.experts.executor = self._execute
+            self.hooks.append(layer.block.register_forward_hook(
+                lambda _m, _a, out, i=layer.index: self._after(i, out[0] if isinstance(out, tuple) else out)))
+
+    def detach(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for layer in self.layers:
+            if layer.index in self.inner:
+                layer.experts.executor = self.inner[layer.index]
+
+    def _execute(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+        if self.sums is None:
+            self.sums = torch.zeros(*self.counts.shape, x.shape[-1], dtype=torch.float64)
+            self.shared = torch.zeros(len(self.tokens), x.shape[-1], dtype=torch.float64)
+        listener = _Listener(experts, self)
+        out = self.inner[experts.layer](x, ids, weights, listener)
+        if listener.outputs is not None:
+            raise ValueError(f"the executor {self.inner[experts.layer]} does not add up its experts with "
+                             f"`experts.accumulate`; measure default vectors with moelab.models.eager")
+        self.routed[experts.layer] = out.clone()        # a block may add its shared experts in place
+        return out
+
+    def add(self, layer: int, expert: int, y: Tensor) -> None:
+        self.sums[layer, expert] += y.cpu().sum(0, dtype=torch.float64)
+        self.counts[layer, expert] += len(y)
+
+    def _after(self, layer: int, y: Tensor) -> None:
+        rest = y.reshape(-1, y.shape[-1]).cpu().double() - self.routed.pop(layer).cpu().double()
+        self.shared[layer] += rest.sum(0)
+        self.tokens[layer] += len(rest)
+
+    def vectors(self, model_id: str) -> DefaultVectors:
+        n = self.counts[..., None]
+        layer_mean = self.sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)               # [L, 1, H]
+        d = torch.where(n > 0, self.sums / n.clamp(min=1), layer_mean)
+        shared = self.shared / self.tokens[:, None].clamp(min=1)
+        return DefaultVectors(d.float(), shared.float(), self.counts, self.weighted, model_id)
+
+
+class _Listener:
+    """An experts module as an executor sees it, which passes on each expert's output before it is weighted."""
+
+    def __init__(self, experts: SeamExperts, sums: _Sums) -> None:
+        self._experts, self._sums = experts, sums
+        self.outputs: list[Tensor] | None = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+    def contribution(self, x: Tensor, tokens: Tensor, w: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        if self._sums.weighted:
+            y = out = self._experts.contribution(x, tokens, w, weights)
+        else:
+            y = self._experts.ffn(x[tokens], weights)
+            out = y * w[:, None]
+        self.outputs.append(y)
+        return out
+
+    def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
+        for (expert, _, _), y in zip(contributions, self.outputs, strict=True):
+            self._sums.add(self._experts.layer, expert, y)
+        self.outputs = None
+        return self._experts.accumulate(x, contributions)

@@ -1,0 +1,27 @@
+"""Small random models, one of each architecture and dtype, opened once for all tests here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moelab.models import open_model
+
+from ..models import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """(architecture, dtype) → the model; tests leave it as they found it."""
+    made = {}
+
+    def get(name: str, dtype: torch.dtype = torch.float32):
+        if (name, dtype) not in made:
+            made[name, dtype] = open_model(tiny.save(name, tmp_path_factory.mktemp(name), dtype))
+        return made[name, dtype]
+    return get
+
+
+@pytest.fixture(params=tiny.ARCHITECTURES)
+def model(request, tiny_model):
+    return tiny_model(request.param)
