@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moelab.models.seam import discover
+from moelab.runtime.slots import lies_as_in_memory
 from moelab.schedule.requests import Delays
 from moelab.store.layout import ExpertStore, run
 from moelab.store.reader import Reader, decode, empty_tensors
@@ -49,6 +50,7 @@ def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, s
     ffn_dtype, H = model.dtype, store.spec.H
     reader, own = reader or Reader(store), reader is None
     took: dict[str, list[float]] = {name: [] for name in ("E", "SM", "decompress", "recover", "decode", "one", "many")}
+    in_place = lies_as_in_memory(store)                         # then only its checksum is left to do
     buffers = {part: reader.buffer(part) for part in ("E", "SM")}
     out = None
 
@@ -65,7 +67,7 @@ def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, s
             names = [name for name in out if separable(e, name)]
             timed("decompress", lambda: [decompress(e, name, out[name]) for name in names])
             timed("recover", lambda: [recover(sm, name, out[name]) for name in names])
-            timed("decode", lambda: decode(e, sm, out))
+            timed("decode", lambda: reader.check(e) if in_place else decode(e, sm, out))
             weights = {name: t.to(model.device, ffn_dtype if t.is_floating_point() else None)
                        for name, t in out.items()}
             with torch.inference_mode():

@@ -51,8 +51,11 @@ class Rounds:
         self.full: dict[int, int] = {}                          # slot → layer of the expert that it holds
         for slot in range(self.kept):
             layer, expert = self._pick()
-            decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer))
             self.full[slot] = layer
+            if self.slots.sizes.in_place:
+                reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
+            else:
+                decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer))
         largest = max(layer.size for layer in store.layers)
         self.sizes = [size for size in READS if size <= largest]
         self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
@@ -71,7 +74,7 @@ class Rounds:
     def once(self) -> None:
         """Every measurement once."""
         self.done += 1
-        self._read_and_decode()
+        (self._read_in_place if self.slots.sizes.in_place else self._read_and_decode)()
         for size in self.sizes:
             layer = int(self.rng.choice([i for i, layer in enumerate(self.store.layers) if layer.size >= size]))
             place = int(self.rng.integers((self.store.layers[layer].size - size) // ALIGN + 1)) * ALIGN
@@ -92,6 +95,20 @@ class Rounds:
         self.reader.drop_cache(layer)
         return self.timed(name, function, layer, *args)
 
+    def _read_in_place(self) -> None:
+        """What there is to do for an expert of a raw store: one read, and checking it; the rest is nothing."""
+        slots, whole = [(self.done * self.workers + i) % self.kept for i in range(self.workers)], []
+        for slot in slots:
+            key = self._pick()
+            whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
+            self.full[slot] = key[0]
+            self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
+        list(self.pool.map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None, chunks, chunks,
+                                                     {}), whole))
+        self.seconds["decompress"] = self.seconds["decode"]
+        for name in ("read SM", "recover"):
+            self.seconds.setdefault(name, []).extend([0.0] * self.workers)
+
     def _read_and_decode(self) -> None:
         self._read("read both", self.reader.read_parts, *self._pick(), self.buffers[0])
         work = []
@@ -106,8 +123,9 @@ class Rounds:
 
     def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
         """What the engine's workers do: check what they use, then use it."""
-        for chunks in {"decompress": (e,), "recover": (sm,)}.get(name, (e, sm)) if self.reader.verify else ():
-            self.reader.check(chunks)
+        for chunks in {"decompress": [e], "recover": [sm]}.get(name, [e] if e is sm else [e, sm]):
+            if self.reader.verify:
+                self.reader.check(chunks)
         stage(e, sm, out)
 
     def _expert(self, tokens: int) -> None:

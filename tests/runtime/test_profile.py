@@ -51,6 +51,22 @@ def test_everything_is_measured_as_often(measured, store):
     assert (measured.mode, measured.dtype, measured.codec, measured.N) == ("buffered", "bfloat16", store.codec, 2)
 
 
+def test_a_raw_store_is_read_in_place_and_only_checked(store, tmp_path):
+    raw = convert(tiny.save("qwen3_moe", tmp_path / "m", torch.bfloat16), tmp_path / "s", codec="raw")
+    found = profile(raw, seconds=0, mode="buffered", workers=2)
+    delays = found.delays()
+    assert delays.sm_read == delays.recover == 0 < delays.decode_at_once
+    assert delays.e_read == statistics.median(found.seconds["read both"]) > 0
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool, Reader(raw) as reader:
+        rounds = Rounds(raw, open_store(raw, mode="buffered"), reader, pool, 1, np.random.default_rng(0))
+        rounds._read_in_place()
+        source = StoreExperts(raw)
+        for slot, layer in rounds.full.items():
+            held = rounds.slots.tensors(slot, layer)
+            assert any(all(torch.equal(held[name], tensor) for name, tensor in source(layer, expert).items())
+                       for expert in range(raw.spec.E))
+
+
 def test_reads_are_those_of_the_given_disk(store):
     """At 1 MB a second a read of n bytes cannot take less than n / 1 MB."""
     slow = profile(store, seconds=0, mode="buffered", bandwidth=1e6)
