@@ -79,7 +79,7 @@ class Engine:
             # One core less for computing while others decode: two threads of a team of which one has lost its core
             # wait for each other. Only where that changes no bit.
             threads = torch.get_num_threads()
-            alone = self.one_thread and len(x) == 1 and bool(job.loads)
+            alone = self.one_thread and len(x) == 1 and self.pipeline.busy(job)
             if alone:
                 torch.set_num_threads(1)
             try:

@@ -108,6 +108,10 @@ class Pipeline:
                 self._adopt(job, None, {})
             self._ahead.clear()
 
+    def busy(self, job: Job) -> bool:
+        """Whether threads have something to do, for this layer or for one to come."""
+        return bool(job.loads) or any(ahead.loads for ahead in self._ahead.values())
+
     def next_ready(self, job: Job, check: Callable[[], None]) -> ExpertKey:
         """Wait for an expert that is whole; `check` raises what shall end the waiting, and is called on `wake`."""
         with self._lock:
