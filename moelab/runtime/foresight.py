@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moelab.cache.residency import Request, Residency
+from moelab.specs import ExpertKey, State
+
 KEEP = 0.9                  # of a running mean, when a new value comes
 FIRST = 0.5                 # the precision that a layer's guesses are trusted to have before any was seen
 
@@ -41,6 +44,15 @@ class Foresight:
         self.announced[layer] = set(experts)
         p, idle = self.precision.get(layer, FIRST), read_s if self.idle is None else self.idle
         return len(self.announced[layer]) * read_s <= idle or p * idle >= (1 - p) * read_s / 2
+
+    def requests(self, residency: Residency, layer: int, experts: Iterable[int], read_s: float) -> list[Request]:
+        """What to fetch of the experts that are announced for a layer: those not whole in memory, if it is worth it."""
+        if not 0 <= layer < residency.L:
+            return []
+        keys = [ExpertKey(layer, expert) for expert in dict.fromkeys(experts) if 0 <= expert < residency.E]
+        found = [Request(key, 1, state, State.MISSED) for key in keys
+                 if (state := residency.state(key)) is not State.FULL]
+        return found if found and self.worth(layer, [request.key.expert for request in found], read_s) else []
 
     def came(self, layer: int, experts: Iterable[int]) -> None:
         """A layer wants these experts: learn from what was guessed."""

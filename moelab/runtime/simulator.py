@@ -2,11 +2,16 @@
 
 `Residency` decides from the sequence of steps alone, so whatever the engine hits, evicts and reads on these steps, the
 simulator does too; only the clock differs. A layer costs what comes before its experts (attention, norms, router), then
-the schedule of its reads, decompression and expert computation under given delays (`schedule.execution`); the delays
-are measured on this machine, or follow from the figures of a device card. Numbers that come out are *simulated*.
+the schedule of its reads, decompression and expert computation under given delays (`schedule.machine`); the delays
+are measured on this machine, or follow from the figures of a device card. Experts that are announced for the next layer
+are fetched ahead as by the engine, if the engine's own `Foresight` finds it worth a read. Numbers that come out are
+*simulated*.
 
     steps     forwards, each a list of (layer, {expert: tokens}) in the order of execution: `model.moelab.steps`
     forwards  tokens and phase ("prefill", "decode") of each of them: `model.moelab.forwards`
+    guesses   forwards, each a list of (layer, experts that are announced for it, in this order)
+
+`guesses=steps` is a run that executes what it has predicted, or one whose guesses are all right.
 
 What is left out: contention of disk, decompression and compute for the same memory, sampling between two forwards, and
 padding tokens of a batch, which a trace doesn't have.
@@ -15,22 +20,26 @@ padding tokens of a batch, which a trace doesn't have.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moelab.cache.residency import Counters, Residency
 from moelab.progress import progress
+from moelab.runtime.foresight import Foresight
 from moelab.runtime.limits import Rates, Steps
+from moelab.runtime.loads import Fetched
 from moelab.runtime.metrics import Forward, metrics
-from moelab.schedule.affinity import Order, scheduler_for
-from moelab.schedule.execution import execute
+from moelab.schedule.affinity import Order, given_order, scheduler_for
+from moelab.schedule.machine import Machine
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, MoESpec
 from moelab.trace import PREFILL, RoutingTrace
 
 #: seconds as base + per token
 Linear = tuple[float, float]
+#: for each forward, (layer, experts announced for it) of the layers that there are guesses for
+Guesses = Sequence[Iterable[tuple[int, Iterable[int]]]]
 
 
 @dataclass
@@ -41,21 +50,24 @@ class Simulation:
     ----------
     events, forwards : the timeline and the forward passes.
     counters : hits, misses, evictions of this run.
+    fetched : what became of the experts fetched ahead.
     """
 
     events: list[Event]
     forwards: list[Forward]
     counters: Counters
+    fetched: Fetched = field(default_factory=Fetched)
     kind: str = "simulated"
 
     def metrics(self) -> dict[str, Any]:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.runtime.metrics`."""
-        return metrics(self.events, self.forwards, asdict(self.counters))
+        return metrics(self.events, self.forwards, asdict(self.counters) | {"fetched_ahead": asdict(self.fetched)})
 
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
-             scheduler: Callable[[Sequence[Any], Delays, int], Order] | None = None) -> Simulation:
+             scheduler: Callable[[Sequence[Any], Delays, int], Order] | None = None, guesses: Guesses | None = None,
+             ahead: int = 0, distance: int = 1, foresight: Foresight | None = None) -> Simulation:
     """Play a run in simulated time.
 
     Parameters
@@ -70,27 +82,49 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     head : seconds per forward after the last layer.
     scheduler : makes the order of reading from (requests, delays, workers); None takes `scheduler_for(delays)`, which
         is the engine's.
+    guesses : of every forward; they change when experts are read, never what is kept or computed.
+    ahead : experts that may be fetched ahead, in memory beyond `staging`; without guesses there is none of it.
+    distance : how many layers before its own an expert is announced.
+    foresight : decides whether guesses are worth fetching, and learns; None for a new one.
 
     Raises
     ------
-    ValueError : as many forwards as steps are needed; or a layer or an expert that the residency doesn't have.
+    ValueError : as many forwards and guesses as steps are needed; or a layer or an expert that the residency doesn't
+        have; or a distance below 1.
     """
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
     if len(kinds) != len(steps):
         raise ValueError(f"{len(steps)} forwards are to be played, but tokens and phase are given of {len(kinds)}")
+    if guesses is not None and len(guesses) != len(steps):
+        raise ValueError(f"{len(steps)} forwards are to be played, but there are guesses for {len(guesses)}")
+    if distance < 1:
+        raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    choose, events, done, now = scheduler or scheduler_for(delays), [], [], start
-    for forward, (tokens, phase) in progress(list(zip(steps, kinds)), "simulating"):
-        begun = now
+    choose, foresight, done = scheduler or scheduler_for(delays), foresight or Foresight(), []
+    machine = Machine(delays, workers, staging, ahead if guesses is not None else 0, start)
+
+    def spend(layer: int, cost: Linear, tokens: int) -> None:
+        begun, end = machine.now, machine.now + cost[0] + cost[1] * tokens
+        foresight.pause(end - begun)
+        machine.spend(layer, end)
+
+    for forward, (tokens, phase), guessed in progress(list(zip(steps, kinds, guesses or [()] * len(steps))),
+                                                      "simulating"):
+        begun, announced = machine.now, dict(guessed) if ahead else {}
         for layer, experts in forward:
-            now = _spend(events, layer, now, other, tokens)
-            requests = residency.begin(layer, experts).requests
-            plan = choose(requests, delays, workers)
-            happened, now = execute(requests, plan, delays, workers, staging, now, layer)
-            events += happened
-        now = _spend(events, -1, now, head, tokens)
-        done.append(Forward(begun, now, tokens, phase))
-    return Simulation(events, done, residency.counters)
+            spend(layer, other, tokens)
+            step = residency.begin(layer, experts)
+            foresight.came(layer, experts)
+            left = machine.start(layer, step.requests, (key for key, _ in step.evicted))
+            machine.load(left, choose(left, delays, workers))
+            fetch = foresight.requests(residency, layer + distance, announced.get(layer + distance, ()),
+                                       machine.read_s / max(1, machine.reads))
+            machine.fetch(layer + distance, fetch, given_order(fetch))
+            machine.run()
+        spend(-1, head, tokens)
+        machine.drop_ahead()
+        done.append(Forward(begun, machine.now, tokens, phase))
+    return Simulation(machine.timeline(), done, residency.counters, Fetched(**machine.fetched))
 
 
 def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, dict[int, int]]]],
@@ -104,25 +138,39 @@ def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, 
     ------
     ValueError : a batch below 1.
     """
+    E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
+    for members, phase in _passes(trace, batch):
+        counts = [Counter(e for row in members for e in ids[row][layer] if e != E) for layer in range(trace.spec.L)]
+        steps.append([(layer, dict(sorted(count.items()))) for layer, count in enumerate(counts) if count])
+        forwards.append((len(members), phase))
+    return steps, forwards
+
+
+def guesses_of(trace: RoutingTrace, batch: int = 1) -> list[list[tuple[int, list[int]]]]:
+    """Guesses from a trace whose ids are those predicted for each layer, E for none, in the engine's order: all
+    tokens' first choices first. The forwards are those of `steps_of`."""
+    E, found = trace.spec.E, []
+    for members, _ in _passes(trace, batch):
+        first = trace.ids[members].permute(1, 2, 0).flatten(1).tolist()                 # [L, K · tokens]
+        found.append([(layer, experts) for layer, ids in enumerate(first)
+                      if (experts := [e for e in dict.fromkeys(ids) if e != E])])
+    return found
+
+
+def _passes(trace: RoutingTrace, batch: int) -> Iterator[tuple[list[int], str]]:
+    """Rows of the trace, and phase, of each forward."""
     if batch < 1:
         raise ValueError(f"the batch is {batch} sequences; it must be at least 1")
-    E, layers = trace.spec.E, range(trace.spec.L)
     rows: dict[int, tuple[list[int], list[int]]] = {}           # sequence → its prompt's rows, its decoded rows
     for row, (sequence, phase) in enumerate(zip(trace.sequence.tolist(), trace.phase.tolist())):
         rows.setdefault(sequence, ([], []))[phase != PREFILL].append(row)
-    ids, order_of = trace.ids.tolist(), sorted(rows)
-    steps, forwards = [], []
+    order_of = sorted(rows)
     for first in range(0, len(order_of), batch):
         group = [rows[sequence] for sequence in order_of[first:first + batch]]
         passes = [([row for prompt, _ in group for row in prompt], "prefill")]
         passes += [([decoded[n] for _, decoded in group if n < len(decoded)], "decode")
                    for n in range(max(len(decoded) for _, decoded in group))]
-        for members, phase in passes:
-            if members:
-                counts = [Counter(e for row in members for e in ids[row][layer] if e != E) for layer in layers]
-                steps.append([(layer, dict(sorted(count.items()))) for layer, count in enumerate(counts) if count])
-                forwards.append((len(members), phase))
-    return steps, forwards
+        yield from ((members, phase) for members, phase in passes if members)
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:
@@ -168,11 +216,3 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
         N=3 if spec.gated else 2, e_bytes=round(rho * half), sm_bytes=round(half))
     dense = dense_bytes / spec.L
     return delays, (dense / rates.memory, 2 * dense / dense_itemsize / rates.flops)
-
-
-def _spend(events: list[Event], layer: int, now: float, cost: Linear, tokens: int) -> float:
-    """Compute does something else than experts; returns when it is done."""
-    end = now + cost[0] + cost[1] * tokens
-    if end > now:
-        events.append(Event("compute", "other", layer, -1, now, end))
-    return end
