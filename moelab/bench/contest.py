@@ -105,9 +105,10 @@ class Bench:
         return reports
 
     def moelab(self, codec: str, budget: float, limit: int | None = None, trace: Path | None = None,
-               **options: Any) -> Arm:
+               guess: str | None = None, compressed: bool = False, **options: Any) -> Arm:
         return "moelab", {"store": str(self.folder / codec), "budget": budget, "options": options,
-                          "trace": str(trace) if trace else None}, limit
+                          "trace": str(trace) if trace else None, "guess": guess,
+                          "compressed": compressed}, limit
 
     # -------------------------------------------------------------------------------------------------- what is said
 

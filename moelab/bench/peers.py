@@ -159,14 +159,22 @@ class Transformers(Contender):
 
 
 class Moelab(Transformers):
-    """Options: store, budget, and those of `moelab.offload` as "options"; "trace": a file for its steps and events."""
+    """Options: store, budget, and those of `moelab.offload` as "options"; "trace": a file for its steps and events;
+    "guess": a predictor whose guesses are fetched ahead, which changes no output; "compressed": the budget, a share, is
+    divided into staging, which must be given, and experts kept compressed."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
         from moelab.runtime.offload import offload
         self.options, self.imports = options, process()["peak_rss_bytes"]
-        super().__init__(offload(options["store"], options["budget"], **options.get("options", {})))
+        given = dict(options.get("options", {}))
+        if options.get("compressed"):
+            given["plan"] = compressed_pool(options["store"], options["budget"], given["staging"])
+        super().__init__(offload(options["store"], options["budget"], **given))
         self.offloading = self.model.moelab
+        if options.get("guess"):
+            from moelab.speculate import Speculation, make
+            Speculation(self.model, make(options["guess"], self.model), "hint")
 
     def decoding(self) -> None:
         counters = self.offloading.residency.counters
@@ -212,6 +220,17 @@ class Moelab(Transformers):
                 layer = rng.randrange(len(layers))
                 total += len(reader.read(layer, rng.randrange(len(layers[layer].experts)), "both", buffer).data)
             return total / (time.perf_counter() - start), reader.mode
+
+
+def compressed_pool(store: str, share: float, staging: int) -> Any:
+    """As many experts kept compressed as a share of what all of them take decoded has room for."""
+    from moelab.cache.pools import Pools
+    from moelab.runtime.slots import Sizes
+    from moelab.store.layout import ExpertStore
+    opened = ExpertStore(store)
+    sizes, experts = Sizes.of(opened), sum(len(layer.experts) for layer in opened.layers)
+    everything = experts * sizes.full + staging * sizes.in_flight               # what `offload` takes the share of
+    return Pools(C=int(share * everything - staging * sizes.in_flight) // (sizes.e + sizes.sm))
 
 
 class Eager(Transformers):
