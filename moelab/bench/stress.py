@@ -3,7 +3,8 @@
     python -m moelab.bench.stress 1000
 
 Each one draws a model (two architectures, with and without shared experts), a codec, a budget
-from the least that works to everything, pools, policy, scope, margin, workers, staging, batch, lengths and padding;
+from the least that works to everything, pools, policy, scope, margin, workers, staging, guesses to fetch ahead (good
+and bad), batch, lengths and padding;
 reads and workers are held up at random for up to some milliseconds. It stops at the first output that differs from
 eager's, and with the stacks of all threads if one generation takes longer than a minute. Left out: cancelling, errors
 of the disk and damaged stores, which have tests of their own.
@@ -34,6 +35,7 @@ from moelab.runtime.decoders import CpuDecoder
 from moelab.runtime.offload import offload
 from moelab.runtime.slots import Sizes
 from moelab.schedule.requests import Delays
+from moelab.speculate import Speculation, make
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -65,19 +67,22 @@ def save(folder: Path, model_type: str, seed: int = 0) -> Path:
 
 def draw(rng: random.Random, store: ExpertStore) -> dict[str, Any]:
     """Options of `offload`, all that are allowed being about equally likely."""
-    sizes, L, E = Sizes.of(store), store.spec.L, store.spec.E
+    L, E = store.spec.L, store.spec.E
     workers, staging = rng.randint(1, 4), rng.choice((None, 1, 2, 5))
     options = {"workers": workers, "staging": staging, "policy": rng.choice([p for p in POLICIES if p != "belady"]),
                "scope": rng.choice(("model", "layer")), "margin": rng.choice((None, 0, 1, 4)),
                "mode": rng.choice(("auto", "buffered")), "verify": rng.random() < 0.5}
-    least = (staging or 1) * sizes.in_flight
+    sizes, ahead = Sizes.of(store), rng.choice((0, 0, 1, 3, 8))
+    options["ahead"] = ahead
+    least = (ahead + (staging or 1)) * sizes.in_flight
     if rng.random() < 0.5:                      # whole experts only
-        everything = L * E * sizes.full + (staging or workers + 2) * sizes.in_flight
+        everything = L * E * sizes.full + (ahead + (staging or workers + 2)) * sizes.in_flight
         return options | {"budget": round(rng.choice((least, everything, rng.uniform(least, everything))))}
     copies = L if options["scope"] == "layer" else 1
     pools = Pools(**{name: rng.choice((0, rng.randint(0, L * E // (2 * copies)))) for name in "FCSE"})
+    sizes = Sizes.of(store, False if pools.C or pools.S or pools.E else None)
     spare = rng.choice((0, 5 * sizes.in_flight))
-    room = copies * pools.nbytes(sizes.full, sizes.sm, sizes.e) + (staging or workers + 2) * sizes.in_flight
+    room = copies * pools.nbytes(sizes.full, sizes.sm, sizes.e) + (ahead + (staging or workers + 2)) * sizes.in_flight
     return options | {"plan": pools, "budget": max(2, room + spare)}
 
 
@@ -146,13 +151,15 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
             said = f"generation {i} of seed {seed}: {model_type}, {store.codec}, {options}, " \
                    f"ids {list(inputs['inputs'].shape)}, {inputs['max_new_tokens']} new"
             wanted = output(references[model_type], inputs)
-            with _watched(), held_up(rng), (model := offload(store, delays=delays, **options)).moelab as offloading:
+            with _watched(), held_up(rng), (model := offload(store, delays=delays, **options)).moelab as offloading, \
+                    Speculation(model, make(rng.choice(("router", "random", "previous")), model), "hint"):
                 runs = rng.choice((1, 1, 2))                # the second one finds a cache that is not empty
                 for _ in range(runs):
                     assert all(map(torch.equal, output(model, inputs), wanted)), f"{said}: not eager's output"
                 found = offloading.residency.counters
             tried.update([model_type, store.codec, options["policy"], options["scope"] + " scope",
-                          f"{options['workers']} workers", "pools" if "plan" in options else "whole experts only"])
+                          f"{options['workers']} workers", "pools" if "plan" in options else "whole experts only",
+                          "fetching ahead" if options["ahead"] else "on demand"])
             counts.update({"generations": runs, "hits": sum(found.hits.values()), "misses": found.misses,
                            "evictions": found.evictions})
     return {"all equal to eager": True, "set-ups": n, **counts, "of these": dict(sorted(tried.items()))}

@@ -51,7 +51,7 @@ class Engine:
     ----------
     timeline : what every resource did.
     mark : since when the model has been doing something else than experts; None outside a forward pass.
-    on_layer : called with every step.
+    on_layer, on_guess : called with every step; with every layer and the experts announced for it.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
         on-demand engine of Speculating Experts, to compare with.
@@ -63,6 +63,7 @@ class Engine:
         self.timeline, self.mark = Timeline(), None
         self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
         self.on_layer: Callable[[Step], None] | None = None
+        self.on_guess: Callable[[int, list[int]], None] | None = None
         self.one_thread = self.serial = False
         self._scheduler = scheduler_for(delays)
         self.foresight, self._announced = Foresight(), None     # (layer, experts)
@@ -164,12 +165,11 @@ class Engine:
         if announced is None:
             return
         layer, experts = announced
-        keys = [ExpertKey(layer, expert) for expert in experts]
-        requests = [Request(key, 1, state, State.MISSED) for key in keys
-                    if (state := self.residency.state(key)) is not State.FULL]
+        if self.on_guess is not None:
+            self.on_guess(layer, experts)
         read = self.pipeline.reader.counters
-        if requests and self.foresight.worth(layer, [request.key.expert for request in requests],
-                                             read.seconds / max(1, read.requests)):
+        requests = self.foresight.requests(self.residency, layer, experts, read.seconds / max(1, read.requests))
+        if requests:
             self.pipeline.fetch(layer, requests, given_order(requests))
 
     def _as_ready(self, job: Job, step: Step) -> Iterator[Request]:

@@ -127,6 +127,7 @@ class Offloading:
     timeline : the `Event`s since the last `reset`.
     forwards : start, end, tokens and phase of each forward pass since then.
     steps : what they routed: for each forward a list of (layer, {expert: tokens}), which the simulator takes.
+    guesses : what was announced to be fetched ahead: for each forward a list of (layer, experts), for the simulator.
     """
 
     def __init__(self, model: Any, engine: Engine, store: ExpertStore, pools: Pools, staging: int, budget: int) -> None:
@@ -134,7 +135,7 @@ class Offloading:
         self.residency, self.timeline = engine.residency, engine.timeline
         self._lock, self._running = threading.Lock(), 0
         self.reset()
-        engine.on_layer = self._on_layer
+        engine.on_layer, engine.on_guess = self._on_layer, self._on_guess
         self._depth = 0
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []        # `generate` calls it by itself
         for module in (model, *alone):
@@ -151,6 +152,7 @@ class Offloading:
         self.engine.pipeline.fetched = Fetched()
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
+        self.guesses: list[list[tuple[int, list[int]]]] = []
         self._forward: tuple[float, int, str] | None = None
 
     def metrics(self) -> dict[str, Any]:
@@ -216,6 +218,7 @@ class Offloading:
         self.engine.mark = time.perf_counter()
         self._forward = self.engine.mark, tokens, "prefill" if length > 1 or not seen else "decode"
         self.steps.append([])
+        self.guesses.append([])
 
     def _end_forward(self, *_: Any) -> None:
         self._ended()
@@ -229,3 +232,7 @@ class Offloading:
     def _on_layer(self, step: Step) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself
             self.steps[-1].append((step.layer, {request.key.expert: request.tokens for request in step.requests}))
+
+    def _on_guess(self, layer: int, experts: list[int]) -> None:
+        if self._forward is not None:
+            self.guesses[-1].append((layer, experts))
