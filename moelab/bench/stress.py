@@ -2,12 +2,11 @@
 
     python -m moelab.bench.stress 1000
 
-Each one draws a model (two architectures, with and without shared experts), a codec, a budget
-from the least that works to everything, pools, policy, scope, margin, workers, staging, guesses to fetch ahead (good
-and bad), batch, lengths and padding;
-reads and workers are held up at random for up to some milliseconds. It stops at the first output that differs from
-eager's, and with the stacks of all threads if one generation takes longer than a minute. Left out: cancelling, errors
-of the disk and damaged stores, which have tests of their own.
+Each one draws a model (two architectures, with and without shared experts), a codec, a budget from the least that
+works to everything, pools, policy, scope, margin, workers, staging, good or bad guesses to fetch ahead, one or two
+layers, batch, lengths and padding; reads and workers are held up at random for up to some milliseconds. It stops at the
+first output that differs from eager's, and with the stacks of all threads if one generation takes longer than a minute.
+Left out: cancelling, errors of the disk and damaged stores, which have tests of their own.
 """
 
 from __future__ import annotations
@@ -152,7 +151,8 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
                    f"ids {list(inputs['inputs'].shape)}, {inputs['max_new_tokens']} new"
             wanted = output(references[model_type], inputs)
             with _watched(), held_up(rng), (model := offload(store, delays=delays, **options)).moelab as offloading, \
-                    Speculation(model, make(rng.choice(("router", "random", "previous")), model), "hint"):
+                    Speculation(model, make(rng.choice(("router", "random", "previous")), model,
+                                            ahead=rng.choice((1, 1, 2))), "hint"):
                 runs = rng.choice((1, 1, 2))                # the second one finds a cache that is not empty
                 for _ in range(runs):
                     assert all(map(torch.equal, output(model, inputs), wanted)), f"{said}: not eager's output"

@@ -27,7 +27,7 @@ from moelab.runtime.slots import Slots
 from moelab.runtime.timeline import Timeline
 from moelab.schedule.affinity import given_order, scheduler_for
 from moelab.schedule.requests import Delays
-from moelab.specs import Event, ExpertKey, State
+from moelab.specs import Event, State
 from moelab.store.reader import Reader
 
 

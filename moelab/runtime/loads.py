@@ -119,6 +119,13 @@ class Job:
             self.loads[by_expert[expert].key] = by_expert[expert]
             by_expert[expert].job = self
 
+    def remove(self, key: ExpertKey) -> Load | None:
+        """Take a load off all lists, if it is there."""
+        load = self.loads.pop(key, None) or self.done.pop(key, None)
+        self.waiting = [other for other in self.waiting if other is not load]
+        self.reads = [(other, kinds) for other, kinds in self.reads if other is not load]
+        return load
+
     def fail(self, error: BaseException) -> None:
         """End this layer with an error."""
         self.error, self.stopped = self.error or error, True

@@ -18,7 +18,6 @@ import math
 import os
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -11,7 +11,7 @@ from moelab.cache.pools import Pools
 from moelab.models import discover, plug
 from moelab.runtime.foresight import KEEP, Foresight
 from moelab.runtime.offload import offload
-from tests.runtime.test_offload import DELAYS, qwen, threads  # noqa: F401
+from tests.runtime.test_offload import DELAYS
 
 
 def gain_of_fetching(p, idle, n, read, chance, rounds=4_000):
@@ -56,7 +56,7 @@ def test_precision_is_a_running_mean_of_what_was_right(rounds):
     assert foresight.precision[3] == pytest.approx(mean)
 
 
-def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):                         # noqa: F811
+def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
     _, store = qwen
     offloaded = offload(store, "10MB", plan=Pools(), ahead=4, delays=DELAYS, bandwidth=2e6)
     engine = offloaded.moelab.engine

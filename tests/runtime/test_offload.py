@@ -26,15 +26,6 @@ from tests.models import tiny
 DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 1e-5, N=2)
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    """(folder of a checkpoint, of its store) of a small bf16 model with 2 MoE layers of 8 experts."""
-    folder = tmp_path_factory.mktemp("qwen")
-    tiny.save("qwen3_moe", folder / "model", torch.bfloat16, max_position_embeddings=1024)
-    convert(folder / "model", folder / "store")
-    return folder / "model", folder / "store"
-
-
 def threads():
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("moelab")}
 

@@ -17,7 +17,7 @@ from moelab.runtime.slots import Sizes
 from moelab.speculate import Speculation, make
 from moelab.store.layout import ExpertStore
 from tests.models import tiny
-from tests.runtime.test_offload import DELAYS, assert_equal, generate, jitter, qwen, threads  # noqa: F401
+from tests.runtime.test_offload import DELAYS, assert_equal, generate, jitter, threads
 
 
 def nothing_is_lost(model):
@@ -47,7 +47,7 @@ def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
 @given(st.integers(0, 1 << 30).map(random.Random), st.sampled_from([None, Pools(2, 3, 2, 4), Pools(0, 0, 5, 0)]),
        st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 2),
        st.sampled_from(["router", "random", "previous"]))
-def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, distance, guess):       # noqa: F811
+def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, distance, guess):
     """Under random delays: equal output, equal hits and evictions, whether and whatever is guessed."""
     model, store = qwen
     reference, decisions = open_model(model), []
@@ -65,7 +65,7 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
     assert decisions[0] == decisions[1]
 
 
-def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twice(qwen):          # noqa: F811
+def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twice(qwen):
     model, store = qwen
     resident = open_model(model)
     offloaded = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS)
@@ -83,7 +83,7 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
     offloaded.moelab.close()
 
 
-def test_the_bytes_of_wrong_guesses_are_counted(qwen):                                            # noqa: F811
+def test_the_bytes_of_wrong_guesses_are_counted(qwen):
     """All eight experts of layer 1 are announced; those that the layer didn't need have been read in vain."""
     model, store = qwen
     offloaded = offload(store, "10MB", plan=Pools(), ahead=8, delays=DELAYS)
@@ -115,7 +115,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):                          
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, needed):            # noqa: F811
+def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, needed):
     model, store = qwen
     offloaded, reference = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS), open_model(model)
     engine = offloaded.moelab.engine
@@ -158,7 +158,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
     offloaded.moelab.close()
 
 
-def test_interruptions_with_guesses_under_way(qwen):                                               # noqa: F811
+def test_interruptions_with_guesses_under_way(qwen):
     model, store = qwen
     offloaded, reference = offload(store, "10MB", plan=Pools(2, 2, 1, 1), ahead=6, delays=DELAYS), open_model(model)
     experts = discover(offloaded)[1].experts
@@ -182,7 +182,7 @@ def test_interruptions_with_guesses_under_way(qwen):                            
     assert not threads()
 
 
-def test_the_memory_for_it_is_part_of_the_budget(qwen):                                            # noqa: F811
+def test_the_memory_for_it_is_part_of_the_budget(qwen):
     store = ExpertStore(qwen[1])
     sizes = Sizes.of(store)
     with pytest.raises(ValueError, match="ahead is -1"):

@@ -20,7 +20,7 @@ from moelab.schedule.execution import execute
 from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.speculate import Speculation, make
-from tests.runtime.test_offload import DELAYS, generate, qwen, threads  # noqa: F401
+from tests.runtime.test_offload import DELAYS, generate
 from tests.runtime.test_simulator import trace
 
 seconds = st.integers(0, 4).map(float) | st.floats(0.01, 4)
@@ -204,7 +204,7 @@ def test_guesses_of_a_trace(batch):
 
 
 @pytest.mark.parametrize("mode", ["hint", "speculative"])
-def test_the_engines_decisions_on_the_engines_steps_and_guesses(qwen, mode):                       # noqa: F811
+def test_the_engines_decisions_on_the_engines_steps_and_guesses(qwen, mode):
     offloaded = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 4), policy="zipmoe", ahead=4, staging=3, delays=DELAYS)
     offloading, told = offloaded.moelab, []
     prefetch = offloading.engine.prefetch
