@@ -31,6 +31,10 @@ from moelab.specs import Event, State
 from moelab.store.reader import Reader
 
 
+#: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
+PREFILL = 2
+
+
 class Cancelled(RuntimeError):
     """A generation was ended by `cancel()`; the model can be used again."""
 
@@ -74,6 +78,8 @@ class Engine:
         with self._one:
             self._check()
             parts = {expert: (choice, tokens) for expert, choice, tokens in assignments(ids, experts.num_experts)}
+            if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
+                self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
             self._other(clock(), experts.layer)
             step, job = self._begin(experts.layer, {e: len(tokens) for e, (_, tokens) in parts.items()})
             contributions = []

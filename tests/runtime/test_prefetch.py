@@ -192,3 +192,15 @@ def test_the_memory_for_it_is_part_of_the_budget(qwen):
     offloaded = offload(store, 9 * sizes.in_flight, ahead=3, staging=1, delays=DELAYS)
     assert offloaded.moelab.engine.pipeline.slots.nbytes <= 9 * sizes.in_flight
     offloaded.moelab.close()
+
+
+def test_a_prefill_needs_no_guesses(qwen):
+    """Where a layer's tokens want all experts anyway, the next layer's are fetched without anybody announcing them."""
+    model, store = qwen
+    offloaded, reference = offload(store, "10MB", plan=Pools(F=1), ahead=4, delays=DELAYS), open_model(model)
+    assert_equal(offloaded, reference, prompt=60, new=2)
+    prefill, *decode = offloaded.moelab.guesses
+    assert [(layer, sorted(experts)) for layer, experts in prefill] == [(1, list(range(8)))] and not any(decode)
+    assert offloaded.moelab.metrics()["fetched_ahead"]["used"]
+    nothing_is_lost(offloaded)
+    offloaded.moelab.close()
