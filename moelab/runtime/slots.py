@@ -64,7 +64,7 @@ class Slots:
         self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device)
                         for kind in ("e", "sm")}
         if self.device.type == "cpu":
-            self._chunks["full"] = aligned_buffer(count["full"] * self.sizes.full)
+            self._chunks["full"] = _host_memory(count["full"] * self.sizes.full, self.device)
             self._full = torch.from_numpy(self._chunks["full"])
         else:
             self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
@@ -94,9 +94,11 @@ class Slots:
 
 
 def _host_memory(n: int, device: torch.device) -> np.ndarray:
-    """`n` bytes of the CPU's memory that begin on a multiple of 4096, pinned for a GPU."""
+    """`n` bytes of the CPU's memory that begin on a multiple of 4096, pinned for a GPU; they are there, not promised."""
     if device.type != "cuda":
-        return aligned_buffer(n)
+        memory = aligned_buffer(n)
+        memory[::ALIGN] = 0                     # or the first prompt would wait for its pages, or find there are none
+        return memory
     pinned = torch.empty(n + ALIGN, dtype=torch.uint8, pin_memory=True).numpy()
     skip = -pinned.ctypes.data % ALIGN
     return pinned[skip:skip + n]
