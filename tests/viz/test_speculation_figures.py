@@ -1,0 +1,137 @@
+"""Figures of speculation draw the numbers they are given, in the units they say, and never differ by colour alone."""
+
+import numpy as np
+import pytest
+
+pio = pytest.importorskip("plotly.io")
+
+from moelab.specs import Event  # noqa: E402
+from moelab.viz import speculation_figures as figures  # noqa: E402
+
+#: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router has run
+TOKEN = [Event("compute", "other", 0, -1, 1.000, 1.001), Event("disk", "read", 0, 3, 1.001, 1.003, 9),
+         Event("compute", "wait", 0, 3, 1.001, 1.003), Event("compute", "expert", 0, 3, 1.003, 1.004),
+         Event("disk", "read", 1, 5, 1.0035, 1.0055, 9), Event("compute", "other", 1, -1, 1.004, 1.006),
+         Event("disk", "read", 1, 6, 1.006, 1.007, 9), Event("worker 0", "check", 1, 6, 1.007, 1.0071),
+         Event("compute", "expert", 1, 5, 1.006, 1.0065), Event("compute", "expert", 1, 6, 1.007, 1.008),
+         Event("compute", "other", -1, -1, 1.008, 1.009)]
+LATER = [event._replace(start=event.start + 5, end=event.end + 5.001) for event in TOKEN]
+PANELS = {"trained": {"s": [0.5, 0.7, np.nan], "q": [0.6, 0.8, 0.9]}, "untrained": {"q": [0.3, 0.4, 0.5]}}
+SAMPLES = {"1 ×": {"on demand": [0.01, 0.02, 0.03], "speculative": [0.01, 0.01, 0.02]},
+           "3 ×": {"on demand": [0.04, 0.05], "speculative": [0.03, 0.02]}}
+PARTS = dict(zip(figures.OCCUPIED, (0.003, 0.001, 0.004, 0.002)))
+LINES = {"on demand": [(1, 0.02), (0, 0.01)], "speculative": [(0, 0.01), (1, 0.01)]}
+MADE = {
+    "by_layer": figures.by_layer(PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}),
+    "training": figures.training({"mean": [(0, 0.1), (5000, 0.7)], "hardest": [(0, 0.1), (5000, 0.5)]},
+                                 {"router on s": 0.6, "router on q": 0.61}),
+    "price": figures.price({"loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)}, "lookup": {
+        "quasi": (-1.0, -3.0, 1.0)}}, {"loss": "change (%)", "lookup": "points (%)"}, {"loss": 1}),
+    "tpot": figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
+    "breakdown": figures.breakdown({"on demand": PARTS, "speculative": PARTS}),
+    "theatre": figures.theatre({"on demand": TOKEN, "speculative": LATER}),
+    "what_if": figures.what_if(LINES, 0.5, {"speculative": [(0.5, 0.011)]}),
+}
+
+
+def named(figure, name):
+    return next(trace for trace in figure.data if trace.name == name)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_axes_have_titles_with_units_and_figures_survive_json(name):
+    figure = pio.from_json(MADE[name].to_json())
+    titles = [axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes())]
+    assert any(title and "(" in title for title in titles)
+    assert len(figure.data) == len(MADE[name].data) > 1
+    assert figure.layout.template.layout.colorway == MADE["tpot"].layout.template.layout.colorway
+
+
+@pytest.mark.parametrize("name, look", [
+    ("by_layer", lambda trace: trace.line.dash), ("training", lambda trace: trace.line.dash),
+    ("price", lambda trace: trace.marker.symbol), ("what_if", lambda trace: (trace.line.dash, trace.mode)),
+    ("tpot", lambda trace: trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol),
+    ("breakdown", lambda trace: trace.marker.pattern.shape),
+    ("theatre", lambda trace: (trace.marker.pattern.shape, trace.y[0]))])
+def test_no_two_series_differ_by_colour_alone(name, look):
+    looks = {trace.name: look(trace) for trace in MADE[name].data}
+    assert len(set(looks.values())) == len(looks) > 1
+
+
+def test_layers_are_named_by_who_predicts_and_who_is_predicted():
+    line = named(MADE["by_layer"], "q")
+    assert line.x == ("0→1", "1→2", "2→3")
+    np.testing.assert_allclose(line.y, [60, 80, 90])
+    np.testing.assert_allclose(named(MADE["by_layer"], "s").error_y.array, [1.96, 3.92, 0])
+    assert figures.by_layer({"": {"q": [0.5]}}, "recall (%)", ahead=3).data[0].x == ("0→3",)
+
+
+def test_a_series_looks_alike_in_every_panel_and_stands_in_the_legend_once():
+    first, second = [trace for trace in MADE["by_layer"].data if trace.name == "q"]
+    assert first.line.dash == second.line.dash and first.line.color == second.line.color
+    assert (first.showlegend, second.showlegend) == (True, False) and first.xaxis != second.xaxis
+
+
+def test_training_counts_thousands_of_tokens():
+    line = named(MADE["training"], "hardest")
+    np.testing.assert_allclose([line.x, line.y], [[0, 5], [10, 50]])
+    assert [note.text for note in MADE["training"].layout.annotations] == ["router on s: 60.0 %", "router on q: 61.0 %"]
+
+
+def test_the_price_has_its_interval_on_both_sides():
+    point = named(MADE["price"], "quasi")
+    np.testing.assert_allclose([point.x[0], point.error_x.arrayminus[0], point.error_x.array[0]], [2, 0.5, 0.6])
+    assert MADE["price"].layout.yaxis.categoryarray == ("random", "quasi")      # the first on top
+
+
+def test_tpot_bars_are_medians_in_milliseconds():
+    bar = named(MADE["tpot"], "on demand")
+    np.testing.assert_allclose(bar.y, [20, 45])
+    np.testing.assert_allclose(bar.error_y.array, [8, 4])
+    np.testing.assert_allclose(named(MADE["tpot"], "eq. (1): no less").y, [12])
+
+
+def test_occupancy_adds_up_and_agrees_with_counting_small_steps():
+    rng = np.random.default_rng(0)
+    starts = np.sort(rng.integers(0, 900, 40))
+    events = [Event(("disk", "compute", "worker 0")[i % 3], ("read", "expert", "wait")[i % 2 if i % 3 else 0], 0, 0,
+                    float(a), float(a + rng.integers(1, 60))) for i, a in enumerate(starts)]
+    start, end = 100.0, 800.0
+    busy = {name: np.array([any(e.start <= t < e.end and e.kind != "wait" for e in events if e.resource == name)
+                            for t in np.arange(start, end)]) for name in ("compute", "disk")}
+    compute, disk = busy["compute"], busy["disk"]
+    expected = [(compute & ~disk).sum(), (compute & disk).sum(), (disk & ~compute).sum(), (~compute & ~disk).sum()]
+    found = figures.occupancy(events, start, end)
+    assert list(found) == list(figures.OCCUPIED)
+    np.testing.assert_allclose(list(found.values()), expected)
+    assert sum(found.values()) == pytest.approx(end - start)
+
+
+def test_the_breakdown_stacks_what_adds_up():
+    bars = MADE["breakdown"].data
+    assert sum(bar.x[0] for bar in bars) == pytest.approx(10)
+    assert [bar.text[0] for bar in bars] == ["30%", "10%", "40%", "20%"]
+
+
+def test_the_theatre_tells_reads_ahead_from_reads_on_demand_and_leaves_workers_out():
+    figure = MADE["theatre"]
+    on_demand, ahead = named(figure, "read"), named(figure, "read ahead")
+    assert (list(on_demand.customdata), list(ahead.customdata)) == ([3, 6], [5])
+    np.testing.assert_allclose([ahead.base[0], ahead.x[0]], [3.5, 2.0])
+    assert set(ahead.y) == {"copy"} and set(named(figure, "expert").y) == {"compute"}
+    assert named(figure, "other").text == ("0", "1", "")
+    assert len({y for trace in figure.data for y in trace.y}) == 2
+
+
+def test_the_theatre_has_one_clock_and_says_how_long_each_act_takes():
+    figure = MADE["theatre"]
+    assert [note.text for note in figure.layout.annotations] == ["on demand: 9.0 ms", "speculative: 10.0 ms"]
+    assert [shape.x0 for shape in figure.layout.shapes] == pytest.approx([9, 10])
+    assert figure.layout.xaxis.range == figure.layout.xaxis2.range
+
+
+def test_measured_points_look_like_their_line():
+    figure = MADE["what_if"]
+    np.testing.assert_allclose(named(figure, "on demand").y, [10, 20])          # in order of the ratio
+    points = named(figure, "speculative, measured")
+    assert points.marker.color == named(figure, "speculative").line.color and points.mode == "markers"
