@@ -51,8 +51,8 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     workers : L, threads that decompress.
     staging : experts that may be on their way at the same time beyond those that are kept; by default workers + 2,
         fewer if the budget is small.
-    ahead : experts that may be fetched for layers to come, in prefill all of the next layer, in decode those that somebody
-        announces (`moelab.speculate.Speculation`); their memory is part of the budget.
+    ahead : experts that may be fetched for layers to come: in prefill all of the next layer's, in decode those that
+        somebody announces (`moelab.speculate.Speculation`). Their memory is part of the budget.
     delays : what an expert's parts cost here, measured in a moment if not given (`moelab.runtime.profile`).
     device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.

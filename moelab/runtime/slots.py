@@ -94,7 +94,7 @@ class Slots:
 
 
 def _host_memory(n: int, device: torch.device) -> np.ndarray:
-    """`n` bytes of the CPU's memory that begin on a multiple of 4096, pinned for a GPU; they are there, not promised."""
+    """`n` bytes of the CPU's memory from a multiple of 4096 on, pinned for a GPU; they are there, not promised."""
     if device.type != "cuda":
         memory = aligned_buffer(n)
         memory[::ALIGN] = 0                     # or the first prompt would wait for its pages, or find there are none
