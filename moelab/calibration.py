@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from moelab import tensorfile
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
@@ -139,15 +139,9 @@ class Calibration:
 
     def save(self, path: str | Path) -> Path:
         """Write to `path` (a .safetensors file, written whole or not at all); returns the path."""
-        from safetensors.torch import save_file
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
-                    "tokens": json.dumps(self.tokens), "source": self.source}
-        part = path.with_name(path.name + ".part")
-        save_file({"counts": self.counts_by_phase.contiguous()}, part, metadata)
-        os.replace(part, path)
-        return path
+        return tensorfile.save(path, {"counts": self.counts_by_phase}, {
+            "format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
+            "tokens": json.dumps(self.tokens), "source": self.source})
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -157,20 +151,9 @@ class Calibration:
         ------
         FileNotFoundError, ValueError : no such file, or not a whole and readable calibration.
         """
-        from safetensors import SafetensorError, safe_open
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"no calibration at {path}; moelab.calibrate(trace).save(path) makes one")
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"{path} is a safetensors file but no calibration ({FORMAT})")
-                counts = file.get_tensor("counts")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file ({error}); calibrate again") from error
-        return cls(counts, tuple(json.loads(metadata["tokens"])), MoESpec.from_dict(json.loads(metadata["spec"])),
-                   metadata["model_id"], metadata["source"])
+        tensors, about = tensorfile.load(path, FORMAT, "calibration", "moelab.calibrate(trace).save(path)")
+        return cls(tensors["counts"], tuple(json.loads(about["tokens"])), MoESpec.from_dict(json.loads(about["spec"])),
+                   about["model_id"], about["source"])
 
     # --------------------------------------------------------------------------------------------------- showing
 

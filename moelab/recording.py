@@ -8,7 +8,7 @@ left out: a batched trace equals the traces of its prompts one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 

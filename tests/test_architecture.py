@@ -13,10 +13,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {"specs", "progress", "table", "cards", "datasets"}
+COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
-    "specs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
+    "specs": set(), "progress": set(), "table": set(), "tensorfile": set(), "cards": set(), "datasets": set(),
     "models": set(),
     "trace": {"models"},
     "recording": {"models", "trace"},

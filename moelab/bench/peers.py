@@ -23,6 +23,7 @@ import random
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -79,16 +80,16 @@ def _said(file: str, pattern: str, unit: int = 1) -> int | None:
         return None
 
 
-class Contender:
+class Contender(ABC):
     """What every contender can do: `restart` a sequence, and `feed` it tokens for the logits after the last one."""
 
+    @abstractmethod
     def restart(self) -> None:
         """The next tokens begin a new sequence."""
-        raise NotImplementedError
 
+    @abstractmethod
     def feed(self, ids: list[int]) -> Any:
         """The logits after the last of `ids`: something whose `tobytes` and `argmax` numpy knows."""
-        raise NotImplementedError
 
     def report(self) -> dict[str, Any]:
         """What else there is to say, after all is done."""

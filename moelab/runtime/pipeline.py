@@ -5,8 +5,8 @@ Algorithm 1 (the next layer's experts are on their way while this one's are comp
 thing in the order that can be done, this layer's before the next one's, so an order can make a layer slow, but not
 wrong and not stuck.
 
-Left out: who has what memory (see books), which experts are kept (cache/), in what order (schedule/), what comes next
-(speculate/), computing them (the engine).
+Left out: who has what memory (see admission), which experts are kept (cache/), in what order (schedule/), what comes
+next (speculate/), computing them (the engine).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moelab.cache.residency import Request
-from moelab.runtime.books import Books
+from moelab.runtime.admission import Admission
 from moelab.runtime.decoders import decoder
 from moelab.runtime.loads import USES, Held, Job, Load
 from moelab.runtime.slots import KINDS, Slots
@@ -34,7 +34,7 @@ NICE = 5                    # of the workers' threads
 _PART = {"e": "E", "sm": "SM", "full": "both"}
 
 
-class Pipeline(Books):
+class Pipeline(Admission):
     """Memory, files and threads.
 
     Parameters

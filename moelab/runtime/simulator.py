@@ -2,7 +2,7 @@
 
 `Residency` decides from the sequence of steps alone, so whatever the engine hits, evicts and reads on these steps, the
 simulator does too; only the clock differs. A layer costs what comes before its experts (attention, norms, router), then
-the schedule of its reads, decompression and expert computation under given delays (`schedule.machine`); the delays
+the schedule of its reads, decompression and computation under given delays (`schedule.simulated_pipeline`); the delays
 are measured on this machine, or follow from the figures of a device card. Experts that are announced for the next layer
 are fetched ahead as by the engine, if the engine's own `Foresight` finds it worth a read. Numbers that come out are
 *simulated*.
@@ -31,7 +31,7 @@ from moelab.runtime.limits import Rates, Steps
 from moelab.runtime.loads import Fetched
 from moelab.runtime.metrics import Forward, metrics
 from moelab.schedule.affinity import Order, given_order, scheduler_for
-from moelab.schedule.machine import Machine
+from moelab.schedule.simulated_pipeline import SimulatedPipeline
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, MoESpec
 from moelab.trace import PREFILL, RoutingTrace
@@ -101,7 +101,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
     choose, foresight, done = scheduler or scheduler_for(delays), foresight or Foresight(), []
-    machine = Machine(delays, workers, staging, ahead if guesses is not None else 0, start)
+    machine = SimulatedPipeline(delays, workers, staging, ahead if guesses is not None else 0, start)
 
     def spend(layer: int, cost: Linear, tokens: int) -> None:
         begun, end = machine.now, machine.now + cost[0] + cost[1] * tokens

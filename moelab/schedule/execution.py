@@ -2,8 +2,8 @@
 
 Two clocks for two readers. `makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A,
 B: one serial disk, L workers, one serial accelerator, recovery for free), so that its bound can be checked.
-`execute` plays experts as the engine does, on a `Machine`, and returns the same `Event` records as the engine's own
-timeline.
+`execute` plays experts as the engine does, on a `SimulatedPipeline`, and returns the same `Event` records as the
+engine's own timeline.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from moelab.schedule.affinity import Block, Order
-from moelab.schedule.machine import Machine
+from moelab.schedule.simulated_pipeline import SimulatedPipeline
 from moelab.schedule.requests import Delays, Operation, operations
 from moelab.specs import Event
 
@@ -77,7 +77,7 @@ def makespan(blocks: Sequence[Block], workers: int) -> float:
 
 def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int, staging: int | None = None,
             start: float = 0.0, layer: int = 0) -> tuple[list[Event], float]:
-    """One layer's step in simulated time, as the engine executes it: see `Machine`.
+    """One layer's step in simulated time, as the engine executes it: see `SimulatedPipeline`.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
     ------
     ValueError : no workers, no staging buffers, or an order that was made for other requests.
     """
-    machine = Machine(delays, workers, staging, start=start)
-    machine.load(machine.start(layer, requests), order)
-    machine.run()
-    return machine.timeline(), machine.now
+    pipeline = SimulatedPipeline(delays, workers, staging, start=start)
+    pipeline.load(pipeline.start(layer, requests), order)
+    pipeline.run()
+    return pipeline.timeline(), pipeline.now

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab import tensorfile
 from moelab.models import identity
 
 FORMAT = "moelab.estimator/1"
@@ -88,14 +88,8 @@ class Estimator(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file, whole or not at all; returns its path."""
-        from safetensors.torch import save_file
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}, part,
-                  {"format": FORMAT, "model_id": self.model_id, "config": json.dumps(self.config)})
-        os.replace(part, path)
-        return path
+        return tensorfile.save(path, self.state_dict(), {"format": FORMAT, "model_id": self.model_id,
+                                                         "config": json.dumps(self.config)})
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
@@ -105,19 +99,7 @@ class Estimator(nn.Module):
         ------
         FileNotFoundError, ValueError : no such file; not a whole file of an estimator, or another model's.
         """
-        from safetensors import SafetensorError, safe_open
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no estimator at {path}; moelab.speculate.training.train(…).estimator.save(path) "
-                                    f"makes one")
-        try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                if about.get("format") != FORMAT:
-                    raise ValueError(f"{path} is a safetensors file but holds no estimator ({FORMAT})")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file ({error}); train the estimator "
-                             f"again") from error
+        tensors, about = tensorfile.load(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
         if (mine := identity(model)) != about["model_id"]:
             raise ValueError(f"{path} was trained for another model (identity {about['model_id']}, this model's is "
                              f"{mine}); moelab.speculate.training.train trains one for this model")

@@ -14,6 +14,7 @@ executed. Left out: capacity. A router that drops tokens (Switch) is asked as if
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
     return output
 
 
-class Predictor:
+class Predictor(ABC):
     """Predicts, at layer l, the experts and weights of layer l + ahead, `ahead` counting MoE layers."""
 
     ahead: int = 1
@@ -101,6 +102,7 @@ class Predictor:
         The tokens of a batch stand sequence after sequence: T = B·S.
         """
 
+    @abstractmethod
     def predict(self, layer: int, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Prediction | None:
         """(ids [T, K], weights [T, K]) of layer + ahead; None where there is nothing to say.
 
@@ -108,21 +110,28 @@ class Predictor:
         r : residual before its norm [T, H].
         ids, weights : what `layer` executes, [T, K].
         """
+
+
+class _Aimed(Predictor):
+    """One that needs the layer that is predicted."""
+
+    def predict(self, layer, s, r, ids, weights):
         target = self.targets.get(layer)
         return None if target is None else self._predict(layer, target, s, r, ids, weights)
 
+    @abstractmethod
     def _predict(self, layer: int, target: MoELayer, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        raise NotImplementedError
+        """As `predict`."""
 
 
-class NextRouter(Predictor):
+class NextRouter(_Aimed):
     """The next router on this layer's router input s_l: the baseline of §3.3."""
 
     def _predict(self, layer, target, s, r, ids, weights):
         return route(target, s)
 
 
-class Quasi(Predictor):
+class Quasi(_Aimed):
     """The next router on the quasi-hidden state q_l: the paper's Router-PF (§3.3)."""
 
     def __init__(self, model: nn.Module, *, vectors: DefaultVectors, ahead: int = 1) -> None:
@@ -165,7 +174,7 @@ class Estimator(Hybrid):
         super().__init__(model, vectors=vectors, estimator=estimator, choice=[True] * spec_of(model).L, ahead=ahead)
 
 
-class Frequency(Predictor):
+class Frequency(_Aimed):
     """The experts that this prompt's own prefill chose most often: dataset-free prefetching (GPU-NDP §III-D).
 
     Each with the mean weight it had there. Nothing is predicted during prefill.
@@ -189,7 +198,7 @@ class Frequency(Predictor):
         return known
 
 
-class Static(Predictor):
+class Static(_Aimed):
     """The layer's most popular experts of a recorded trace, the same for every token, with their mean weights."""
 
     def __init__(self, model: nn.Module, *, trace: RoutingTrace, ahead: int = 1) -> None:
@@ -202,7 +211,7 @@ class Static(Predictor):
         return tuple(t[target.index].expand(len(ids), -1) for t in self.popular)
 
 
-class Previous(Predictor):
+class Previous(_Aimed):
     """What the token before chose at that layer, with its weights. Nothing is predicted during prefill."""
 
     def begin(self) -> None:
@@ -218,7 +227,7 @@ class Previous(Predictor):
         return tuple(t.view(len(ids), -1, t.shape[-1])[:, -1] for t in last)
 
 
-class Oracle(Predictor):
+class Oracle(_Aimed):
     """The truth, from a trace of the very same prompts run one by one in the same order: a control, 100 %.
 
     It checks at every layer that what it is shown is what the trace has. After the last prompt the first comes again.
@@ -254,7 +263,7 @@ class Oracle(Predictor):
         return self._rows(target.index)
 
 
-class Random(Predictor):
+class Random(_Aimed):
     """K different experts at random with equal weights: a control, K/E."""
 
     def __init__(self, model: nn.Module, *, seed: int = 0, ahead: int = 1) -> None:

@@ -13,7 +13,6 @@ a dense layer in between, adds to the stream; that is the error which the predic
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab import recording
+from moelab import recording, tensorfile
 from moelab.models import MoELayer, SeamExperts, identity, plug, spec_of, unplug
 from moelab.progress import progress
 
@@ -70,14 +69,8 @@ class DefaultVectors:
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file, whole or not at all; returns its path."""
-        from safetensors.torch import save_file
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        save_file({name: getattr(self, name).cpu().contiguous() for name in ("d", "shared", "counts")}, part,
-                  {"format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)})
-        os.replace(part, path)
-        return path
+        return tensorfile.save(path, {name: getattr(self, name) for name in ("d", "shared", "counts")}, {
+            "format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)})
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
@@ -87,17 +80,7 @@ class DefaultVectors:
         ------
         FileNotFoundError, ValueError : no such file; not a whole file of default vectors, or another model's.
         """
-        from safetensors import SafetensorError, safe_open
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no default vectors at {path}; default_vectors(…).save(path) makes them")
-        try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                if about.get("format") != FORMAT:
-                    raise ValueError(f"{path} is a safetensors file but holds no default vectors ({FORMAT})")
-                tensors = {name: file.get_tensor(name) for name in ("d", "shared", "counts")}
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no readable safetensors file ({error}); measure the vectors again") from error
+        tensors, about = tensorfile.load(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
         vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
         vectors.check(model)
         return vectors

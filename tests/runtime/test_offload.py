@@ -216,21 +216,26 @@ def test_cancel_ends_a_generation_and_nothing_else(qwen):
     offloaded.moelab.close()
 
 
+def generate_interrupted(model, point):
+    """A generation in which Ctrl-C comes while layer 1 computes its `point`-th expert."""
+    experts, calls = discover(model)[1].experts, iter(range(10**6))
+    contribution = type(experts).contribution
+
+    def interrupted(*args):
+        if next(calls) == point:
+            raise KeyboardInterrupt
+        return contribution(experts, *args)
+    experts.contribution = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, seed=point)
+    del experts.contribution
+
+
 def test_an_interrupt_leaves_the_engine_usable(qwen):
     model, store = qwen
     offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
-    experts = discover(offloaded)[1].experts
     for point in range(1, 6):
-        contribution, calls = type(experts).contribution, iter(range(10**6))
-
-        def interrupted(*args, point=point, contribution=contribution, calls=calls):
-            if next(calls) == point:
-                raise KeyboardInterrupt
-            return contribution(experts, *args)
-        experts.contribution = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            generate(offloaded, seed=point)
-        del experts.contribution
+        generate_interrupted(offloaded, point)
         assert_equal(offloaded, reference, seed=point)
     slots, held = offloaded.moelab.engine.pipeline.slots, offloaded.moelab.engine.pipeline.held
     for kind in ("full", "e", "sm"):

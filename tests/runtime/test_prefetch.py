@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from moelab import convert, open_model
 from moelab.cache.pools import Pools
-from moelab.models import discover, plug
+from moelab.models import plug
 from moelab.runtime.metrics import check
 from moelab.runtime.offload import offload
 from moelab.runtime.slots import Sizes
 from moelab.speculate import Speculation, make
 from moelab.store.layout import ExpertStore
 from tests.models import tiny
-from tests.runtime.test_offload import DELAYS, assert_equal, generate, jitter, threads
+from tests.runtime.test_offload import DELAYS, assert_equal, generate_interrupted, jitter, threads
 
 
 def nothing_is_lost(model):
@@ -161,21 +161,10 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
 def test_interruptions_with_guesses_under_way(qwen):
     model, store = qwen
     offloaded, reference = offload(store, "10MB", plan=Pools(2, 2, 1, 1), ahead=6, delays=DELAYS), open_model(model)
-    experts = discover(offloaded)[1].experts
-    contribution = type(experts).contribution
     jitter(offloaded, random.Random(1))
     with Speculation(offloaded, make("random", offloaded), "hint"):
         for point in range(0, 12, 3):
-            calls = iter(range(10**6))
-
-            def interrupted(*args, point=point, calls=calls):
-                if next(calls) == point:
-                    raise KeyboardInterrupt
-                return contribution(experts, *args)
-            experts.contribution = interrupted
-            with pytest.raises(KeyboardInterrupt):
-                generate(offloaded, seed=point)
-            del experts.contribution
+            generate_interrupted(offloaded, point)
             nothing_is_lost(offloaded)
             assert_equal(offloaded, reference, seed=point)
     offloaded.moelab.close()

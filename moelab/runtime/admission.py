@@ -21,7 +21,7 @@ from moelab.specs import ExpertKey, State
 from moelab.store.reader import Reader
 
 
-class Books:
+class Admission:
     """What is held, by whom, and what is still wanted.
 
     Attributes

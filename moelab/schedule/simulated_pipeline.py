@@ -57,7 +57,7 @@ class Queue:
                 heappush(self.work, (load.rank, load))
 
 
-class Machine:
+class SimulatedPipeline:
     """One disk, L workers and compute; its verbs are those of the engine's pipeline.
 
     - Disk: one read at a time, neighbouring E and SM of an expert as one; the first of the order whose expert has
