@@ -18,25 +18,39 @@ import argparse
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from moelab.bench.engine import SPEC
 from moelab.progress import progress
 from moelab.runtime.convert import convert
+from moelab.runtime.metrics import Forward
 from moelab.runtime.offload import offload
-from moelab.runtime.pipeline import clock
 from moelab.runtime.synthesize import synthesize
 from moelab.specs import Event, MoESpec
-from moelab.speculate import Speculation, make
+from moelab.speculate import MODES, Predictor, Speculation, make
 from moelab.store.layout import ExpertStore
 
-ARMS = ("serial", "on demand", "hint", "speculative")
+ARMS = ("copy, then compute", "on demand", "hint", "speculative")
 RATIOS, BUDGETS = (0.5, 1.0, 3.0), (0.25, 0.5)
 WARM = 2                    # tokens of every arm that are not counted
+
+
+class Taken(NamedTuple):
+    """What one token took."""
+
+    events: list[Event]
+    forward: Forward
+    metrics: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.end - self.forward.start
 
 
 def by_layer(events: Iterable[Event]) -> dict[int, tuple[float, float, float]]:
@@ -57,73 +71,84 @@ def bounds(tokens: Sequence[dict[int, tuple[float, float, float]]]) -> tuple[flo
             sum(min(max(copy - expert, 0.0), other) for copy, expert, other in layers) / len(tokens))
 
 
+def copy_and_compute(found: Sequence[Taken]) -> tuple[float, float]:
+    """Seconds a token of copying, and of computing."""
+    layers = [layer for taken in found for layer in by_layer(taken.events).values()]
+    return (sum(copy for copy, _, _ in layers) / len(found),
+            sum(expert + other for _, expert, other in layers) / len(found))
+
+
 class Contest:
-    """A model with `ahead` experts of room, and the arms that take turns on its tokens."""
+    """Ways of running an offloaded model that take turns on its tokens, so that all find the same cache.
 
-    def __init__(self, store: Path, share: float, seed: int = 0) -> None:
-        K = ExpertStore(store).spec.K
-        self.model = offload(store, share, ahead=K, staging=K)
-        self.store, self.rng = store, torch.Generator().manual_seed(seed)
-        self.vocabulary, self.past = self.model.config.vocab_size, None
+    model : with room for experts ahead and staging for a token's experts (`moelab.offload`).
+    ids : the tokens to decode [1, N], round and round.
+    guess : makes the predictor of "hint" and "speculative".
+    """
 
-    def token(self, arm: str, guess: str = "router") -> tuple[float, dict[int, tuple[float, float, float]], dict]:
-        """(seconds, seconds by layer, metrics) of one more token."""
-        self.model.moelab.engine.serial = arm == "serial"
-        speculation = Speculation(self.model, make(guess, self.model), arm) if arm in ("hint", "speculative") else None
-        ids = torch.randint(3, self.vocabulary, (1, 1), generator=self.rng)
-        self.model.moelab.reset()
-        try:
-            start = clock()
-            with torch.inference_mode():
-                self.past = self.model(input_ids=ids, past_key_values=self.past, use_cache=True).past_key_values
-            took = clock() - start
-        finally:
-            if speculation is not None:
-                speculation.close()
-        return took, by_layer(self.model.moelab.timeline), self.model.moelab.metrics()
+    def __init__(self, model: Any, ids: torch.Tensor, guess: Callable[[], Predictor]) -> None:
+        self.model, self.ids, self.guess = model, ids, guess
+        self.begin(1)
 
-    def turns(self, arms: Sequence[str], tokens: int, name: str, guess: str = "router") -> dict[str, dict[str, Any]]:
+    def begin(self, length: int) -> None:
+        """Start anew with the first `length` ids as the prompt."""
+        self.past, self.at = None, 0
+        self._forward(length)
+
+    def token(self, arm: str) -> Taken:
+        """Decode one more token in this way."""
+        self.model.moelab.engine.serial = arm == ARMS[0]
+        with Speculation(self.model, self.guess(), arm) if arm in MODES else nullcontext():
+            self.model.moelab.reset()
+            self._forward(1)
+        return Taken(list(self.model.moelab.timeline), self.model.moelab.forwards[-1], self.model.moelab.metrics())
+
+    def turns(self, arms: Sequence[str], tokens: int, name: str) -> dict[str, list[Taken]]:
         """`tokens` for each arm, every second turn backwards."""
-        took: dict[str, list[float]] = defaultdict(list)
-        layers, found = defaultdict(list), defaultdict(list)
+        found: dict[str, list[Taken]] = {arm: [] for arm in arms}
         for turn in progress(range(tokens + WARM), name, unit="turns"):
             for arm in arms if turn % 2 else arms[::-1]:
-                seconds, by, metrics = self.token(arm, guess)
-                if turn >= WARM:
-                    took[arm].append(seconds)
-                    layers[arm].append(by)
-                    found[arm].append(metrics)
-        return {arm: {"TPOT s": statistics.median(took[arm]), "mean s": statistics.fmean(took[arm]),
-                      "best s": min(took[arm]), "samples": took[arm], "layers": layers[arm],
-                      "MB read": statistics.fmean(m["read_bytes"] for m in found[arm]) / 1e6,
-                      "MB wasted": statistics.fmean(m["fetched_ahead"]["wasted"] for m in found[arm]) / 1e6,
-                      "hidden reads": statistics.fmean(m["fetched_ahead"]["used"] for m in found[arm])}
-                for arm in arms}
+                found[arm].append(self.token(arm))
+        return {arm: taken[WARM:] for arm, taken in found.items()}
 
-    def slow_down(self, ratio: float, found: dict[str, Any]) -> float:
+    def slow_down(self, ratio: float, found: Sequence[Taken]) -> float:
         """Slow copying down to `ratio` × computing, as both were in `found`; returns bytes a second."""
-        compute = statistics.fmean(sum(e + o for _, e, o in token.values()) for token in found["layers"])
-        rate = found["MB read"] * 1e6 / (ratio * compute)
+        rate = statistics.fmean(t.metrics["read_bytes"] for t in found) / (ratio * copy_and_compute(found)[1])
         reader = self.model.moelab.engine.pipeline.reader
         reader.mode, reader.bandwidth = "buffered", rate            # the cache can be faster than the disk
         return rate
 
+    def _forward(self, n: int) -> None:
+        ids = self.ids[:, torch.arange(self.at, self.at + n) % self.ids.shape[1]]
+        with torch.inference_mode():
+            self.past = self.model(input_ids=ids, past_key_values=self.past, use_cache=True).past_key_values
+        self.at += n
 
-def compare(contest: Contest, ratio: float, rate: float, tokens: int, title: str) -> tuple[dict, dict]:
+
+def row(found: Sequence[Taken]) -> dict[str, float]:
+    """An arm's line of the table."""
+    ahead = [t.metrics["fetched_ahead"] for t in found]
+    return {"TPOT s": statistics.median(t.seconds for t in found), "mean s": statistics.fmean(t.seconds for t in found),
+            "best s": min(t.seconds for t in found),
+            "MB read": statistics.fmean(t.metrics["read_bytes"] for t in found) / 1e6,
+            "MB wasted": statistics.fmean(a["wasted"] for a in ahead) / 1e6,
+            "hidden reads": statistics.fmean(a["used"] for a in ahead)}
+
+
+def compare(found: dict[str, list[Taken]], ratio: float, rate: float) -> tuple[dict, dict]:
     """(rows of the arms, figures against the bounds)."""
-    found = contest.turns(ARMS, tokens, title)
-    serial, demand, guessed = found["serial"], found["on demand"], found["speculative"]
-    over_serial, over_demand = bounds(serial["layers"])[0], bounds(demand["layers"])[1]
-    copy, compute = (statistics.fmean(sum(f(*layer) for layer in token.values()) for token in serial["layers"])
-                     for f in (lambda c, e, o: c, lambda c, e, o: e + o))
-    rows = {arm: {key: row[key] for key in row if key not in ("samples", "layers")} for arm, row in found.items()}
+    rows = {arm: row(taken) for arm, taken in found.items()}
+    serial, demand, hint, guessed = (rows[arm] for arm in ARMS)
+    over_serial = bounds([by_layer(t.events) for t in found[ARMS[0]]])[0]
+    over_demand = bounds([by_layer(t.events) for t in found["on demand"]])[1]
+    copy, compute = copy_and_compute(found[ARMS[0]])
     return rows, {
         "copied at GB/s": rate / 1e9, "copy ÷ compute, wanted": ratio, "copy ÷ compute, found": copy / compute,
-        "gain over serial s": serial["mean s"] - guessed["mean s"], "eq. (1) s": over_serial,
+        "gain s": serial["mean s"] - guessed["mean s"], "eq. (1) s": over_serial,
         "gain ÷ eq. (1)": (serial["mean s"] - guessed["mean s"]) / over_serial,
         "gain over on demand s": demand["mean s"] - guessed["mean s"], "left of it s": over_demand,
         "speculative ÷ on demand": guessed["TPOT s"] / demand["TPOT s"],
-        "hint ÷ on demand": found["hint"]["TPOT s"] / demand["TPOT s"]}
+        "hint ÷ on demand": hint["TPOT s"] / demand["TPOT s"]}
 
 
 def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[float] = BUDGETS,
@@ -133,14 +158,17 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
     against, wrong = {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()
-        model, store = place / "model", place / "raw"
-        if not model.is_dir():
-            synthesize(model, spec)
+        source, store = place / "model", place / "raw"
+        if not source.is_dir():
+            synthesize(source, spec)
         if not store.is_dir():
-            convert(model, store, codec="raw")
+            convert(source, store, codec="raw")
+        K = ExpertStore(store).spec.K
         for share in budgets:
-            contest = Contest(store, share)
-            with contest.model.moelab:
+            model = offload(store, share, ahead=K, staging=K)
+            with model.moelab:
+                ids = torch.randint(3, model.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0))
+                contest = Contest(model, ids, partial(make, "router", model))
                 for file in store.glob("experts-*"):            # into the page cache
                     with open(file, "rb", buffering=0) as f:
                         while f.read(1 << 24):
@@ -150,12 +178,13 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
                 for ratio in ratios:
                     rate = contest.slow_down(ratio, free)
                     title = f"budget {share:.0%}, copying {ratio:g} × computing"
-                    sections[title], against[title] = compare(contest, ratio, rate, tokens, title)
+                    sections[title], against[title] = compare(contest.turns(ARMS, tokens, title), ratio, rate)
                 title = f"budget {share:.0%}, guesses at random"
-                contest.turns(("hint",), 30, f"{title}: learning", "random")
-                found = contest.turns(("on demand", "hint"), tokens, title, "random")
-                wrong[title] = {"hint ÷ on demand": found["hint"]["TPOT s"] / found["on demand"]["TPOT s"],
-                                "MB wasted": found["hint"]["MB wasted"]}
+                contest.guess = partial(make, "random", model)
+                contest.turns(("hint",), 30, f"{title}: learning")
+                rows = {arm: row(taken) for arm, taken in contest.turns(("on demand", "hint"), tokens, title).items()}
+                wrong[title] = {"hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"],
+                                "MB wasted": rows["hint"]["MB wasted"]}
     return sections | {"against the bounds": against, "guesses at random": wrong}
 
 

@@ -34,6 +34,6 @@ def test_the_bench_runs(tmp_path):
     found = prefetch.run(tmp_path, tokens=2, budgets=[0.5], ratios=[1.0], spec=spec)
     rows = found["budget 50%, copying 1 × computing"]
     assert list(rows) == list(prefetch.ARMS)
-    assert rows["speculative"]["MB wasted"] == 0 == rows["serial"]["hidden reads"]
+    assert rows["speculative"]["MB wasted"] == 0 == rows["copy, then compute"]["hidden reads"]
     against = found["against the bounds"]["budget 50%, copying 1 × computing"]
     assert against["eq. (1) s"] > 0 and against["copy ÷ compute, found"] > 0
