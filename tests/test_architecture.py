@@ -27,7 +27,7 @@ DIRECTIONS = {
     "schedule": {"trace"},
     "speculate": {"models", "trace", "recording"},
     "runtime": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
-    "ane": {"trace", "experts"},
+    "ane": {"models", "trace", "calibration", "experts"},
     "ndp": {"trace", "experts"},
 }
 TECHNIQUES = set(DIRECTIONS)
@@ -42,7 +42,8 @@ HANDED_ON = {("specs", "models"), ("specs", "cards"), ("datasets", "models")}
 #: package → the only parts that may import it
 ONLY_IN = {
     "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},
-    "nbformat": {"lab"}, "jupyter_client": {"lab"}, "plotly": {"viz"}, "kaleido": {"viz"}, "ipywidgets": {"viz"}}
+    "nbformat": {"lab"}, "jupyter_client": {"lab"}, "plotly": {"viz"}, "kaleido": {"viz"}, "ipywidgets": {"viz"},
+    "simpy": {"ndp"}}
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}

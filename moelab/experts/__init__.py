@@ -1,0 +1,39 @@
+"""Routers, executors of routed experts, quantization, and experts in parallel. Here: the registry of executors.
+
+Adding an executor is a subclass of `moelab.experts.executor.Executor` and a line in `EXECUTORS`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+#: name → (module, class); imported when it is made
+EXECUTORS = {
+    "reference": ("moelab.experts.reference", "Reference"),
+    "sorted": ("moelab.experts.sorting", "Sorted"),
+    "grouped_mm": ("moelab.experts.grouped_mm", "GroupedMM"),
+    "packed": ("moelab.experts.packed", "Packed"),
+    "gemv": ("moelab.experts.gemv", "GEMV"),
+    "all_experts": ("moelab.experts.all_experts", "AllExperts"),
+    "selective": ("moelab.experts.selective", "Selective"),
+    "blockwise": ("moelab.experts.blockwise", "Blockwise"),
+    "capacity": ("moelab.experts.capacity", "CapacityFactor"),
+    "tiered": ("moelab.experts.tiered", "Tiered"),
+    "grouped": ("moelab.experts.grouped", "Grouped"),
+    "neuron": ("moelab.experts.choice", "NeuronRule"),
+    "fast": ("moelab.experts.choice", "Fast"),
+}
+
+
+def make(name: str, **options: Any) -> Any:
+    """An executor by its name; options are those of its class.
+
+    Raises
+    ------
+    ValueError : there is no executor of that name; the message lists those there are.
+    """
+    if name not in EXECUTORS:
+        raise ValueError(f"there is no executor {name!r}; there are: {', '.join(EXECUTORS)}")
+    module, kind = EXECUTORS[name]
+    return getattr(import_module(module), kind)(**options)

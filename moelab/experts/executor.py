@@ -1,0 +1,111 @@
+"""What all executors share: the call, who goes where, the sum, and the count of what was done.
+
+    x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    experts    →  [T, H]
+
+`experts` is the layer's experts module behind the seam (`moelab.models.seam.SeamExperts`): `weights(e)` are one
+expert's tensors, `weighted(rows, w, weights)` is what it contributes to rows with routing weights w, computed as the
+architecture does it, whatever its layout, gate and biases (Llama 4 weighs the expert's input). An executor is exact about tokens: routed = executed + dropped, and its `tally` says so, with the slots it computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Tally:
+    """What an executor has done since it was made or `reset`: exact counts.
+
+    routed : choices of an expert by a token that came in; executed and dropped add up to it.
+    slots : rows that were computed, padding included; never fewer than executed.
+    """
+
+    routed: int = 0
+    executed: int = 0
+    slots: int = 0
+
+    @property
+    def dropped(self) -> int:
+        return self.routed - self.executed
+
+    @property
+    def drop_rate(self) -> float:
+        """Dropped choices over routed ones; 0 before anything was routed."""
+        return self.dropped / self.routed if self.routed else 0.0
+
+    @property
+    def padded_fraction(self) -> float:
+        """Share of the computed rows that were padding or masked out."""
+        return 1 - self.executed / self.slots if self.slots else 0.0
+
+    def reset(self) -> None:
+        self.routed = self.executed = self.slots = 0
+
+
+class Executor(ABC):
+    """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`.
+
+    Attributes
+    ----------
+    lossless : whether every routed choice is executed.
+    """
+
+    lossless = True
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        return self.run(x, ids, weights, experts)
+
+    @abstractmethod
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """[T, H]; must `count` what it did."""
+
+    def count(self, routed: int, executed: int, slots: int) -> None:
+        self.tally.routed += routed
+        self.tally.executed += executed
+        self.tally.slots += slots
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """All choices of one step, sorted by expert, and within an expert by token.
+
+    tokens, choices : int64 [n], whose choice it is, and which of its K.
+    counts : int64 [E], choices of each expert; offsets : int64 [E + 1], where each expert's begin.
+    """
+
+    tokens: Tensor
+    choices: Tensor
+    counts: Tensor
+    offsets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def hit(self) -> list[tuple[int, slice]]:
+        """(expert, where its choices are) for each expert that has any."""
+        bounds = self.offsets.tolist()
+        return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a]
+
+
+def dispatch(ids: Tensor, E: int) -> Dispatch:
+    """Sort a step's choices by expert, then token, then choice; the id E ("no expert") is left out."""
+    T, K = ids.shape
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)                # token-major, so ties stay in token order
+    counts = torch.bincount(flat, minlength=E + 1)[:E]
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    order = order[:int(offsets[-1])]
+    return Dispatch(order // K, order % K, counts, offsets)
+
+
+def scatter(x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
+    """Add each contribution y [n, H] to its token: [T, H] like x. The weights are in y already (`weighted`)."""
+    return torch.zeros_like(x).index_add_(0, tokens, y.to(x.dtype))
