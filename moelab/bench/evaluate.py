@@ -3,9 +3,10 @@
     moelab evaluate                                                     the small model, moelab's own tasks
     moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator estimator.safetensors
     moelab evaluate qwen.store --budget 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
+    moelab evaluate --modes executor:capacity:factor=1.25
 
 Modes are those of Speculating Experts: `hint` runs the true experts, `speculative` the predicted ones, `router-free`
-the estimator's with no router at all (§4, §5.1, §6.4). Every mode is compared with the baseline in pairs. Tasks are
+the estimator's with no router at all (§4, §5.1, §6.4); and the executors of `moelab.experts`. Every mode is compared with the baseline in pairs. Tasks are
 moelab's own, which need no network, or lm-eval's by name.
 """
 
@@ -23,8 +24,10 @@ from typing import Any
 
 from moelab import datasets
 from moelab.bench import accuracy
+from moelab.models import plugged
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
+EXECUTOR = "executor"           # the mode that is no way of speculating
 #: sources of the training split that measure what predictors are made of
 CALIBRATION = ("code", "prose", "needle_multikey", "lookup")
 
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
                         "ruler … (default: all of moelab's own)")
     parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
-                                                    "speculative[:PREDICTOR], router-free")
+                        "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE]")
     parser.add_argument("--limit", type=int, metavar="N", help="questions a task; if not given, 200 of moelab's own "
                                                                "and all of lm-eval's")
     parser.add_argument("--tokens", type=int, default=256,
@@ -72,6 +75,9 @@ def main(args: argparse.Namespace) -> int:
         modes: dict[str, Any] = {"baseline": nullcontext}
         parts = Ingredients(model, args)
         for mode, predictor in pairs:
+            if mode == EXECUTOR:
+                modes[f"{mode}:{predictor}"] = partial(plugged, model, executor(predictor))
+                continue
             name = mode if mode == "router-free" else f"{mode}:{predictor}"
             modes[name] = partial(speculation, model, mode, predictor, parts.of(predictor), not args.decode_only)
         samples: accuracy.Samples = {}
@@ -122,16 +128,19 @@ def open_any(name: str | None, budget: str | None = None, device: str = "cpu") -
 # ------------------------------------------------------------------------------------------------------------ modes
 
 def parse_mode(text: str) -> tuple[str, str]:
-    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …
+    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …; of an executor, its name and options.
 
     Raises
     ------
-    ValueError : no such mode or predictor.
+    ValueError : no such mode, predictor or executor.
     """
     from moelab.speculate import MODES, PREDICTORS
     mode, _, predictor = text.partition(":")
+    if mode == EXECUTOR:
+        executor(predictor)                             # or it says what is wrong before anything is opened
+        return mode, predictor
     if mode not in MODES:
-        raise ValueError(f"there is no mode {mode!r}; there are baseline, {', '.join(MODES)}")
+        raise ValueError(f"there is no mode {mode!r}; there are baseline, {', '.join(MODES)}, {EXECUTOR}:NAME")
     predictor = predictor or ("estimator" if mode == "router-free" else DEFAULT_PREDICTOR)
     usable = [name for name in PREDICTORS if name != "oracle"]
     if predictor not in usable:
@@ -141,6 +150,30 @@ def parse_mode(text: str) -> tuple[str, str]:
     if mode == "router-free" and predictor != "estimator":
         raise ValueError(f"{text!r}: without routers only the estimator can choose experts; write router-free")
     return mode, predictor
+
+
+def executor(text: str) -> Any:
+    """The executor of "NAME" or "NAME:option=value:…"; values are numbers where they look like one.
+
+    Raises
+    ------
+    ValueError : no such executor, or an option that it does not take.
+    """
+    from moelab.experts import make
+    name, *options = text.split(":")
+    given = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"{EXECUTOR}:{text}: {option!r} is no option; write OPTION=VALUE")
+        try:
+            given[key] = float(value) if "." in value else int(value)
+        except ValueError:
+            given[key] = value
+    try:
+        return make(name, **given)
+    except TypeError as error:
+        raise ValueError(f"{EXECUTOR}:{text}: {error}") from None
 
 
 def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool

@@ -1,7 +1,7 @@
 """Opening models and the seam through which everything else reaches into them."""
 
 from moelab.models.opening import find, identity, open_model, spec_of
-from moelab.models.seam import MoELayer, SeamExperts, assignments, discover, eager, plug, unplug
+from moelab.models.seam import MoELayer, SeamExperts, assignments, discover, eager, plug, plugged, unplug
 
 __all__ = ["MoELayer", "SeamExperts", "assignments", "discover", "eager", "find", "identity", "open_model", "plug",
-           "spec_of", "unplug"]
+           "plugged", "spec_of", "unplug"]

@@ -13,7 +13,8 @@ The executor `eager` repeats transformers' eager arithmetic operation by operati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -118,6 +119,21 @@ def unplug(model: nn.Module) -> None:
                 if isinstance(module, SeamExperts):
                     del module.executor, module.source, module.layer       # or the next `plug` would find them
                 module.__class__ = stock
+
+
+@contextmanager
+def plugged(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> Iterator[Executor]:
+    """Within the block the model runs on this executor or source, afterwards on what it ran on before."""
+    before = [(layer.experts, vars(layer.experts).get("executor"), vars(layer.experts).get("source"))
+              for layer in discover(model)]
+    try:
+        plug(model, executor, source)
+        yield executor
+    finally:
+        if before[0][1] is None:
+            unplug(model)
+        for experts, old_executor, old_source in before if before[0][1] is not None else ():
+            experts.executor, experts.source = old_executor, old_source
 
 
 # -------------------------------------------------------------------------------------------------- experts modules

@@ -22,6 +22,19 @@ def model():
 
 # ------------------------------------------------------------------------------------------------------- the command
 
+def test_executors_are_modes(model, results, capsys):
+    assert main(["evaluate", *QUICK, "--tasks", "lookup", "--modes", "executor:capacity:factor=0.5"]) == 0
+    file, = (results / "runs" / "evaluate").glob("*")
+    assert list(json.loads(file.read_text())["scores"]["lookup"]) == ["baseline", "executor:capacity:factor=0.5"]
+
+
+@pytest.mark.parametrize("text, word", [("executor:fsat", "there is no executor"), ("executor:capacity:2", "OPTION=VALUE"),
+                                        ("executor:capacity:colour=2", "colour")])
+def test_executors_that_cannot_be_made_are_refused(text, word):
+    with pytest.raises(ValueError, match=word):
+        evaluate.parse_mode(text)
+
+
 def test_it_writes_a_result_and_shows_it(results, capsys):
     assert main(["evaluate", *QUICK, "--tasks", "loss,lookup", "--modes", "hint:router"]) == 0
     file, = (results / "runs" / "evaluate").glob("*")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.models import discover, eager, open_model, plug, unplug
+from moelab.models import discover, eager, open_model, plug, plugged, unplug
 from moelab.models.seam import SeamExperts
 
 from . import tiny
@@ -57,6 +57,26 @@ def test_plugging_resident_experts_changes_no_bit(name, tmp_path):
     tokens_plugged, logits_plugged = generate(model, 3)
     unplug(model)
     assert torch.equal(tokens, tokens_plugged) and torch.equal(logits, logits_plugged)
+
+
+def test_plugged_is_undone_whatever_happens(tmp_path):
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "m"))
+    stock, x = type(discover(model)[0].experts), torch.randint(3, 96, (1, 9))
+
+    def zero(x, ids, weights, experts):
+        return torch.zeros_like(x)
+    before = model(x).logits
+    for _ in range(2):                                      # as it was opened, then with an executor of its own
+        with pytest.raises(KeyError), plugged(model, zero) as given:
+            assert given is zero and not torch.equal(model(x).logits, before)
+            raise KeyError
+        assert torch.equal(model(x).logits, before) and type(discover(model)[0].experts) is stock
+        plug(model)
+        stock = type(discover(model)[0].experts)
+    with plugged(model, source=lambda layer, expert: {}), pytest.raises(KeyError):
+        model(x)
+    assert torch.equal(model(x).logits, before)
+
 
 
 def test_an_executor_sees_every_token_once(tmp_path):
