@@ -52,7 +52,7 @@ class Event(NamedTuple):
     resource : "disk", "worker 0" …, "compute".
     kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert", "other"
         (attention, router, norms …), "wait" (compute has nothing that is ready).
-    layer, expert : of which MoE layer and expert; −1 for none.
+    layer, expert : of which MoE layer and expert; −1 for none, or for several experts at once.
     """
 
     resource: str

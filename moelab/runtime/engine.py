@@ -27,7 +27,7 @@ from moelab.runtime.slots import Slots
 from moelab.runtime.timeline import Timeline
 from moelab.schedule.affinity import given_order, scheduler_for
 from moelab.schedule.requests import Delays
-from moelab.specs import Event, State
+from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
 
 
@@ -50,6 +50,7 @@ class Engine:
     delays : seconds that an expert's parts take on this machine, for the order of reading.
     workers : L, threads that decompress and join.
     room_ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
+    executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
 
     Attributes
     ----------
@@ -62,8 +63,8 @@ class Engine:
     """
 
     def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1,
-                 room_ahead: int = 0) -> None:
-        self.residency, self.delays, self.workers = residency, delays, workers
+                 room_ahead: int = 0, executor: Callable[..., Tensor] | None = None) -> None:
+        self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
         self.timeline, self.mark = Timeline(), None
         self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
         self.on_layer: Callable[[Step], None] | None = None
@@ -82,6 +83,8 @@ class Engine:
                 self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
             self._other(clock(), experts.layer)
             step, job = self._begin(experts.layer, {e: len(tokens) for e, (_, tokens) in parts.items()})
+            if self.executor is not None:
+                return self._with_executor(x, ids, weights, experts, parts, step, job)
             contributions = []
             # One core less for computing while others decode: two threads of a team of which one has lost its core
             # wait for each other. Only where that changes no bit.
@@ -93,12 +96,9 @@ class Engine:
                 for request in self._as_ready(job, step):
                     expert, start = request.key.expert, clock()
                     choice, tokens = parts[expert]
-                    tensors = _cast(self.pipeline.tensors(request.key), x.dtype)
                     contributions.append((expert, tokens, experts.contribution(
-                        x, tokens, weights[tokens, choice], tensors)))
-                    self.pipeline.executed(request)
-                    self.mark = clock()
-                    self.timeline.add(Event("compute", "expert", job.layer, expert, start, self.mark))
+                        x, tokens, weights[tokens, choice], self.weights(*request.key, x.dtype))))
+                    self._executed([request], start)
             except BaseException:
                 self._abandon(step)
                 raise
@@ -106,6 +106,10 @@ class Engine:
                 if alone:
                     torch.set_num_threads(threads)
             return experts.accumulate(x, contributions)
+
+    def weights(self, layer: int, expert: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The tensors of an expert that is whole, in the model's own dtype; a store usually has them in it already."""
+        return _cast(self.pipeline.tensors(ExpertKey(layer, expert)), dtype)
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
@@ -142,6 +146,41 @@ class Engine:
         with self._one:                         # a layer that runs needs its memory until it has noticed
             if self.pipeline.slots is not None:
                 self.pipeline.free()
+
+    def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
+                       parts: dict[int, tuple[Tensor, Tensor]], step: Step, job: Job) -> Tensor:
+        """The layer by `executor`: experts in memory together, then each as it becomes whole; [T, H]."""
+        E, there = experts.num_experts, [request for request in step.requests if request.state is State.FULL]
+        out = None
+        try:
+            if there:
+                self._check()
+                start, mine = clock(), ids
+                if len(there) < len(step.requests):
+                    kept = torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
+                    kept[[request.key.expert for request in there]] = True
+                    mine = torch.where(kept[ids], ids, E)
+                out = self.executor(x, mine, weights, experts)
+                self._executed(there, start)
+            out = torch.zeros_like(x) if out is None else out
+            loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+            while loads:
+                request, start = loads.pop(self.pipeline.next_ready(job, self._check)), clock()
+                choice, tokens = parts[request.key.expert]
+                alone = torch.full((len(tokens), 1), request.key.expert, device=ids.device)
+                out.index_add_(0, tokens, self.executor(x[tokens], alone, weights[tokens, choice][:, None], experts))
+                self._executed([request], start)
+        except BaseException:
+            self._abandon(step)
+            raise
+        return out
+
+    def _executed(self, requests: list[Request], start: float) -> None:
+        """Let go of experts that have been computed since `start`, and say so; several at once are one event."""
+        for request in requests:
+            self.pipeline.executed(request)
+        self.mark, (layer, expert) = clock(), requests[0].key
+        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self.mark))
 
     def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Job]:
         """Decide about a layer's step and set the threads to work."""
@@ -213,8 +252,7 @@ class Engine:
             self.timeline.add(Event("compute", "other", layer, -1, self.mark, now))
 
 
-def _cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors in the model's own dtype; a store usually has them in it already."""
-    if all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
+def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
         return tensors
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}

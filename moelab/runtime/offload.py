@@ -21,6 +21,7 @@ import torch
 from moelab.cache.planning import Plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency, Step
+from moelab.experts import make
 from moelab.models import opening, plug
 from moelab.runtime.budget import parse_budget
 from moelab.runtime.engine import Engine
@@ -37,7 +38,7 @@ from moelab.store.verify import check_weights
 def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
             plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, ahead: int = 0, delays: Delays | None = None,
-            device: str | torch.device = "cpu", **reading: Any) -> Any:
+            device: str | torch.device = "cpu", executor: Any = None, **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
     Parameters
@@ -55,6 +56,8 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
         somebody announces (`moelab.speculate.Speculation`). Their memory is part of the budget.
     delays : what an expert's parts cost here, measured in a moment if not given (`moelab.runtime.profile`).
     device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
+    executor : who computes the experts: a name of `moelab.experts.EXECUTORS` ("fast"), or your own; equal to `eager`
+        within the dtype's tolerance only. None: transformers' own operations, bit for bit.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
     Returns
@@ -89,12 +92,12 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     try:
         model = opening.open_model(store.folder, experts="external", device=device)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
-                        workers, ahead)
+                        workers, ahead, make(executor) if isinstance(executor, str) else executor)
         engine.one_thread = same_bits_on_one_thread(store, model)
     except BaseException:
         reader.close()
         raise
-    plug(model, executor=engine)
+    plug(model, executor=engine, source=functools.partial(engine.weights, dtype=model.dtype) if executor else None)
     model.moelab = Offloading(model, engine, store, pools, staging, room)
     return model
 
