@@ -18,7 +18,8 @@ WANTED = {"Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qw
           "Llama4-Scout", "Llama4-Maverick", "Switch-Large-128", "OLMoE-1B-7B"}
 UNIFIED = {"jetson-agx-orin-64gb", "jetson-agx-orin-32gb", "raspberry-pi-5", "m2-max", "m2-ultra", "oneplus-12"}
 DISCRETE = {"rtx-a6000", "a100-80gb", "gh200-96gb", "rtx-5080"}
-DEVICES = UNIFIED | DISCRETE
+PARTS = {"ndp-dimm-ddr4", "lpddr-ndp", "hbm-pim"}      # memory that computes: no machine by itself
+DEVICES = UNIFIED | DISCRETE | PARTS | {"i7-14700", "trn2"}
 NO_DISK_FIGURE = {"m2-ultra"}                          # none was found published
 PAPERS = {"NPUMoE", "GPU-NDP", "Speculating Experts", "AWS Neuron MoE guide", "ZipMoE"}
 
@@ -140,7 +141,8 @@ def test_a_device_card_is_whole_and_sourced(name):
     assert list(cards.load_card(name)) == ["name", "notes", "figures"]
     device = cards.load_device(name)
     assert {"memory_gb", "memory_bandwidth_gbs"} <= set(device.figures)
-    endings = {"_gb": "GB", "_gbs": "GB/s", "_tflops": "TFLOPS", "_tops": "TOPS", "_w": "W"}
+    endings = {"_gb": "GB", "_gbs": "GB/s", "_tflops": "TFLOPS", "_tops": "TOPS", "_w": "W", "_ghz": "GHz",
+               "_count": "1"}
     for key, figure in device.figures.items():
         assert figure.value > 0 and figure.source.strip()
         assert figure.unit == next(unit for ending, unit in endings.items() if key.endswith(ending))

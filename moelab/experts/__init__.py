@@ -21,7 +21,7 @@ EXECUTORS = {
     "capacity": ("moelab.experts.capacity", "CapacityFactor"),
     "tiered": ("moelab.experts.tiered", "Tiered"),
     "grouped": ("moelab.experts.grouped", "Grouped"),
-    "neuron": ("moelab.experts.choice", "NeuronRule"),
+    "neuron": ("moelab.experts.neuron_rule", "NeuronRule"),
     "fast": ("moelab.experts.choice", "Fast"),
 }
 

@@ -4,7 +4,8 @@
 
 `experts` is the layer's experts module behind the seam (`moelab.models.seam.SeamExperts`): `weights(e)` are one
 expert's tensors, `weighted(rows, w, weights)` is what it contributes to rows with routing weights w, computed as the
-architecture does it, whatever its layout, gate and biases (Llama 4 weighs the expert's input). An executor is exact about tokens: routed = executed + dropped, and its `tally` says so, with the slots it computed.
+architecture does it, whatever its layout, gate and biases (Llama 4 weighs the expert's input). An executor is exact
+about tokens: routed = executed + dropped, and its `tally` says so, with the slots it computed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,179 @@
+"""Arithmetic of blockwise matrix multiplication: blocks, padding, intensity (AWS Neuron MoE guide, "BWMM").
+
+A static graph provides N blocks of B tokens, one expert a block, and N must suffice for any routing. What it provides
+beyond the T·K token-expert pairs is padding; large blocks pad more, small ones reload weights for less work. The
+guide's rule is the smallest block that makes the work compute-bound, by its factor AIF = B·N/E.
+
+    T tokens    K experts a token    E experts (with expert parallelism: the local ones)    B block size    N blocks
+
+Two of the guide's worked numbers do not follow from its own inputs, and two of its readings want care:
+
+- "2880 × 128 × 2 bytes = ~0.07 MB" a router is 0.74 MB, and 36 of them are 27 MB, not 2.4 MB (`router_bytes`).
+- "One expert gets 1750 tokens" of 1000 cannot be: with distinct top-2 experts it gets 1000 at most.
+- AIF counts padded rows as work. What a weight that is read once really serves is T·K/E rows, whatever B is; what B
+  sets is the work for each *load* where weights are reloaded for every block (`advise_block_size(reuse=False)`).
+- "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is 230.
+
+Everything here is exact or, where it rests on a device card, modelled. Left out: traffic of tokens and outputs,
+and what gathering a router's logits costs, which is `moelab.experts.sequence_parallel.gather_volume`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moelab.specs import DeviceSpec
+
+#: dtype of the weights → (figure with its compute rate, bytes a weight)
+RATES = {"fp32": ("fp32_tflops", 4), "fp16": ("fp16_tflops", 2), "bf16": ("bf16_tflops", 2), "fp8": ("fp8_tflops", 1)}
+
+
+def blocks_by_text(T: int, K: int, E: int, B: int) -> int:
+    """N of the guide's text, ⌈T·K/B⌉ + E − 1; enough for any routing."""
+    return -(-T * K // B) + E - 1
+
+
+def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
+    """N of the SDK's code, min(⌈(T·K − (E−1))/B⌉ + E − 1, T·K); enough, and never more than the text's.
+
+    E − 1 experts with a token each need a block each; all other pairs may then be one expert's.
+    """
+    return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
+
+
+#: how a static graph's N is chosen
+PROVISION = {"code": blocks_by_code, "text": blocks_by_text}
+
+
+def blocks_needed(counts: Sequence[int], B: int) -> int:
+    """Blocks that one routing fills: Σ_e ⌈n_e/B⌉ over the experts' token counts."""
+    return sum(-(-n // B) for n in counts)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where the slots of one routing go; overheads are fractions, as in the guide's worked example.
+
+    pairs : T·K, the work that was asked for.
+    B, needed, provisioned : block size, blocks that this routing fills, and blocks N that the graph has.
+    """
+
+    pairs: int
+    B: int
+    needed: int
+    provisioned: int
+
+    @property
+    def slots(self) -> int:
+        """Rows that are provided, N·B."""
+        return self.provisioned * self.B
+
+    @property
+    def padded(self) -> int:
+        """Rows that hold no token, N·B − T·K."""
+        return self.slots - self.pairs
+
+    @property
+    def algorithmic(self) -> float:
+        """Overhead of whole blocks: (needed·B − T·K) / T·K; what is left when empty blocks are skipped."""
+        return (self.needed * self.B - self.pairs) / self.pairs if self.pairs else 0.0
+
+    @property
+    def worst_case(self) -> float:
+        """Overhead of being prepared for any routing: (N − needed) / needed; 0 if empty blocks are skipped."""
+        return (self.provisioned - self.needed) / self.needed if self.needed else 0.0
+
+
+def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "code") -> Padding:
+    """The padding of a routing with `counts` [E] tokens an expert, T tokens and K experts a token.
+
+    Raises
+    ------
+    ValueError : an unknown provision, or a block size below 1.
+    """
+    if provision not in PROVISION or B < 1:
+        raise ValueError(f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1")
+    counts = [int(n) for n in counts]
+    return Padding(sum(counts), B, blocks_needed(counts, B), PROVISION[provision](T, K, len(counts), B))
+
+
+# ------------------------------------------------------------------------------------------------------ intensity
+
+def intensity_factor(B: int, N: int, E: int, bytes_a_weight: float = 2) -> float:
+    """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), which is B·N/E for two bytes a weight.
+
+    Every expert's weights are read once and all N blocks are computed, padding included.
+    """
+    return 2 * B * N / (bytes_a_weight * E)
+
+
+def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
+    """FLOPs/byte at which a device turns from memory-bound to compute-bound: peak compute / memory bandwidth.
+
+    Raises
+    ------
+    KeyError, ValueError : the card has no such rate, or the dtype is unknown.
+    """
+    if dtype not in RATES:
+        raise ValueError(f"there is no dtype {dtype!r}; there are: {', '.join(RATES)}")
+    return 1e3 * device[RATES[dtype][0]] / device["memory_bandwidth_gbs"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Which block size, and why.
+
+    table : for every size that was looked at: (B, N, FLOPs/byte, share of the N·B slots that are padding).
+    """
+
+    block_size: int
+    compute_bound: bool
+    target: float
+    table: tuple[tuple[int, int, float, float], ...]
+    explanation: str
+
+
+def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str = "bf16", reuse: bool = True,
+                      sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> Advice:
+    """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
+
+    Parameters
+    ----------
+    device : a card with a compute rate of `dtype` and `memory_bandwidth_gbs`.
+    T, K, E : tokens of a step, experts a token, experts on this device.
+    reuse : consecutive blocks of one expert share a load of its weights (weight skipping), so the intensity is the
+        AIF; else each block reads them again, and it is 2·B / bytes.
+    sizes : block sizes that the hardware can do.
+
+    Returns
+    -------
+    Advice; if no size is compute-bound, its size is the one that pads least, as padding then buys nothing.
+    """
+    target, size = intensity_target(device, dtype), RATES[dtype][1]
+    table = []
+    for B in sorted(sizes):
+        N = blocks_by_code(T, K, E, B)
+        intensity = intensity_factor(B, N, E, size) if reuse else 2 * B / size
+        table.append((B, N, intensity, 1 - T * K / (N * B)))
+    bound = [row for row in table if row[2] >= target]
+    B, N, intensity, padded = bound[0] if bound else min(table, key=lambda row: (row[3], -row[0]))
+    useful = 2 * T * K / (size * E)
+    text = (f"{device.name} computes {target:.0f} {dtype} FLOPs in the time of reading a byte. "
+            + (f"B = {B} is the smallest block that reaches this: {intensity:.0f} FLOPs/byte. " if bound else
+               f"No block of {min(sizes)} to {max(sizes)} reaches this; B = {B} pads least, at {intensity:.0f} "
+               f"FLOPs/byte. ")
+            + f"Its {N} blocks are {100 * padded:.0f} % padding for {T} tokens in the worst case. "
+            + (f"Of the work on real tokens there are {useful:.0f} FLOPs for every byte of weights, whatever B is: "
+               + ("they are compute-bound without the padding." if useful >= target else
+                  "only padding makes it look compute-bound; more tokens a step would help." if bound else
+                  "more tokens a step would help.") if reuse else
+               "Each block reads its expert's weights again."))
+    return Advice(B, bool(bound), target, tuple(table), text)
+
+
+# ------------------------------------------------------------------------------------------- the router's memory
+
+def router_bytes(H: int, E: int, layers: int = 1, bytes_a_weight: int = 2) -> int:
+    """Memory of replicated routers, each [H, E]: exact bytes ("Router execution in sequence parallel mode")."""
+    return H * E * layers * bytes_a_weight

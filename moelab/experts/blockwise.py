@@ -1,0 +1,140 @@
+"""Blockwise matrix multiplication: any routing in blocks of fixed size (AWS Neuron MoE guide, "BWMM").
+
+Tokens are packed into blocks of B, each of one expert, and a static number N of blocks holds every routing without
+dropping a token. Three kinds of skipping take back what padding costs: padded slots load no token, consecutive blocks
+of one expert load its weights once, and blocks without any token are not computed. Each can be switched off, so that
+its effect is a count and not a claim.
+
+    blocks_e = ⌈n_e/B⌉    slot of a choice = rank within its expert + B · (blocks before that expert)
+    block_to_expert [N]    token position table [N, B], −1 where a slot is empty
+
+Consecutive blocks of one expert are one product of [m·B, H] here: on a CPU that is what reusing weights means. How
+the blocks are shared between cores is in `block_sharding`, N and padding by formula in `blocks`. Left out: what the
+SDK does to build the table without dynamic indexing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.experts.block_sharding import Sharding
+from moelab.experts.blocks import PROVISION
+from moelab.experts.executor import Executor, dispatch
+from moelab.experts.selective import Loads, nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMap:
+    """Who is where: slots in blocks.
+
+    block_to_expert : int64 [N]; blocks that nobody needs are the last expert's, as in the SDK.
+    tokens, choices : int64 [N, B], whose choice is in a slot, and which of its K; −1 in empty slots.
+    """
+
+    block_to_expert: Tensor
+    tokens: Tensor
+    choices: Tensor
+
+    @property
+    def live(self) -> Tensor:
+        """bool [N], whether a block holds any token."""
+        return (self.tokens >= 0).any(1)
+
+
+def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
+    """Map the choices ids [T, K] to blocks of B; within an expert, tokens keep their order.
+
+    provision : how N is chosen, a name of `moelab.experts.blocks.PROVISION`.
+    """
+    T, K = ids.shape
+    d = dispatch(ids, E)
+    N = PROVISION[provision](T, K, E, B) if T else 0
+    before = torch.cat([d.counts.new_zeros(1), (-(-d.counts // B)).cumsum(0)])              # [E + 1]
+    # The blocks of experts 0 … e end at before[e + 1]: a block's expert is how many of these ends it has passed.
+    block_to_expert = torch.bucketize(torch.arange(N, device=ids.device), before[1:E], right=True)
+    expert = torch.arange(E, device=ids.device).repeat_interleave(d.counts)
+    slot = before[expert] * B + torch.arange(len(d), device=ids.device) - d.offsets[expert]
+    tokens, choices = (ids.new_full((N * B,), -1).index_copy(0, slot, of).view(N, B) for of in (d.tokens, d.choices))
+    return BlockMap(block_to_expert, tokens, choices)
+
+
+class Blockwise(Executor):
+    """Experts in blocks of fixed size; lossless.
+
+    Parameters
+    ----------
+    block_size : B. The SDK's is 512, for a machine that needs hundreds of rows a weight; a CPU needs tens.
+    provision : "code" or "text", the formula of N.
+    skip_tokens, skip_weights, skip_blocks : token skipping, weight skipping, dynamic block skipping.
+    sharding : how the work is shared between virtual cores; None is one core.
+
+    Attributes
+    ----------
+    blocks : blocks provisioned (N), summed over calls; live : of these, with a token; computed : of these, computed.
+    row_loads, weight_loads : loads of token rows [H] and of experts' weights, done and skipped, relative to a load for
+        each slot and for each block of those computed.
+    reduced : values that cores exchanged to add up their partial results.
+
+    Raises
+    ------
+    ValueError : a block size below 1, or an unknown provision.
+    """
+
+    def __init__(self, block_size: int = 64, *, provision: str = "code", skip_tokens: bool = True,
+                 skip_weights: bool = True, skip_blocks: bool = True, sharding: Sharding | None = None) -> None:
+        super().__init__()
+        if block_size < 1 or provision not in PROVISION:
+            raise ValueError(f"block_size={block_size} must be at least 1, and provision={provision!r} one of "
+                             f"{', '.join(PROVISION)}")
+        self.block_size, self.provision, self.sharding = block_size, provision, sharding
+        self.skip_tokens, self.skip_weights, self.skip_blocks = skip_tokens, skip_weights, skip_blocks
+        self.blocks = self.live = self.computed = self.reduced = 0
+        self.row_loads, self.weight_loads = Loads(), Loads()
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        m = block_map(ids, experts.num_experts, self.block_size, self.provision)
+        live = m.live
+        todo = (live.nonzero().flatten() if self.skip_blocks else torch.arange(len(live))).tolist()
+        executed = int((m.tokens >= 0).sum())
+        self.blocks += len(live)
+        self.live += int(live.sum())
+        self.computed += len(todo)
+        self.count(executed, executed, len(todo) * self.block_size)
+        if self.sharding is None or self.sharding.on != "block":
+            return self._core(todo, m, x, weights, experts)
+        outputs = [self._core(mine, m, x, weights, experts) for mine in self.sharding.split(todo)]
+        self.reduced += (len(outputs) - 1) * x.numel()
+        return sum(outputs[1:], outputs[0])
+
+    def _core(self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """What one core contributes by computing some blocks: [T, H]."""
+        out = torch.zeros_like(x)
+        of = m.block_to_expert.tolist()
+        for key, group in groupby(blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))):
+            run = list(group)
+            expert_weights = experts.weights(of[run[0]])
+            tokens, choices = m.tokens[run].flatten(), m.choices[run].flatten()
+            used = (tokens >= 0).nonzero().flatten()
+            t, w = tokens[used], weights.new_zeros(len(tokens))
+            w[used] = weights[t, choices[used]]
+            rows = x[tokens.clamp(min=0)] if not self.skip_tokens else x.new_zeros(len(tokens), x.shape[1])
+            if self.skip_tokens:
+                rows[used] = x[t]
+            y = self._weighted(rows, w, expert_weights, experts)
+            out.index_add_(0, t, y[used].to(out.dtype))
+            loaded = len(used) if self.skip_tokens else len(tokens)
+            self.row_loads.add(loaded, len(tokens) - loaded, x.shape[1] * x.element_size())
+            self.weight_loads.add(1, len(run) - 1, nbytes(expert_weights))
+        return out
+
+    def _weighted(self, rows: Tensor, w: Tensor, expert_weights: dict[str, Tensor], experts: Any) -> Tensor:
+        if self.sharding is None or self.sharding.on == "block":
+            return experts.weighted(rows, w, expert_weights)
+        y, reduced = self.sharding.weighted(rows, w, expert_weights, experts)
+        self.reduced += reduced
+        return y
