@@ -13,7 +13,9 @@ from moelab.table import format_value, text_table
 #: name → the module whose `run()` measures
 BENCHES = {"foundation": "moelab.bench.foundation", "store": "moelab.bench.store",
            "conversion": "moelab.bench.conversion", "engine": "moelab.bench.engine",
-           "planning": "moelab.bench.planning", "prefetch": "moelab.bench.prefetch"}
+           "planning": "moelab.bench.planning", "prefetch": "moelab.bench.prefetch",
+           "quantization": "moelab.bench.quantization", "ane": "moelab.bench.ane",
+           "ndp": "moelab.bench.ndp"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,262 @@
+"""A plan of MoE prefill on the Neural Engine: tiers, groups, residency, layer by layer (NPUMoE §3, §4).
+
+`make_plan` turns what a calibration counted into static graphs: capacities in tiers, experts of equal tier in groups
+whose weights one graph can hold, each group on the ANE or on the CPU, attention on either. The systems that the paper
+compares and the steps of its ablation are plans too (`moelab.ane.systems`). Nothing here needs weights: a plan is made
+from a model card in a moment, and saved as JSON.
+
+    counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity
+
+A graph on the ANE has G·C rows, whoever comes; on the CPU shapes are free, so nothing is padded or dropped there and a
+group's capacity binds nobody (Table 4: padding 0). Left out: what a plan costs (`device_model`), what it drops
+and pads under given loads (`accounting`), and the graphs themselves (`ffn_graph`, `attention_graph`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moelab.ane.operators import UNITS, Unit
+from moelab.ane.residency import place
+from moelab.ane.systems import SYSTEMS
+from moelab.experts.tiers import Group, Tiers, capacity_tiers, round_up
+from moelab.specs import MoESpec
+from moelab.table import format_value, text_table
+
+FORMAT = "moelab.ane.plan/1"
+#: weights that one graph on the ANE can hold. NPUMoE §4.2 has "1.2 GB" in units of which an expert of PhiMoE is
+#: 150 MB; those are MiB, and eight such experts, Table 5's largest groups, are these bytes exactly
+MAX_GRAPH_BYTES = 1200 * 2 ** 20
+#: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
+MAX_CHANNELS = 16384
+#: chunks that NPUMoE evaluates (§5.1)
+CHUNKS = (256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """Experts of one graph, in this order; on the ANE each has `capacity` rows in it.
+
+    expected : tokens of a chunk that come to the group on average, by the calibration.
+    """
+
+    experts: tuple[int, ...]
+    capacity: int
+    unit: Unit
+    weight_bytes: int
+    expected: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        """Rows that the graph computes, G·C."""
+        return len(self.experts) * self.capacity
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One MoE layer: its tiers, its groups (each expert in one), and where its attention runs."""
+
+    tiers: Tiers
+    groups: tuple[PlannedGroup, ...]
+    attention: Unit
+
+    def on(self, unit: Unit) -> tuple[PlannedGroup, ...]:
+        return tuple(group for group in self.groups if group.unit == unit)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Static graphs of every MoE layer of a model, for one chunk size.
+
+    Attributes
+    ----------
+    spec, chunk, system : the model, B, and a key of `SYSTEMS`.
+    layers : L plans.
+    popularity : where the counts came from, in words; says "assumed" if nothing was calibrated.
+    problems : what does not fit and why, in words; empty if all runs where the system wants it.
+    """
+
+    spec: MoESpec
+    chunk: int
+    system: str
+    layers: tuple[LayerPlan, ...]
+    popularity: str = "calibrated"
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def launches(self) -> int:
+        """Expert graphs that a chunk launches on the ANE, over all layers."""
+        return sum(len(layer.on("ane")) for layer in self.layers)
+
+    @property
+    def slots(self) -> int:
+        """Rows that these graphs compute, over all layers."""
+        return sum(group.slots for layer in self.layers for group in layer.on("ane"))
+
+    @property
+    def ane_bytes(self) -> int:
+        """Weights of the expert graphs that stay resident on the ANE."""
+        return sum(group.weight_bytes for layer in self.layers for group in layer.on("ane"))
+
+    @property
+    def largest_graph_bytes(self) -> int:
+        return max((group.weight_bytes for layer in self.layers for group in layer.on("ane")), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Plan:
+        """The plan of `to_dict`, also after JSON.
+
+        Raises
+        ------
+        ValueError : not such a dictionary, or of another version.
+        """
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"this is not a plan of format {FORMAT}, but of {fields.get('format')!r}; "
+                             f"make it again with make_plan")
+        layers = tuple(LayerPlan(
+            Tiers(**{name: tuple(values) for name, values in layer["tiers"].items()}),
+            tuple(PlannedGroup(**group | {"experts": tuple(group["experts"])}) for group in layer["groups"]),
+            layer["attention"]) for layer in fields["layers"])
+        return cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers, fields["popularity"],
+                   tuple(fields["problems"]))
+
+    def save(self, path: str | Path) -> Path:
+        """Write as JSON, whole or not at all; returns the path."""
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+        os.replace(part, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a saved plan; FileNotFoundError or ValueError if it is none."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def describe(self, layers: Sequence[int] | None = None) -> str:
+        """A table of the layers (all, or those named by their MoE index), a summary and the problems, as text."""
+        rows = []
+        for number in range(len(self.layers)) if layers is None else layers:
+            layer = self.layers[number]
+            units = {unit: layer.on(unit) for unit in UNITS}
+            of_level = [f"{layer.tiers.capacity.count(level)}×{level}" for level in layer.tiers.levels]
+            rows.append([str(number), layer.attention, " ".join(of_level),
+                         " ".join(f"{len(g.experts)}×{g.capacity}" for g in units["ane"]) or "–",
+                         str(sum(len(g.experts) for g in units["cpu"])),
+                         format_value(sum(g.slots for g in units["ane"])),
+                         format_value(max((g.weight_bytes for g in units["ane"]), default=0) / 1e6)])
+        head = ["layer", "attention", "experts × tier", "ANE graphs (G×C)", "CPU experts", "ANE rows",
+                "largest graph, MB"]
+        lines = [f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; popularity "
+                 f"{self.popularity}",
+                 text_table(head, rows),
+                 f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE, where "
+                 f"{self.ane_bytes / 1e9:.1f} GB of expert weights stay."]
+        return "\n".join(lines + [f"Does not fit: {problem}" for problem in self.problems])
+
+
+def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_size: int = 8, levels: int = 3,
+              max_graph_bytes: float = MAX_GRAPH_BYTES, system: str = "npumoe", *, rule: str = "topk",
+              slack: float = 1.0, tiers: Sequence[Tiers] | None = None, cold_share: float = 0.1, min_rows: float = 32,
+              bytes_per_weight: float = 2.0, popularity: str = "calibrated") -> Plan:
+    """Plan a model's prefill (NPUMoE §4).
+
+    Parameters
+    ----------
+    counts, tokens : [L, E] routings to each expert, and of how many tokens: `calibration.counts(PREFILL)` and
+        `calibration.tokens[PREFILL]`, or `skew.assumed_counts(spec)`.
+    chunk : B; NPUMoE uses 256, 512 and 1024.
+    group_size : G, for systems that group.
+    levels, rule, slack : as in `capacity_tiers`.
+    max_graph_bytes : weights of one graph; smaller groups are made, and a larger expert goes to the CPU.
+    system : a key of `SYSTEMS`.
+    tiers : [L] to use instead of those of `capacity_tiers`, e.g. `capacity_tiers_of_loads(…)`.
+    cold_share, min_rows : residency, as in `residency.place`.
+    bytes_per_weight : 2 for the fp16 that the ANE computes in, 1 for int8, 0.5 for 4-bit palettes.
+    popularity : where the counts came from, in words.
+
+    Raises
+    ------
+    ValueError : an unknown system, or counts or tiers of another model.
+    """
+    if system not in SYSTEMS:
+        raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
+    counts = np.asarray(counts, dtype=float)
+    if counts.shape != (spec.L, spec.E):
+        raise ValueError(f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
+                         f"experts")
+    tiers = list(tiers or capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack))
+    if len(tiers) != spec.L or any(len(layer.capacity) != spec.E for layer in tiers):
+        raise ValueError(f"tiers are not those of {spec.L} MoE layers of {spec.E} experts")
+    how = SYSTEMS[system]
+    if how.experts == "cpu":                                    # free shapes: any expert may get all tokens
+        tiers = [_uniform(spec.E, round_up(chunk, 16))] * spec.L
+    elif not how.tiers:
+        tiers = [_uniform(spec.E, max(layer.levels[0] for layer in tiers))] * spec.L
+    expert_bytes = round(spec.expert_params * bytes_per_weight)
+    expert_problem = _why_not_on_ane(spec, expert_bytes, max_graph_bytes)
+    attention_problem = _why_attention_not_on_ane(spec, bytes_per_weight, max_graph_bytes)
+    problems = []
+    size, fit = group_size if how.grouped else 1, max(int(max_graph_bytes // expert_bytes), 1)
+    if how.experts == "ane" and expert_problem:
+        problems.append(f"all experts stay on the CPU: {expert_problem}")
+    elif how.experts == "ane" and fit < size:
+        problems.append(f"groups of {fit} instead of {size} experts: one graph holds {max_graph_bytes / 1e6:,.0f} MB, "
+                        f"an expert has {expert_bytes / 1e6:,.1f} MB")
+    attention = how.attention
+    if attention == "ane" and attention_problem:
+        attention = "cpu"
+        problems.append(f"attention stays on the CPU: {attention_problem}")
+
+    layers = []
+    for layer_tiers, row in zip(tiers, counts):
+        expected = (row * (chunk / tokens)).tolist()
+        criteria = (cold_share, min_rows) if how.residency else (-1.0, 0)                   # −1: no expert is cold
+        placed = place(layer_tiers, row, expected, size, fit, *criteria)
+        on_ane = how.experts == "ane" and not expert_problem
+        layers.append(LayerPlan(layer_tiers, tuple(
+            _planned(group, unit if on_ane else "cpu", expert_bytes, expected) for group, unit in placed), attention))
+    return Plan(spec, chunk, system, tuple(layers), popularity, tuple(problems))
+
+
+def _planned(group: Group, unit: Unit, expert_bytes: int, expected: Sequence[float]) -> PlannedGroup:
+    return PlannedGroup(group.experts, group.capacity, unit, expert_bytes * len(group.experts),
+                        sum(expected[e] for e in group.experts))
+
+
+def _uniform(E: int, capacity: int) -> Tiers:
+    return Tiers((capacity,), (capacity,) * E)
+
+
+def _why_not_on_ane(spec: MoESpec, expert_bytes: int, limit: float) -> str:
+    if expert_bytes > limit:
+        return f"one expert has {expert_bytes / 1e6:,.0f} MB of weights, a graph holds {limit / 1e6:,.0f} MB"
+    return _too_wide(max(spec.H, spec.I))
+
+
+def _why_attention_not_on_ane(spec: MoESpec, bytes_per_weight: float, limit: float) -> str:
+    size = attention_params(spec) * bytes_per_weight
+    if size > limit:
+        return f"it has {size / 1e6:,.0f} MB of weights, a graph holds {limit / 1e6:,.0f} MB"
+    return _too_wide(max(spec.H, spec.heads * spec.head_dim))
+
+
+def _too_wide(channels: int) -> str:
+    if channels <= MAX_CHANNELS:
+        return ""
+    return f"a matrix has {channels:,} input channels, the ANE takes {MAX_CHANNELS:,}"
+
+
+def attention_params(spec: MoESpec) -> int:
+    """Weights of one layer's Q, K, V and output projection, of plain grouped-query attention (MLA has others)."""
+    return spec.H * spec.head_dim * 2 * (spec.heads + spec.kv_heads)

@@ -1,0 +1,233 @@
+"""The device model against the published tables, hand calculations and its own limits."""
+
+import math
+
+import numpy as np
+import pytest
+
+from moelab.ane import published
+from moelab.ane.comparison import RUNS, Comparison, compare_with_paper, order, ratio, study
+from moelab.ane.device_model import Cost, DeviceModel
+from moelab.ane.plan import make_plan
+from moelab.ane.published import TABLE_4, TABLE_5, TABLE_8, Sample
+from moelab.ane.rates import Rates, fit, leave_one_out, residuals, summary
+from moelab.ane.skew import assumed_counts, assumed_loads
+from moelab.ane.systems import ABLATION, TABLE_2
+from moelab.specs import MoESpec
+
+PHI = MoESpec.from_card("Phi-3.5-MoE")
+ULTRA = DeviceModel.of()
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return study()
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return {row.name: row for row in compare_with_paper()}
+
+
+# ----------------------------------------------------------------------------------------------------------- the fit
+
+def by_hand(rates, G, C, mode):
+    if mode == "parallel" and G * C <= 1024:
+        p, q, w = rates.overlap
+        return p / C + q + w * math.log2(G)
+    return rates.launch / (G * C) + rates.expert / C + rates.row + rates.spill * max(0, 1 - 1024 / (G * C))
+
+
+@pytest.mark.parametrize("mode", ["serial", "parallel"])
+def test_table_5s_latencies_within_4_percent_rms_and_8_percent_at_worst(mode):
+    errors = [by_hand(ULTRA.rates, s.G, s.C, mode) / s.ms - 1 for s in TABLE_5 if s.mode == mode]
+    assert len(errors) == 11 and np.sqrt(np.mean(np.square(errors))) <= 0.04 and np.abs(errors).max() <= 0.08
+    told = ULTRA.fit_table()[f"latency, {mode}"]
+    assert told["RMS"] == pytest.approx(np.sqrt(np.mean(np.square(errors))))
+    assert told["worst"] == pytest.approx(np.abs(errors).max()) and told["n"] == 11
+    assert told["leave-one-out RMS"] > told["RMS"]
+
+
+def test_the_fit_is_the_least_one():
+    def loss(rates):
+        return sum(r.error ** 2 for r in residuals(rates, mode="serial"))
+    best, fields = loss(ULTRA.rates), vars(ULTRA.rates)
+    for name in ("launch", "expert", "row", "spill"):
+        for factor in (0.99, 1.01):
+            assert loss(Rates(**fields | {name: fields[name] * factor})) > best
+
+
+def test_a_fit_finds_the_parameters_that_made_the_samples():
+    true = Rates(0.2, 3.0, 0.05, 0.02, (1.5, 0.03, 0.004), (3.0, 5.0), (0.4, 0.2))
+    made = [Sample(s.G, s.C, s.mode, ms := by_hand(true, s.G, s.C, s.mode),
+                   dict(serial=3.0 * ms + 0.4, parallel=5.0 * ms + 0.2)[s.mode]) for s in TABLE_5]
+    found = ULTRA.refit(made, "a Mac")
+    for name, value in vars(true).items():
+        np.testing.assert_allclose(getattr(found.rates, name), value, rtol=1e-6)
+    assert found.device == "a Mac" and found.host == ULTRA.host and found.fit_error("latency") < 1e-9
+    serial = ULTRA.refit([s._replace(mj=None) for s in made if s.mode == "serial"], "a Mac without energy")
+    assert serial.rates.power == ULTRA.rates.power and serial.rates.work == ULTRA.rates.work
+    assert serial.rates.expert == pytest.approx(3.0)
+    with pytest.raises(ValueError, match="3 serial samples"):
+        ULTRA.refit(made[1:7:2], "too few")
+
+
+def test_leaving_one_out_does_not_see_it():
+    wrong = [s._replace(ms=9.0) if (s.G, s.C, s.mode) == (4, 64, "serial") else s for s in TABLE_5]
+    left, = [r for r in leave_one_out(wrong, mode="serial") if r.sample.ms == 9.0]
+    right, = [r for r in leave_one_out(mode="serial") if (r.sample.G, r.sample.C) == (4, 64)]
+    assert left.fitted == pytest.approx(right.fitted)
+    assert summary([left])["worst"] == pytest.approx(abs(left.fitted / 9 - 1))
+
+
+def test_parameters_say_that_they_are_fitted_and_to_what():
+    figures = ULTRA.rates.figures() | ULTRA.host.figures()
+    assert len(figures) == 11 + 8
+    assert all(figure.kind == "fitted" and "NPUMoE" in figure.source for figure in figures.values())
+
+
+# -------------------------------------------------------------------------------------- single parts, by hand
+
+def test_a_token_of_table_5_is_an_expert_slot():
+    """Table 4's expert FFN: 4 chunks of 2 graphs 8x32. Read as a prompt token of top-2, it would be half."""
+    ffn = [4 * 2 * DeviceModel.of(slots_per_token=slots).graph(PHI, 8, 32).ms for slots in (1, 2)]
+    assert ffn[0] == pytest.approx(TABLE_4["expert FFN"][3], rel=0.02)
+    assert ffn[1] == pytest.approx(TABLE_4["expert FFN"][3] / 2, rel=0.02)
+
+
+def test_the_cpu_takes_what_table_4_says():
+    four_chunks = ULTRA.cpu_experts(PHI, np.full(16, 32.0), np.ones(16)) * 4
+    assert four_chunks.ms == pytest.approx(TABLE_4["expert FFN"][0]) and four_chunks.cpu_ms == four_chunks.ms
+    assert ULTRA.cpu_experts(PHI, np.zeros(4)).ms == 0                          # nothing comes, nothing is paid
+
+
+def test_attention_follows_the_rates_of_experts():
+    """Table 8, in the shape of a chunk of 512 in a prompt of 1024: not fitted."""
+    cost = ULTRA.attention(PHI, 512, 1024, "ane")
+    weights, flops = 2 * 4096 * 4096 + 2 * 4096 * 1024, 2 * 4096 * 1024
+    rates = ULTRA.rates
+    expert = 3 * 4096 * 6400
+    assert cost.ms == pytest.approx(rates.launch + rates.expert * weights / expert
+                                    + 512 * rates.row * (weights + flops) / expert)
+    assert (cost.ms, cost.mj) == pytest.approx(TABLE_8, rel=0.05)
+    assert ULTRA.attention(PHI, 512, 1024, "cpu").ms == pytest.approx(1.276 * cost.ms)
+
+
+def test_a_layer_waits_for_the_slower_unit():
+    counts, tokens = assumed_counts(PHI)
+    plan = make_plan(PHI, counts, tokens)
+    layer, loads = plan.layers[0], counts[0] * (256 / tokens)
+    on_cpu = [e for group in layer.on("cpu") for e in group.experts]
+    ane = sum(ULTRA.rates.graph_ms(len(g.experts), g.capacity) for g in layer.on("ane"))
+    cpu = ULTRA.cpu_experts(PHI, loads[on_cpu]).ms
+    assert on_cpu and ULTRA.experts(plan, layer, loads)[0].ms == pytest.approx(max(ane, cpu))
+    apart = DeviceModel.of(overlap=False).experts(plan, layer, loads)[0]
+    assert apart.ms == pytest.approx(ane + cpu)
+
+
+def test_a_prefill_is_its_chunks_and_layers():
+    counts, tokens = assumed_counts(PHI)
+    plan = make_plan(PHI, counts, tokens, system="base+TG")
+    whole, one = ULTRA.prefill(plan, 1000), ULTRA.prefill(plan, 256)
+    assert whole.experts.ms == pytest.approx(4 * one.experts.ms)                # the last chunk is padded
+    assert one.experts.ms == pytest.approx(sum(
+        ULTRA.rates.graph_ms(len(g.experts), g.capacity) for layer in plan.layers for g in layer.groups))
+    assert whole.attention.ms == pytest.approx(4 * 32 * ULTRA.attention(PHI, 256, 1000, "ane").ms)
+    assert whole.slots_per_token == pytest.approx(plan.slots / 32 / 256)
+    assert whole.ttft_s == pytest.approx((whole.attention.ms + whole.experts.ms + whole.host.ms) / 1e3)
+    assert whole.mj_per_token == pytest.approx(whole.total.mj / 1000)
+    assert whole.kind == "modelled" and 0 < whole.fit_error["latency"] < 0.04 and whole.fit_error["energy"] < 0.06
+    assert 0 < whole.dispatch_ms < whole.experts.ms and 0 < whole.comm_mj < whole.total.mj
+
+
+def test_loads_matter_only_on_the_cpu():
+    counts, tokens = assumed_counts(PHI)
+    for system, differs in (("base", False), ("npumoe", True), ("cpu", True)):
+        plan = make_plan(PHI, counts, tokens, system=system)
+        even, skewed = np.full((1, 32, 16), 32), np.zeros((1, 32, 16), int)
+        skewed[:, :, :2] = 256
+        times = [ULTRA.prefill(plan, 256, loads).total.cpu_ms for loads in (even, skewed)]
+        assert (times[0] != times[1]) == differs
+
+
+def test_shared_experts_and_dense_layers_cost_too():
+    small = dict(E=8, K=2, H=1024, I=512, heads=8, kv_heads=8, head_dim=128)
+    plain = MoESpec("plain", "test", 2, (0, 1), **small)
+    shared = MoESpec("shared", "test", 2, (0, 1), shared_I=512, **small)
+    dense = MoESpec("dense", "test", 3, (1, 2), dense_I=2048, **small)
+    times = {}
+    for spec in (plain, shared, dense):
+        plan = make_plan(spec, np.full((2, 8), 64), 256)
+        times[spec.name] = ULTRA.prefill(plan, 256)
+    one = ULTRA.dense(plain, 512, 256, "ane").ms
+    assert times["shared"].experts.ms - times["plain"].experts.ms == pytest.approx(2 * one)
+    assert times["dense"].attention.ms == pytest.approx(1.5 * times["plain"].attention.ms)
+    assert times["dense"].experts.ms > times["plain"].experts.ms
+    assert ULTRA.dense(plain, 0, 256, "cpu") == Cost()
+
+
+def test_m2_max_is_half_an_m2_ultra():
+    half = DeviceModel.of("m2-max")
+    assert half.rates.row == 2 * ULTRA.rates.row and half.rates.launch == ULTRA.rates.launch
+    assert half.host.expert == 2 * ULTRA.host.expert and half.host.cpu_w == ULTRA.host.cpu_w / 2
+    counts, tokens = assumed_counts(PHI)
+    plan = make_plan(PHI, counts, tokens)
+    slow, fast = half.prefill(plan, 1024), ULTRA.prefill(plan, 1024)
+    assert 1.8 < slow.ttft_s / fast.ttft_s < 2.0
+
+
+@pytest.mark.parametrize("call, told", [
+    (lambda: DeviceModel.of("m4"), "not for 'm4'"),
+    (lambda: DeviceModel.of(mode="sideways"), "no mode 'sideways'"),
+    (lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, chunks=2)), 0), "at least one token")])
+def test_bad_input_is_told(call, told):
+    with pytest.raises(ValueError, match=told):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------- beside the paper
+
+@pytest.mark.parametrize("which", RUNS)
+def test_the_order_of_systems_and_ablation_is_the_papers(runs, which):
+    run = runs[which]
+    assert order(run, "ttft", TABLE_2) == ["npumoe", "anemll", "cpu", "naive"]              # Fig. 14
+    assert order(run, "ttft", ABLATION) == ["npumoe", "base+TG", "base+T", "base"]          # Fig. 17
+    for metric in ("energy", "cpu cycles"):                                                 # Figs. 15, 16
+        assert order(run, metric, TABLE_2)[0] == "npumoe" and order(run, metric, TABLE_2)[-1] == "naive"
+    assert order(run, "energy", ABLATION)[0] == "base+TG" and order(run, "energy", ABLATION)[-1] == "base"
+    assert ratio(run, "ttft", "npumoe") == 1
+
+
+def test_without_overlap_residency_would_not_be_faster():
+    """Why the model lets the units overlap: Figure 17's last step is faster."""
+    run = study(device=DeviceModel.of(overlap=False), runs=[(1024, 256)], systems=("base+TG", "npumoe"))[1024, 256]
+    assert ratio(run, "ttft", "base+TG") < 1
+
+
+def test_misses_are_named(compared):
+    missed = {name for name, row in compared.items() if row.miss}
+    assert "Phi-3.5-MoE, P=1024, B=256: ttft of naive ÷ ours" not in missed
+    assert "Phi-3.5-MoE, P=1024, B=256: cpu cycles of naive ÷ ours" in missed
+    assert 0 < len(missed) < len(compared) / 2
+    for row in compared.values():
+        assert row.source and row.miss == (abs(row.error) > 0.2)
+
+
+@pytest.mark.parametrize("modelled, error", [((1.0, 1.5), 0), ((0.5, 1.0), -0.5), ((1.2, 3.0), 0.5), ((0.9, 4.0), 1)])
+def test_the_worst_of_ours_counts(modelled, error):
+    assert Comparison("x", "y", (1.0, 2.0), modelled).error == pytest.approx(error)
+
+
+def test_what_is_fitted_and_what_judges_are_listed_apart():
+    assert not set(published.FITTED) & set(published.JUDGED)
+    assert sum(TABLE_4[name][0] for name in TABLE_4 if name != "total") == pytest.approx(TABLE_4["total"][0], abs=0.1)
+    ours = sum(TABLE_4[name][3] for name in TABLE_4 if name != "total")
+    assert ours == pytest.approx(1707.38) and TABLE_4["total"][3] == 2165.46                # the source's own error
+
+
+def test_loads_of_chunks_that_were_not_planned_for_are_used(runs):
+    loads = assumed_loads(PHI, 256, 80)[64:]
+    counts, tokens = assumed_counts(PHI, 256)
+    again = ULTRA.prefill(make_plan(PHI, counts, tokens), 1024, loads)
+    assert again.ttft_s == pytest.approx(runs[1024, 256]["npumoe"].ttft_s)
+    assert fit() == ULTRA.rates

@@ -1,0 +1,216 @@
+"""Plans: every expert in one graph that fits, the systems as Table 2 has them, and counts equal to a naive loop's."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.ane.accounting import count, loads_of_ids
+from moelab.ane.operators import OPERATORS, operators, placement
+from moelab.ane.plan import MAX_GRAPH_BYTES, Plan, make_plan
+from moelab.ane.published import TABLE_3
+from moelab.ane.residency import cold_experts
+from moelab.ane.skew import SKEWS, assumed_counts, assumed_loads
+from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.experts.tiers import capacity_tiers, capacity_tiers_of_loads
+from moelab.specs import MoESpec
+
+PHI, QWEN = MoESpec.from_card("Phi-3.5-MoE"), MoESpec.from_card("Qwen3-30B-A3B")
+SMALL = MoESpec("small", "test", 3, (0, 2), E=6, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4)
+
+
+def random_ids(tokens, seed=0, spec=SMALL):
+    """[T, L, K]: K different experts for each token, some of them popular, a few "none"."""
+    rng = np.random.default_rng(seed)
+    popular = rng.gumbel(size=(tokens, spec.L, spec.E)) + np.linspace(2, 0, spec.E)
+    ids = np.argsort(-popular, axis=2)[:, :, :spec.K]
+    ids[rng.random(ids.shape) < 0.02] = spec.E
+    return ids
+
+
+def naive(plan, ids):
+    """(executed, slots, launches) of each layer, token by token."""
+    executed, slots, launches = ([0] * plan.spec.L for _ in range(3))
+    for start in range(0, len(ids), plan.chunk):
+        for l, layer in enumerate(plan.layers):
+            came = [e for token in ids[start:start + plan.chunk] for e in token[l] if e < plan.spec.E]
+            for group in layer.groups:
+                tokens = [came.count(e) for e in group.experts]
+                if group.unit == "ane":
+                    launches[l] += 1
+                    slots[l] += group.capacity * len(tokens)
+                    executed[l] += sum(min(n, group.capacity) for n in tokens)
+                else:
+                    slots[l] += sum(tokens)
+                    executed[l] += sum(tokens)
+    return executed, slots, launches
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_account_is_a_naive_loops(system):
+    ids, seen = random_ids(150, seed=1), random_ids(300)
+    counts = loads_of_ids(seen, len(seen), SMALL.E)[0]
+    plan = make_plan(SMALL, counts, len(seen), 64, 2, system=system, slack=0.5, min_rows=12)
+    account = count(plan, loads_of_ids(ids, 64, SMALL.E))
+    for ours, theirs in zip((account.executed, account.slots, account.launches), naive(plan, ids)):
+        assert ours.tolist() == theirs
+    assert account.routed.tolist() == [(ids[:, l] < SMALL.E).sum() for l in range(SMALL.L)]
+    assert account.drop_rate == pytest.approx(1 - account.executed.sum() / account.routed.sum())
+    assert account.padded_fraction == pytest.approx(1 - account.executed.sum() / account.slots.sum())
+
+
+def test_loads_of_ids_are_counted_chunk_by_chunk():
+    ids = random_ids(50)
+    loads = loads_of_ids(ids, 20, SMALL.E)
+    assert loads.shape == (3, SMALL.L, SMALL.E)
+    for n, l, e in np.ndindex(loads.shape):
+        assert loads[n, l, e] == (ids[20 * n:20 * n + 20, l] == e).sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(SYSTEMS)), st.sampled_from([16, 50, 256]), st.sampled_from([1, 2, 4, 8, 16]),
+       st.integers(500, 5000), st.floats(0, 0.6), st.floats(0, 40), st.integers(0, 1000))
+def test_every_expert_once_in_equal_tiers_within_the_limit(system, chunk, size, limit, cold, rows, seed):
+    counts = np.random.default_rng(seed).integers(0, 90, (SMALL.L, SMALL.E)) + 1
+    plan = make_plan(SMALL, counts, 300, chunk, size, max_graph_bytes=limit, system=system, cold_share=cold,
+                     min_rows=rows)
+    for layer in plan.layers:
+        assert sorted(e for group in layer.groups for e in group.experts) == list(range(SMALL.E))
+        assert set(layer.groups) == set(layer.on("ane")) | set(layer.on("cpu"))
+        for group in layer.groups:
+            assert {layer.tiers.capacity[e] for e in group.experts} == {group.capacity}
+            assert group.capacity % 16 == 0 and len(group.experts) <= size
+            assert group.weight_bytes == len(group.experts) * SMALL.expert_params * 2
+        for group in layer.on("ane"):
+            assert group.weight_bytes <= limit
+    assert plan == Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+
+
+# ------------------------------------------------------------------------------------------------------- systems
+
+def phi_plan(system="npumoe", chunk=256, **options):
+    counts, tokens = assumed_counts(PHI, chunk)
+    return make_plan(PHI, counts, tokens, chunk, system=system, **options)
+
+
+def test_the_systems_are_table_2():
+    where = {}
+    for system in TABLE_2:
+        layers = phi_plan(system).layers
+        units = {group.unit for layer in layers for group in layer.groups}
+        where[system] = {layer.attention for layer in layers}, units
+    assert where == {"cpu": ({"cpu"}, {"cpu"}), "naive": ({"cpu"}, {"ane"}), "anemll": ({"ane"}, {"cpu"}),
+                     "npumoe": ({"ane"}, {"ane", "cpu"})}
+
+
+def test_each_step_of_the_ablation_adds_one_thing():
+    base, tiers, groups, everything = (phi_plan(system) for system in ABLATION)
+    assert base.launches == tiers.launches == PHI.L * PHI.E                     # one graph an expert
+    assert len({g.capacity for layer in base.layers for g in layer.groups}) == 1
+    assert tiers.slots < base.slots
+    assert groups.slots == tiers.slots and groups.launches < tiers.launches / 3
+    assert everything.slots < groups.slots and any(layer.on("cpu") for layer in everything.layers)
+    assert not any(layer.on("cpu") for plan in (base, tiers, groups) for layer in plan.layers)
+
+
+def test_cold_experts_are_the_rarest_within_their_share():
+    assert cold_experts([50, 30, 10, 6, 4], 0.1) == {3, 4}
+    assert cold_experts([50, 30, 10, 6, 4], 0.09) == {4}
+    assert cold_experts([7, 0, 3, 0], 0.0) == {1, 3}
+    assert cold_experts([5], 1.0) == frozenset()                                # the busiest is never cold
+    assert len(cold_experts([1, 1, 1, 1], 0.5)) == 2
+
+
+def test_groups_too_small_for_a_launch_run_on_the_cpu():
+    plan = phi_plan(min_rows=64, cold_share=0.0, group_size=1)
+    for layer in plan.layers:
+        for group in layer.groups:
+            assert (group.unit == "ane") == (group.expected >= 64)
+
+
+# -------------------------------------------------------------------------------------------- what fits, and what not
+
+def test_eight_experts_of_phimoe_are_the_papers_limit_exactly():
+    """§4.2's 1.2 GB and §5.1's 150 MB an expert are both in MiB: 8 · 150 = 1200. Decimal, only seven would fit."""
+    assert 8 * 2 * PHI.expert_params == MAX_GRAPH_BYTES
+    assert max(len(g.experts) for layer in phi_plan().layers for g in layer.on("ane")) == 8
+    smaller = phi_plan(max_graph_bytes=1.2e9)
+    assert max(len(g.experts) for layer in smaller.layers for g in layer.on("ane")) == 7
+    assert "groups of 7 instead of 8" in smaller.problems[0]
+    assert "groups of 8 instead of 16" in phi_plan(group_size=16).problems[0]
+
+
+def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
+    plan = phi_plan(max_graph_bytes=100e6)
+    assert not any(layer.on("ane") for layer in plan.layers)
+    assert "one expert has 157 MB" in plan.problems[0] and "100 MB" in plan.problems[0]
+    assert phi_plan(max_graph_bytes=100e6, bytes_per_weight=1).problems[0].startswith("groups of 1 instead of 8")
+    wide = MoESpec("wide", "test", 1, (0,), E=4, K=1, H=64, I=20000, heads=2, kv_heads=2, head_dim=32)
+    plan = make_plan(wide, np.ones((1, 4)), 4)
+    assert "20,000 input channels" in plan.problems[0] and not plan.layers[0].on("ane")
+
+
+@pytest.mark.parametrize("spec", [PHI, QWEN], ids=lambda spec: spec.name)
+def test_cards_are_planned_without_weights_and_described(spec, tmp_path):
+    counts, tokens = assumed_counts(spec)
+    plan = make_plan(spec, counts, tokens, popularity="assumed: typical")
+    text = plan.describe()
+    assert spec.name in text and "assumed: typical" in text and f"launches {plan.launches} expert graphs" in text
+    assert len(text.splitlines()) == spec.L + 4
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_typical_skew_drops_and_pads_as_much_as_table_3():
+    drops, pads = zip(*TABLE_3.values())
+    loads = assumed_loads(PHI, 256, 128)
+    account = count(make_plan(PHI, loads[:64].sum(0), 64 * 256, system="base+TG"), loads[64:])
+    assert min(drops) < account.drop_rate < max(drops) and min(pads) < account.padded_fraction < max(pads)
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_assumed_loads_are_possible(skew):
+    loads = assumed_loads(QWEN, 64, 4, skew)
+    assert (loads.sum(2) == 64 * QWEN.K).all() and loads.min() >= 0 and loads.max() <= 64
+    np.testing.assert_array_equal(loads, assumed_loads(QWEN, 64, 4, skew))
+    assert (loads != assumed_loads(QWEN, 64, 4, skew, seed=1)).any()
+
+
+def test_tiers_may_come_from_chunks():
+    loads = assumed_loads(SMALL, 64, 10)
+    tiers = capacity_tiers_of_loads(loads, 64, quantile=1.0)
+    plan = make_plan(SMALL, loads.sum(0), 640, 64, tiers=tiers)
+    assert [layer.tiers for layer in plan.layers] == tiers and count(plan, loads).drop_rate == 0
+    assert [layer.tiers for layer in make_plan(SMALL, loads.sum(0), 640, 64).layers] == capacity_tiers(
+        loads.sum(0), 640, 64)
+
+
+@pytest.mark.parametrize("call, told", [
+    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, system="gpu"), "no system 'gpu'"),
+    (lambda: make_plan(SMALL, np.ones((2, 5)), 6), "2 MoE layers of 6 experts"),
+    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, tiers=capacity_tiers(np.ones(6), 3, 16)), "tiers are not those"),
+    (lambda: Plan.from_dict({"format": "else"}), "make_plan"),
+    (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.ones((1, 2, 5), int)), "not chunks by 2 layers"),
+    (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.full((1, 2, 6), 17)), "17 tokens in a chunk of 16"),
+    (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
+    (lambda: placement("gpu", "ane"), "no unit 'gpu'")])
+def test_bad_input_is_told(call, told):
+    with pytest.raises(ValueError, match=told):
+        call()
+
+
+# ----------------------------------------------------------------------------------------------------- operators
+
+def test_the_operators_are_partitioned_as_the_paper_says():
+    on_ane = {op.name for op in operators("ane")}
+    for word in ("projection", "softmax", "KV cache", "expert FFN"):                        # §3.2
+        assert any(word in name for name in on_ane)
+    for word in ("norm", "mask", "top-k", "gather", "scatter", "router"):
+        assert any(word in op.name for op in operators("cpu")) and not any(word in name for name in on_ane)
+    assert all(op.reason and op.source for op in OPERATORS)
+    assert all(op.mil for op in operators("ane"))
+    everywhere = placement("cpu", "cpu")
+    assert set(everywhere) == {op.name for op in OPERATORS} and set(everywhere.values()) == {"cpu"}
+    assert {name for name, unit in placement("ane", "ane").items() if unit == "ane"} == on_ane
