@@ -22,6 +22,7 @@ EXECUTORS = {
     "tiered": ("moelab.experts.tiered", "Tiered"),
     "grouped": ("moelab.experts.grouped", "Grouped"),
     "neuron": ("moelab.experts.neuron_rule", "NeuronRule"),
+    "int8": ("moelab.experts.int8", "Int8"),
     "fast": ("moelab.experts.choice", "Fast"),
 }
 

@@ -1,0 +1,45 @@
+"""What an executor that goes past `experts.weighted` must know of an experts module: names, layout, what is plain.
+
+An expert is up (`gate_up_proj` or `up_proj`), gate or activation, down, each with a bias or without:
+
+    rows layout        up [2I, H], down [H, I]          (`is_transposed` False: an output's weights are contiguous)
+    transposed layout  up [H, 2I], down [I, H]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def plain(experts: Any) -> bool:
+    """Whether an expert is nothing but up, gate, down, and its output is weighted.
+
+    Not so where the seam knows another arithmetic (Llama 4 weighs the input, Switch has modules of its own) or where
+    a norm follows.
+    """
+    seams = (getattr(type(experts), name).__qualname__ for name in ("ffn", "weighted"))
+    return all(name.startswith("SeamExperts.") for name in seams) and not experts.has_post_expert_norm
+
+
+def names(experts: Any) -> tuple[str, str]:
+    """The parameters of up and down; their biases have `_bias` behind it."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def activate(experts: Any, h: Tensor) -> Tensor:
+    """The architecture's own gate [n, 2I] → [n, I], or activation where there is no gate."""
+    return experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+
+
+def banks(experts: Any, name: str) -> Tensor | None:
+    """All experts' weights of one name, [E, …], where the module holds them and no source is asked; else None."""
+    return experts._parameters.get(name) if experts.source is None else None
+
+
+def on_cpu(x: Tensor, *weights: Tensor) -> bool:
+    """Whether all are CPU tensors of one floating type."""
+    return x.device.type == "cpu" and all(w.device == x.device and w.dtype == x.dtype for w in weights) \
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)

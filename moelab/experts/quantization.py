@@ -1,0 +1,266 @@
+"""Experts in fewer bits: bf16, FP8, INT8 and MXFP4, and what each costs in accuracy.
+
+Sources: Neuron MoE guide, "MoE Quantization Support"; OCP Microscaling Formats (MX) v1.0, §5.3.3, §6.3. Weights alone
+are quantised, and a weight is dequantised to the dtype it came from before it is used: the matrix products are those of
+the original dtype (weight-only, "bf16 compute"), so what is saved is memory, not arithmetic. Biases stay as they are.
+
+    format   a value                       scale                                          bytes a weight
+    bf16     16 bits                       –                                              2
+    fp8      e4m3 (e4m3fn: max 448)        float32 a channel: max |w| / 448               1 + 4/n
+    int8     −127 … 127, symmetric         float32 a channel: max |w| / 127               1 + 4/n
+    mxfp4    e2m1: 0 ½ 1 1½ 2 3 4 6, ±     e8m0 (a power of two) for 32 values            17/32 (n a multiple of 32)
+
+A channel is an *output* of the matrix and n its inputs, along which the scale is shared, so that a kernel could apply
+it after the product. The guide's "FP8 along the hidden dimension" is taken as this: for gate and up the shared axis is
+the hidden one; down reduces over the intermediate one. MXFP4 blocks run along the inputs too, as GPT-OSS stores them.
+Its shared exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2, and values round to nearest, ties to even. A block's maximum
+can then be up to 8 · 2^X, and what is above 6 · 2^X saturates. `mxfp4-up` is the rule without saturation: the
+smallest X with max|w| ≤ 6 · 2^X.
+
+Left out: activations in fewer bits, calibration-based rounding (GPTQ, AWQ), and torch's scaled FP8 product, which on
+CPUs without FP8 units was many times slower than bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moelab.experts.executor import dispatch
+from moelab.progress import progress
+
+BLOCK = 32                                                      # values that share a scale in MXFP4
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)                 # by code; bit 3 of a code is the sign
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max                  # 448
+
+
+class Kept(Protocol):
+    """A quantised tensor."""
+
+    nbytes: int
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """A tensor as it is: bf16 weights, and biases."""
+
+    tensor: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return self.tensor.to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """One scale a channel: codes (float8_e4m3fn or int8) in the tensor's shape; scale float32, of length 1 on one axis.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return (self.codes.float() * self.scale).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MXFP4:
+    """Blocks of 32 values and their scales, in the layout of GPT-OSS's checkpoints.
+
+    blocks : uint8 [..., G, 16], two codes a byte, the first in the low half; the G blocks of the quantised axis stand
+        last, wherever that axis is in the tensor.
+    scales : uint8 [..., G], exponent + 127.
+    axis, length : the quantised axis of the tensor and its length; the last block is filled up with zeros.
+    """
+
+    blocks: Tensor
+    scales: Tensor
+    axis: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        codes = torch.stack([self.blocks & 15, self.blocks >> 4], dim=-1).flatten(-2)               # [..., G, 32]
+        table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=codes.device)
+        values = torch.ldexp(table[codes.int()], self.scales.int()[..., None] - 127)
+        return values.flatten(-2)[..., :self.length].movedim(-1, self.axis).to(dtype).contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------- quantising
+
+def quantize_bf16(w: Tensor, axis: int = -1) -> Plain:
+    """Rounded to bf16, nearest even."""
+    return Plain(w.to(torch.bfloat16).clone())
+
+
+def quantize_fp8(w: Tensor, axis: int = -1) -> Scaled:
+    """e4m3 with a scale for every channel, shared along `axis`."""
+    scale = _scale(w, axis, FP8_MAX)
+    return Scaled((w.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
+
+
+def quantize_int8(w: Tensor, axis: int = -1) -> Scaled:
+    """Symmetric INT8 with a scale for every channel, shared along `axis`; nearest even."""
+    scale = _scale(w, axis, 127)
+    return Scaled((w.float() / scale).round().clamp(-127, 127).to(torch.int8), scale)
+
+
+def _scale(w: Tensor, axis: int, largest: float) -> Tensor:
+    smallest = torch.finfo(torch.float32).tiny                          # of a channel of zeros, whose scale is any
+    return (w.float().abs().amax(axis, keepdim=True) / largest).clamp(min=smallest)
+
+
+def quantize_mxfp4(w: Tensor, axis: int = -1, saturate: bool = True) -> MXFP4:
+    """MXFP4 in blocks of 32 along `axis`.
+
+    saturate : OCP's shared exponent, under which a block's largest values may be cut to 6; False takes one more where
+        the largest would be.
+    """
+    length = w.shape[axis]
+    values = w.float().movedim(axis, -1).contiguous()
+    values = torch.nn.functional.pad(values, (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))       # [..., G, 32]
+    mantissa, exponent = values.abs().amax(-1, keepdim=True).frexp()    # in [½, 1): ⌊log₂⌋ is exponent − 1
+    shared = exponent - 3 if saturate else exponent - 3 + (mantissa > 0.75).int()
+    shared = shared.masked_fill(mantissa == 0, -127).clamp(-127, 127)
+    scaled = torch.ldexp(values, -shared)
+    codes = torch.bucketize(scaled.abs(), _boundaries(scaled.device)) | scaled.signbit().long() << 3
+    low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return MXFP4(low | high << 4, (shared.squeeze(-1) + 127).to(torch.uint8), axis, length)
+
+
+def _boundaries(device: torch.device) -> Tensor:
+    """Code i is taken in (b[i−1], b[i]]: midpoints of the grid, just below where a tie goes up to an even code."""
+    middle = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])], device=device)
+    below = torch.nextafter(middle, torch.zeros_like(middle))
+    return torch.where(torch.arange(len(middle), device=device) % 2 == 1, below, middle)
+
+
+#: format → (tensor, axis along which scales are shared) → quantised tensor
+FORMATS: dict[str, Callable[..., Kept]] = {
+    "bf16": quantize_bf16, "fp8": quantize_fp8, "int8": quantize_int8, "mxfp4": quantize_mxfp4,
+    "mxfp4-up": partial(quantize_mxfp4, saturate=False)}
+
+
+def quantize(w: Tensor, format: str, axis: int = -1) -> Kept:
+    """A tensor in one of `FORMATS`; scales are shared along `axis`.
+
+    Raises
+    ------
+    ValueError : no such format, a tensor that is not of floats, or one with infinite or undefined values.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
+    if not w.is_floating_point() or not torch.isfinite(w).all():
+        raise ValueError(f"a {w.dtype} tensor of shape {tuple(w.shape)} cannot be quantised: weights must be finite "
+                         f"floating-point numbers")
+    return FORMATS[format](w.detach(), axis)
+
+
+# ------------------------------------------------------------------------------------------------------- a whole model
+
+class Quantized:
+    """Every routed expert of a model in one format, as a source for the seam that dequantises on use.
+
+        layers = plug(model)
+        with Quantized(layers, "mxfp4"):            # or plug(model, source=Quantized(…))
+            model.generate(…)
+
+    layers : MoE layers behind the seam; their experts' present weights, from wherever they come, are quantised. Their
+        own parameters stay in memory, unless the model was opened without them.
+    """
+
+    def __init__(self, layers: Sequence[Any], format: str) -> None:
+        for layer in layers:
+            if not hasattr(layer.experts, "weights"):
+                raise ValueError(f"{layer.name}: these experts are not behind the seam; give moelab.models.plug(model)")
+        self.layers, self.format = layers, format
+        #: (layer, expert) → parameter name → quantised tensor
+        self.kept: dict[tuple[int, int], dict[str, Kept]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}                # of each parameter before
+        for layer in progress(layers, f"quantising to {format}", unit="layers"):
+            experts = layer.experts
+            axis = -2 if getattr(experts, "is_transposed", False) else -1                   # the inputs
+            for e in range(experts.num_experts):
+                weights = experts.weights(e)
+                self.dtypes |= {name: w.dtype for name, w in weights.items()}
+                self.kept[layer.index, e] = {
+                    name: Plain(w.detach().clone()) if w.dim() < 2 else quantize(w, format, axis)
+                    for name, w in weights.items()}
+
+    def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
+        return {name: kept.dequantize(self.dtypes[name]) for name, kept in self.kept[layer, expert].items()}
+
+    def nbytes(self, layer: int, expert: int) -> int:
+        """Bytes of one expert, biases included."""
+        return sum(kept.nbytes for kept in self.kept[layer, expert].values())
+
+    def __enter__(self) -> Quantized:
+        self._before = [layer.experts.source for layer in self.layers]
+        for layer in self.layers:
+            layer.experts.source = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for layer, source in zip(self.layers, self._before):
+            layer.experts.source = source
+
+
+class LayerError(NamedTuple):
+    """Relative RMS errors ‖ŷ − y‖ / ‖y‖ of one layer.
+
+    weights : of the weights of the experts that are visited; experts : of what each returns for its tokens; layer : of
+    the layer's routed output, the weighted sum of these (shared experts left out).
+    """
+
+    weights: float
+    experts: float
+    layer: float
+
+
+def layer_error(experts: Any, source: Callable[[int, int], dict[str, Tensor]], x: Tensor, ids: Tensor,
+                weights: Tensor) -> LayerError:
+    """What a source's weights change in one layer on given inputs, against the experts' present weights.
+
+    Both are computed in float32, so that the error is that of the weights and not of bf16 arithmetic.
+
+    x : router inputs [T, H]; ids, weights : the routing [T, K], the same for both.
+    """
+    x, weights = x.float(), weights.float()
+    plan = dispatch(ids.long(), experts.num_experts)
+    errors = {"weights": [0.0, 0.0], "experts": [0.0, 0.0]}
+
+    def add(name: str, exact: Tensor, other: Tensor) -> None:
+        for i, tensor in enumerate((other - exact, exact)):
+            errors[name][i] += tensor.double().square().sum().item()
+
+    contributions: tuple[list, list] = [], []
+    for expert, where in plan.hit():
+        tokens, chosen = plan.tokens[where], plan.choices[where]
+        both = [{name: w.float() for name, w in of.items()}
+                for of in (experts.weights(expert), source(experts.layer, expert))]
+        for name in both[0]:
+            add("weights", both[0][name], both[1][name])
+        add("experts", *(experts.ffn(x[tokens], w) for w in both))
+        for side, w in zip(contributions, both):
+            side.append((expert, tokens, experts.weighted(x[tokens], weights[tokens, chosen], w)))
+    exact, other = (experts.accumulate(x, side).double() for side in contributions)
+    relative = [(a / b) ** 0.5 if b else 0.0 for a, b in errors.values()]
+    norm = exact.norm().item()
+    return LayerError(*relative, (other - exact).norm().item() / norm if norm else 0.0)
