@@ -1,0 +1,190 @@
+"""A converted model: what its manifest says, and its graphs as functions of hidden states, run by the evaluator.
+
+Source: the folder that `moelab.ane.convert` writes. A `GroupGraph` takes the G·C slots of a group as rows [G·C, H],
+an `AttentionGraph` a chunk of hidden states [n, H] and a cache; both hide layouts and names of inputs, so a backend
+that runs the same packages on a Mac needs only another `Evaluator`. Everything can be checked: the packages by their
+checksums, the checkpoint that the CPU's parts come from by its fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.ane.attention_graph import AttentionShape, KVCache, attention_inputs
+from moelab.ane.evaluator import Alarm, Evaluator
+from moelab.ane.ffn_graph import pack, unpack
+from moelab.models.checkpoint import Checkpoint
+
+FORMAT, MANIFEST = "moelab.ane.converted/1", "manifest.json"
+
+#: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
+Runner = Callable[[Path, str | None], Any]
+
+
+class ConvertedModel:
+    """A folder that `convert_model` wrote.
+
+    Attributes
+    ----------
+    folder, manifest : where it is, and what manifest.json says.
+    layers : the manifest's entries, one a decoder layer.
+    problems : what does not run where the plan's system wants it, and why, in words.
+
+    Raises
+    ------
+    FileNotFoundError : no manifest there, or a package that it names is gone.
+    ValueError : another format.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (a conversion that "
+                                    f"was cut off ends in .part; the same call goes on with it)")
+        self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if self.manifest.get("format") != FORMAT:
+            raise ValueError(f"{path} is of format {self.manifest.get('format')!r}, not {FORMAT}: convert again")
+        self.layers: list[dict[str, Any]] = self.manifest["layers"]
+        self.problems: list[str] = self.manifest["problems"]
+        missing = [entry["file"] for entry in self.packages if not (self.folder / entry["file"]).is_dir()]
+        if missing:
+            raise FileNotFoundError(f"{self.folder} lacks {missing[0]}, which its manifest names; convert again")
+
+    @cached_property
+    def plan(self) -> Any:
+        """The `Plan` that was carried out."""
+        from moelab.ane.plan import Plan
+        return Plan.from_dict(self.manifest["plan"])
+
+    @property
+    def packages(self) -> list[dict[str, Any]]:
+        """The manifest's entries of all packages: file, weight_bytes, checksum, difference."""
+        entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
+        return [entry for entry in entries if "file" in entry]
+
+    def verify(self) -> None:
+        """Compare all packages with their checksums; ValueError names the first that was changed."""
+        for entry in self.packages:
+            if checksum(self.folder / entry["file"]) != entry["checksum"]:
+                raise ValueError(f"{self.folder / entry['file']} is damaged: its checksum is not the manifest's; "
+                                 f"convert the model again")
+
+    def checkpoint(self, folder: str | Path | None = None) -> Path:
+        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now.
+
+        Raises
+        ------
+        FileNotFoundError : it is not there.
+        ValueError : it is another checkpoint.
+        """
+        place = Checkpoint.at(folder or self.manifest["checkpoint"])
+        if fingerprint(place) != self.manifest["fingerprint"]:
+            raise ValueError(f"{place.folder} is not the checkpoint that {self.folder} was converted from")
+        return place.folder
+
+    def group(self, layer: int, index: int, mode: str = "fp16", capacity: int | None = None,
+              runner: Runner | None = None) -> GroupGraph:
+        """A group's graph of decoder layer `layer`.
+
+        mode : of the evaluator. capacity : one of the entry's capacities, if it has several.
+        runner : makes what runs the package, instead of the evaluator.
+        """
+        entry = self.layers[layer]["groups"][index]
+        if "file" not in entry:
+            raise ValueError(f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has no package")
+        capacity = capacity or entry["capacity"]
+        if capacity not in entry["capacities"]:
+            raise ValueError(f"group {index} of layer {layer} has no capacity {capacity}; it has {entry['capacities']}")
+        settings = self.manifest["settings"]
+        run = _runner(runner, mode)(self.folder / entry["file"], f"c{capacity}" if settings["every_tier"] else None)
+        return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
+
+    def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
+        """The attention graph of decoder layer `layer`; parameters as in `group`."""
+        entry = self.layers[layer]["attention"]
+        if "file" not in entry:
+            raise ValueError(f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package")
+        shape = AttentionShape(**self.layers[layer]["attention_shape"])
+        return AttentionGraph(shape, _runner(runner, mode)(self.folder / entry["file"], None))
+
+
+def _runner(runner: Runner | None, mode: str) -> Runner:
+    return runner or (lambda path, function: Evaluator(path, function, mode))
+
+
+class GroupGraph:
+    """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g + 1)·C."""
+
+    def __init__(self, experts: tuple[int, ...], capacity: int, layout: str, run: Any) -> None:
+        self.experts, self.capacity, self.layout, self.run = experts, capacity, layout, run
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        return self.run.alarms
+
+    def __call__(self, slots: Tensor) -> Tensor:
+        return unpack(self.run({"x": pack(slots, self.layout)})["y"], self.layout)
+
+
+class AttentionGraph:
+    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual; the cache grows by n."""
+
+    def __init__(self, shape: AttentionShape, run: Any) -> None:
+        self.shape, self.run = shape, run
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        return self.run.alarms
+
+    def new_cache(self) -> KVCache:
+        return KVCache(self.shape, getattr(self.run, "dtype", torch.float32))
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, window: int | None = None) -> Tensor:
+        """cos, sin [n, D]: the rotary embedding of the chunk's positions, which begin at cache.length."""
+        n, inputs = len(x), attention_inputs(self.shape, x, cache.length, cos, sin, window)
+        if self.shape.stateful:
+            state = {"k_cache": cache.k, "v_cache": cache.v}
+            y = self.run(inputs, state)["y"]
+            cache.k, cache.v, cache.length = state["k_cache"], state["v_cache"], cache.length + n
+        else:
+            out = self.run(inputs | {"k_past": cache.k, "v_past": cache.v})
+            cache.append(out["k_new"], out["v_new"], n)
+            y = out["y"]
+        return y[0, :, 0, :n].T.contiguous()
+
+
+def checksum(package: Path) -> str:
+    """SHA-256 of all files of a package, their names included, as 64 hex digits."""
+    digest = sha256()
+    for path in sorted(p for p in package.rglob("*") if p.is_file()):
+        digest.update(path.relative_to(package).as_posix().encode())
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Sixteen hex digits that name a checkpoint: its config, and its files' names, sizes, headers and samples.
+
+    The samples are 64 pieces of 4 KB spread over a file; a change that leaves all of them untouched is not seen.
+    """
+    digest = sha256((checkpoint.folder / "config.json").read_bytes())
+    for path in sorted(checkpoint.files):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for i in range(64):
+                file.seek(max(0, size - 4096) * i // 63)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,221 @@
+"""A saved Core ML package (`.mlpackage`) as plain data: functions, operations, shapes, constants, weight bytes.
+
+Source: Apple's coremltools, whose MIL reader parses the file; NPUMoE §A.4 names the pipeline that writes it. What
+the linter and the evaluator need of a package is far less than coremltools' own objects, so it is copied into a few
+records here, and everything behind this file works without coremltools. Reading works on any machine that
+coremltools installs on; nothing is compiled or run.
+
+Shapes are tuples of ints; an axis that may vary is a word ("is0"). Left out: neural-network (pre-2021) models,
+control flow inside an operation (nested blocks), images.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A named tensor: its shape and its element type ("fp16", "fp32", "int32", "bool", "string" …)."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation.
+
+    Attributes
+    ----------
+    type, name : the MIL operation, e.g. "conv", and the name of this one.
+    inputs : parameter → name of a value, or a tuple of names where the parameter takes a list.
+    outputs : what it makes.
+    """
+
+    type: str
+    name: str
+    inputs: dict[str, str | tuple[str, ...]]
+    outputs: tuple[Value, ...]
+    materialise: Callable[[], Any] | None = field(default=None, repr=False)
+
+    @cached_property
+    def constant(self) -> Any:
+        """The value of a `const` or a `constexpr_…` operation (compressed weights are decompressed); else None."""
+        return None if self.materialise is None else self.materialise()
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """One function of a package.
+
+    Attributes
+    ----------
+    inputs, states : what a call passes, and what it keeps between calls.
+    outputs : names of the values it returns.
+    flexible : input name → the shapes it takes, where these are not one: ("enumerated", shapes) or ("range", bounds).
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    states: tuple[Value, ...]
+    outputs: tuple[str, ...]
+    ops: tuple[Op, ...]
+    flexible: dict[str, tuple[str, list[tuple[int, ...]]]]
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        """Every value by name: inputs, states and what the operations make."""
+        made = (value for op in self.ops for value in op.outputs)
+        return {value.name: value for value in (*self.inputs, *self.states, *made)}
+
+    @cached_property
+    def constants(self) -> dict[str, Op]:
+        """The operations that make constants, by the name of the value they make."""
+        return {op.outputs[0].name: op for op in self.ops if op.materialise is not None}
+
+    def constant(self, op: Op, parameter: str, default: Any = None) -> Any:
+        """The constant that a parameter of an operation is given; `default` if it is not given or no constant."""
+        name = op.inputs.get(parameter)
+        return self.constants[name].constant if isinstance(name, str) and name in self.constants else default
+
+    def counts(self) -> Counter[str]:
+        """Operation type → how many, constants left out."""
+        return Counter(op.type for op in self.ops if op.type != "const")
+
+
+@dataclass(frozen=True, eq=False)
+class Package:
+    """A saved ML Program."""
+
+    path: Path
+    functions: dict[str, Function]
+    weight_bytes: int               # of the weight file, shared by all functions
+    specification_version: int
+
+    def function(self, name: str | None = None) -> Function:
+        """A function by name; without one, the only one or "main"."""
+        if name is None:
+            name = "main" if "main" in self.functions else next(iter(self.functions), "main")
+        if name not in self.functions:
+            raise ValueError(f"{self.path} has no function {name!r}; it has {', '.join(self.functions)}")
+        return self.functions[name]
+
+
+def coremltools() -> Any:
+    """The package coremltools, imported quietly.
+
+    Raises
+    ------
+    ImportError : it is not installed; the message says how to get it and where it exists.
+    """
+    logging.disable(logging.WARNING)        # on import it warns of every torch and scikit-learn it does not know
+    try:
+        import coremltools
+        import coremltools.optimize.coreml          # noqa: F401  a submodule that the package does not import itself
+    except ImportError as error:
+        raise ImportError("Core ML packages are read and written with coremltools, which is not installed: "
+                          "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; elsewhere the "
+                          "planning and the device model still work)") from error
+    finally:
+        logging.disable(logging.NOTSET)
+    return coremltools
+
+
+@contextmanager
+def quiet():
+    """Without the progress bars that coremltools draws for every group of passes."""
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def read_package(path: str | Path) -> Package:
+    """Read a saved package.
+
+    Raises
+    ------
+    FileNotFoundError : no such folder.
+    ValueError : it is no ML Program package, or cannot be read.
+    ImportError : coremltools is not installed.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no package at {path}")
+    if not (path / "Manifest.json").is_file():
+        raise ValueError(f"{path} is no .mlpackage folder (it has no Manifest.json)")
+    ct = coremltools()
+    from coremltools.converters.mil.frontend.milproto.load import load
+    try:
+        with quiet():
+            model = ct.models.MLModel(str(path), skip_model_load=True)
+            spec = model.get_spec()
+            if spec.WhichOneof("Type") != "mlProgram":
+                raise ValueError(f"it is a {spec.WhichOneof('Type')}, not an ML Program")
+            program = load(spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir)
+    except Exception as error:      # a damaged package fails in the protobuf, the blob reader or the type inference
+        raise ValueError(f"{path} cannot be read as an ML Program: {error}") from error
+    descriptions = {f.name: f for f in spec.description.functions} or {"main": spec.description}
+    functions = {name: _function(name, function, descriptions.get(name, spec.description))
+                 for name, function in program.functions.items()}
+    weights = sum(f.stat().st_size for f in Path(model.weights_dir).glob("*")) if model.weights_dir else 0
+    return Package(path, functions, weights, spec.specificationVersion)
+
+
+def _function(name: str, function: Any, description: Any) -> Function:
+    from coremltools.converters.mil.mil import types
+    states = {n for n, var in function.inputs.items() if types.is_state(var._sym_type)}
+    inputs = {n: _value(var) for n, var in function.inputs.items()}
+    return Function(name, tuple(v for n, v in inputs.items() if n not in states),
+                    tuple(v for n, v in inputs.items() if n in states), tuple(var.name for var in function.outputs),
+                    tuple(_op(op) for op in function.operations), _flexible(description))
+
+
+def _op(op: Any) -> Op:
+    inputs = {}
+    for parameter, given in op.inputs.items():
+        inputs[parameter] = tuple(v.name for v in given) if isinstance(given, (list, tuple)) else given.name
+    materialise = None
+    if op.op_type == "const":
+        materialise = lambda: op.outputs[0].val
+    elif op.op_type.startswith("constexpr_"):
+        materialise = op.materialized_val_inference
+    return Op(op.op_type, op.name, inputs, tuple(_value(var) for var in op.outputs), materialise)
+
+
+def _value(var: Any) -> Value:
+    from coremltools.converters.mil.mil import types
+    try:
+        dtype = types.builtin_to_string(var.dtype)
+    except KeyError:                    # lists and dictionaries have no element type
+        dtype = str(var.sym_type)
+    shape = var.shape if var.shape is not None else ()
+    return Value(var.name, tuple(int(n) if isinstance(n, (int, np.integer)) else str(n) for n in shape), dtype)
+
+
+def _flexible(description: Any) -> dict[str, tuple[str, list[tuple[int, ...]]]]:
+    found = {}
+    for entry in description.input:
+        array = entry.type.multiArrayType
+        kind = array.WhichOneof("ShapeFlexibility")
+        if kind == "enumeratedShapes":
+            found[entry.name] = ("enumerated", [tuple(shape.shape) for shape in array.enumeratedShapes.shapes])
+        elif kind == "shapeRange":
+            found[entry.name] = ("range", [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges])
+    return found

@@ -1,0 +1,189 @@
+"""Whole models converted: what the folder holds, what its graphs compute, and what an interruption leaves."""
+
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("coremltools")
+
+import moelab
+from moelab.ane import convert as convert_module
+from moelab.ane.convert import Settings, convert_model
+from moelab.ane.converted import ConvertedModel
+from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
+from moelab.experts.tiers import Tiers
+from moelab.models import plug
+from tests.models import tiny
+
+SETTINGS = Settings(context=64)
+
+
+def make_plan(spec, chunk=16):
+    """Two groups on the ANE and one on the CPU in each layer of eight experts."""
+    groups = (PlannedGroup((2, 0, 5), 32, "ane", 1), PlannedGroup((7,), 16, "ane", 1),
+              PlannedGroup((1, 3, 4, 6), 16, "cpu", 1))
+    capacity = tuple(32 if e in (2, 0, 5) else 16 for e in range(8))
+    return Plan(spec, chunk, "npumoe", (LayerPlan(Tiers((32, 16), capacity), groups, "ane"),) * spec.L)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Qwen3-MoE of two layers, the first one dense."""
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=2, mlp_only_layers=[0])
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return moelab.open_model(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoint, model, tmp_path_factory):
+    return convert_model(checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec), SETTINGS)
+
+
+def test_the_manifest_says_what_runs_where(converted, checkpoint):
+    layers = converted.layers
+    assert [layer["moe"] for layer in layers] == [None, 0]
+    assert [layer["attention"]["unit"] for layer in layers] == ["ane"] * 2
+    assert [[g["unit"] for g in layer["groups"]] for layer in layers] == [[], ["ane", "ane", "cpu"]]
+    assert "file" not in layers[1]["groups"][2] and converted.problems == []
+    assert {p.relative_to(converted.folder).as_posix() for p in converted.folder.rglob("*.mlpackage")} == {
+        entry["file"] for entry in converted.packages}
+    assert len(converted.packages) == 4 and {p.name for p in converted.folder.iterdir()} == {"layers", "manifest.json"}
+    for group in layers[1]["groups"][:2]:
+        assert group["difference"] == 0.0 and group["weight_bytes"] >= 2 * 3 * len(group["experts"]) * 32 * 24
+    assert converted.plan == make_plan(converted.plan.spec)
+    assert converted.checkpoint() == checkpoint.resolve()
+
+
+def test_group_graphs_compute_the_models_experts(converted, model):
+    experts = plug(model)[0].experts
+    for index in (0, 1):
+        graph = converted.group(1, index)
+        slots = torch.randn(len(graph.experts) * graph.capacity, 32, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            expected = torch.cat([experts.ffn(rows, experts.weights(e))
+                                  for e, rows in zip(graph.experts, slots.split(graph.capacity))])
+        y = graph(slots)
+        assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
+        assert graph.alarms == []
+    with pytest.raises(ValueError, match="CPU"):
+        converted.group(1, 2)
+    with pytest.raises(ValueError, match="capacity"):
+        converted.group(1, 0, capacity=48)
+
+
+def test_attention_graphs_compute_the_models_attention(converted, model):
+    seen = {}
+
+    def keep(module, args, kwargs, output):
+        cos, sin = kwargs["position_embeddings"]
+        seen[module.layer_idx] = kwargs["hidden_states"][0], cos[0], sin[0], output[0][0]
+    hooks = [layer.self_attn.register_forward_hook(keep, with_kwargs=True) for layer in model.model.layers]
+    with torch.no_grad():
+        model(torch.randint(3, 90, (1, 50), generator=torch.Generator().manual_seed(0)))
+    for hook in hooks:
+        hook.remove()
+    for layer in range(2):
+        x, cos, sin, expected = seen[layer]
+        graph = converted.attention(layer, mode="double")
+        cache = graph.new_cache()
+        parts = [slice(start, start + 16) for start in range(0, 50, 16)]
+        y = torch.cat([graph(x[part], cos[part], sin[part], cache) for part in parts])
+        assert cache.length == 50
+        torch.testing.assert_close(y.float(), expected, atol=2e-3, rtol=2e-3)       # weights rounded to fp16
+
+
+def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, model, tmp_path):
+    with pytest.raises(FileExistsError):
+        convert_model(checkpoint, converted.folder)
+    with pytest.raises(ValueError, match="layout"):
+        Settings(layout="nhwc")
+    with pytest.raises(ValueError, match="32"):
+        Settings(context=100)
+    other = tiny.save("mixtral", tmp_path / "other")
+    with pytest.raises(ValueError, match="geometry"):
+        convert_model(other, tmp_path / "out", make_plan(model.spec))
+    with pytest.raises(ValueError, match="not the checkpoint"):
+        converted.checkpoint(other)
+    with pytest.raises(FileNotFoundError, match="no converted model"):
+        ConvertedModel(tmp_path)
+
+
+def test_damage_is_seen(converted, tmp_path):
+    folder = shutil.copytree(converted.folder, tmp_path / "copy")
+    copy = ConvertedModel(folder)
+    copy.verify()
+    weights = next((folder / copy.packages[2]["file"]).rglob("weight.bin"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ValueError, match="group00"):
+        copy.verify()
+    shutil.rmtree(folder / copy.packages[2]["file"])
+    with pytest.raises(FileNotFoundError, match="group00"):
+        ConvertedModel(folder)
+
+
+def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_path, monkeypatch):
+    destination, plan, made = tmp_path / "ane", make_plan(model.spec), []
+    attention, groups = convert_module.save_attention, convert_module.save_ffn
+
+    def killed_at(n):
+        def count(save):
+            def call(path, *args):
+                made.append(path.name)
+                if len(made) > n:
+                    save(path, *args)           # the package is there, the journal does not know it
+                    raise KeyboardInterrupt
+                return save(path, *args)
+            return call
+        monkeypatch.setattr(convert_module, "save_attention", count(attention))
+        monkeypatch.setattr(convert_module, "save_ffn", count(groups))
+    killed_at(2)
+    with pytest.raises(KeyboardInterrupt):
+        convert_model(checkpoint, destination, plan, SETTINGS)
+    part = tmp_path / "ane.part"
+    assert not destination.exists() and len((part / "journal.jsonl").read_text().splitlines()) == 2
+    with pytest.raises(FileExistsError, match="settings"):
+        convert_model(checkpoint, destination, plan, Settings(context=96))
+    with open(part / "journal.jsonl", "a") as journal:
+        journal.write('{"file": "layers/001/gro')                               # killed while it wrote
+    damaged = next((part / "layers/001/attention.mlpackage").rglob("weight.bin"))
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    made.clear()
+    killed_at(99)
+    result = convert_model(checkpoint, destination, plan, SETTINGS)
+    assert made == ["attention.mlpackage", "group00.mlpackage", "group01.mlpackage"]
+    result.verify()
+    assert not part.exists() and [e["file"] for e in result.packages] == [e["file"] for e in converted.packages]
+    slots = torch.randn(96, 32)
+    assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
+
+
+def test_every_tier_and_state(checkpoint, model, tmp_path):
+    settings = Settings(context=64, every_tier=True, stateful=True, layout="paper", weights="int8")
+    result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
+    small, large = result.group(1, 1, capacity=16), result.group(1, 1, capacity=32)
+    slots = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(small(slots[:16]), large(slots)[:16])
+    stateful = ConvertedModel(result.folder).attention(0, "double")
+    cache, rows = stateful.new_cache(), torch.randn(20, 32, dtype=torch.float64)
+    cos, sin = torch.ones(20, 8, dtype=torch.float64), torch.zeros(20, 8, dtype=torch.float64)
+    y = torch.cat([stateful(rows[:16], cos[:16], sin[:16], cache), stateful(rows[16:], cos[16:], sin[16:], cache)])
+    assert y.shape == (20, 32) and cache.length == 20 and bool((cache.k[..., :20] != 0).any())
+    assert not cache.k[..., 20:].any()
+
+
+def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
+    source = tiny.save("gpt_oss", tmp_path / "gpt", num_hidden_layers=1)
+    spec = moelab.open_model(source).spec
+    plan = Plan(spec, 16, "npumoe", (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),),
+                                               "ane"),))
+    result = convert_model(source, tmp_path / "ane", plan, SETTINGS)
+    assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.problems[0]
+    assert [entry["difference"] for entry in result.packages] == [0.0]
+    with pytest.raises(ValueError, match="CPU"):
+        result.attention(0)
