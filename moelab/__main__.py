@@ -20,8 +20,10 @@ COMMANDS = {
     "inspect": ("moelab.store.inspect", "show what a store holds"),
     "synthesize": ("moelab.runtime.synthesize", "write a synthetic checkpoint or store of a card's geometry"),
     "profile": ("moelab.runtime.profile", "measure what reading, decoding and computing a store's experts costs here"),
+    "generate": ("moelab.runtime.generate", "generate text, in one process or with the experts on several"),
     "bench": ("moelab.bench", "measure on this machine"),
     "evaluate": ("moelab.bench.evaluate", "score a model's answers and language loss, mode by mode"),
+    "ane": ("moelab.ane.commands", "plan, convert, lint and check models for the Apple Neural Engine"),
     "train-small": ("moelab.bench.card", "train the small model again"),
 }
 

@@ -15,7 +15,8 @@ BENCHES = {"foundation": "moelab.bench.foundation", "store": "moelab.bench.store
            "conversion": "moelab.bench.conversion", "engine": "moelab.bench.engine",
            "planning": "moelab.bench.planning", "prefetch": "moelab.bench.prefetch",
            "quantization": "moelab.bench.quantization", "ane": "moelab.bench.ane",
-           "ndp": "moelab.bench.ndp"}
+           "ane_accuracy": "moelab.bench.ane_accuracy", "ndp": "moelab.bench.ndp", "parallel": "moelab.bench.parallel",
+           "experts": "moelab.bench.experts"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,201 @@
+"""How fast executors run a layer's routed experts here, beside transformers' own and beside what the machine allows.
+
+Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same steps
+in interleaved rounds: a prompt, and single tokens whose experts are cold, as several layers with more weights than any
+cache take turns. Rates are of the weights that a step must read, beside the rate at which as many threads read memory;
+the roofline is the time that memory or arithmetic alone would take, whichever is longer, with the arithmetic of torch's
+largest fp32 product. Ratios are medians over rounds, to the best of transformers' three.
+
+Source: AWS Neuron's MoE guide (executors), Williams et al. 2009 (roofline). Left out: GPUs, executors that drop tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.bench.store import Samples, speed_up
+from moelab.experts import EXECUTORS, make
+from moelab.experts.gemv import PlanesGEMV
+from moelab.models.seam import seam_class
+from moelab.progress import progress
+from moelab.store import bits
+
+STOCK = ("eager", "batched_mm", "grouped_mm")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PLANES = "gemv of split planes"
+GATHERED = 4e9                  # bytes that `batched_mm` may copy weights to: beyond, it is not run
+Arms = dict[str, Callable[[int], Any]]          # name → computes the step of a number
+
+
+class Layers:
+    """Layers of random experts, enough of them for `cold` bytes, as transformers has them and behind the seam."""
+
+    def __init__(self, E: int, K: int, H: int, I: int, dtype: torch.dtype, cold: float) -> None:
+        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+        self.K, self.expert_bytes, self.dtype = K, 3 * H * I * dtype.itemsize, dtype
+        self.config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+        self.config._experts_implementation = "eager"
+        self.stock, self.seam = [], []
+        for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
+            rng = torch.Generator().manual_seed(seed)
+            stock = Qwen3MoeExperts(self.config).to(dtype).requires_grad_(False).eval()
+            for bank in stock.parameters():
+                bank.normal_(0, bank.shape[-1] ** -0.5, generator=rng)
+            seam = copy.copy(stock)                         # the same parameters
+            seam.__class__ = seam_class(type(stock))
+            seam.source, seam.layer, seam.executor = None, seed, None
+            self.stock.append(stock)
+            self.seam.append(seam)
+
+    def steps(self, T: int, rounds: int) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+        """(layer, x [T, H], ids [T, K], weights [T, K]) of each round; routing is uniform."""
+        rng, found = torch.Generator().manual_seed(T), []
+        E, H = self.config.num_experts, self.config.hidden_size
+        for i in range(rounds):
+            ids = torch.rand(T, E, generator=rng).topk(self.K).indices
+            weights = torch.rand(T, self.K, generator=rng) + 0.1
+            found.append((i % len(self.stock), torch.randn(T, H, generator=rng).to(self.dtype), ids,
+                          (weights / weights.sum(-1, keepdim=True)).to(self.dtype)))
+        return found
+
+    def arms(self, T: int, rounds: int) -> tuple[Arms, int]:
+        """All that compute the steps of T tokens; and the bytes of weights that a step must read, on average."""
+        steps = self.steps(T, rounds)
+        arms: Arms = {}
+        for name in STOCK:
+            if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
+                arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
+        for name in lossless():
+            arms[name] = lambda i, run=make(name): run(*steps[i][1:], self.seam[steps[i][0]])
+        if T == 1 and self.dtype == torch.bfloat16:
+            planes = [[{name: bits.split(w) for name, w in seam.own(e).items()} for e in range(seam.num_experts)]
+                      for seam in self.seam]
+            run = PlanesGEMV(lambda layer, e: planes[layer][e])
+            arms[PLANES] = lambda i: run(*steps[i][1:], self.seam[steps[i][0]])
+        read = statistics.fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
+        return arms, int(read)
+
+    def _stock(self, name: str, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.config._experts_implementation = name
+        return self.stock[layer](x, ids, weights)
+
+
+def lossless() -> list[str]:
+    """The names of the registry's executors that are lossless and need no plan."""
+    found = []
+    for name in EXECUTORS:
+        try:
+            if make(name).lossless:
+                found.append(name)
+        except (ImportError, TypeError):
+            continue
+    return found
+
+
+def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
+    """Seconds of each arm in each round, every second round backwards; the first one warms up and does not count."""
+    samples: Samples = {name: [] for name in arms}
+    for i in progress(range(rounds), title, unit="rounds"):
+        for name in list(arms)[::-1 if i % 2 else 1]:
+            start = time.perf_counter()
+            arms[name](i)
+            if i:
+                samples[name].append(time.perf_counter() - start)
+    return samples
+
+
+def readers(layers: Layers, pool: ThreadPoolExecutor) -> tuple[Callable[[int], Any], int]:
+    """An arm that sums up a whole layer's weights in as many parts as threads, and how many bytes it reads."""
+    banks = [stock.gate_up_proj.view(-1).view(torch.int64).numpy() for stock in layers.stock]
+
+    @bits.kernel
+    def total(words):
+        result = 0
+        for i in range(len(words)):
+            result += words[i]
+        return result
+
+    n = torch.get_num_threads()
+
+    def read(i: int) -> None:
+        words = banks[i % len(banks)]
+        list(pool.map(total, [words[len(words) * t // n:len(words) * (t + 1) // n] for t in range(n)]))
+    return read, banks[0].nbytes
+
+
+def table(samples: Samples, read: int, flops: float, bandwidth: float, peak: float) -> dict[str, dict[str, Any]]:
+    """A row for each arm, of a step's seconds."""
+    medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
+    best = min((name for name in medians if name.startswith("transformers")), key=medians.get)
+    roofline, rows = max(read / bandwidth, flops / peak), {}
+    for name, seconds in samples.items():
+        tenths = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
+        rows[name] = {"ms": 1e3 * medians[name], "10 %": 1e3 * tenths[0], "90 %": 1e3 * tenths[-1],
+                      "× transformers' best": speed_up(samples, name, best), "GB/s": read / medians[name] / 1e9,
+                      "of bandwidth": read / medians[name] / bandwidth, "GFLOP/s": flops / medians[name] / 1e9,
+                      "of roofline": roofline / medians[name]}
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for letter, value in (("E", 64), ("K", 8), ("H", 1024), ("I", 512)):
+        parser.add_argument(f"--{letter}", type=int, default=value)
+    parser.add_argument("--tokens", type=int, default=512, help="of the prompt")
+    parser.add_argument("--cold", type=float, default=400e6, help="bytes of weights that take turns")
+    parser.add_argument("--rounds", type=int, default=9, help="of the prompt; single tokens have five times as many")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+
+
+@torch.inference_mode()
+def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,
+        dtypes: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Sections of figures; what is aimed at, and the samples in seconds, come last."""
+    threads, load = torch.get_num_threads(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    found: dict[str, dict[str, Any]] = {"conditions": {"threads": threads, "load average before": load}}
+    aims: dict[str, dict[str, Any]] = {}
+    every: Samples = {}
+    square = torch.randn(1536, 1536)
+    with ThreadPoolExecutor(threads) as pool:
+        for label in dtypes or list(DTYPES):
+            layers = Layers(E, K, H, I, DTYPES[label], cold)
+            reader, nbytes = readers(layers, pool)
+            for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
+                arms, read = layers.arms(T, n + 1)
+                title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
+                samples = rounds_of({"memory": reader, "product": lambda i: square @ square} | arms, n + 1, title)
+                bandwidth = nbytes / statistics.median(samples["memory"])
+                peak = 2 * len(square) ** 3 / statistics.median(samples["product"])
+                found["conditions"] |= {f"{title}: memory GB/s": bandwidth / 1e9, f"{title}: fp32 GFLOP/s": peak / 1e9}
+                own = {name: samples[name] for name in arms}
+                found[title] = table(own, read, 6 * T * K * H * I, bandwidth, peak)
+                every |= {f"{title}: {name}": seconds for name, seconds in samples.items()}
+                aims |= _aims(label, phase, found[title])
+    return found | {"aims": aims, "samples": every}
+
+
+def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    own = {name: row for name, row in rows.items() if not name.startswith("transformers") and name != PLANES}
+    best = min(own, key=lambda name: own[name]["ms"])
+    ratio = own[best]["× transformers' best"]
+    if phase == "prefill":
+        return {f"{label} prefill, {best} × transformers' best": _aim(ratio, 1.0 if label == "bf16" else 1.6)}
+    if label != "bf16":
+        return {}
+    return {f"bf16 decode, {best} × transformers' best": _aim(ratio, 1.8),
+            f"bf16 decode, {best}: share of memory bandwidth": _aim(own[best]["of bandwidth"], 0.8),
+            "rate of split planes ÷ bf16 GEMV's": _aim(rows["gemv"]["ms"] / rows[PLANES]["ms"], 0.8)}
+
+
+def _aim(value: float, aim: float) -> dict[str, Any]:
+    return {"measured": value, "aim": f"≥ {aim}", "met": value >= aim}

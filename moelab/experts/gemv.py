@@ -1,0 +1,143 @@
+"""Decode by GEMV: all experts of the step in two calls, each weight read once, as bf16, from where it lies.
+
+Source: NPUMoE §5.7 (decode is bound by memory: an expert's weights are read for one token); the kernels are those of
+`moelab.experts.products`. One call multiplies up for all experts, the architecture's own gate runs on the small
+[n, 2I], one call multiplies down, and the weighted sum follows in fp32. Nothing is gathered, packed or cached, so
+weights may come from anywhere: banks, a source, the slots of the offloading engine. `PlanesGEMV` reads the two planes
+of a store's bf16 weights (`moelab.store.bits`) without ever joining them.
+
+It computes any number of tokens. `Sorted` takes over where numba is missing, for experts that are not plain
+(`moelab.experts.layout.plain`), weights that are not contiguous, mixed types and other devices. Sums are in fp32; what
+is between up and down is not rounded to the model's dtype, as eager does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.experts.layout import activate, banks, names, plain
+from moelab.experts.sorting import Sorted
+
+try:
+    from moelab.experts import products
+except ImportError:             # no numba
+    products = None
+
+#: a weight's exponents and `mantissa << 1 | sign`, uint8, with as many entries as the weight has
+Planes = tuple[Any, Any]
+
+
+class GEMV(Sorted):
+    """numba products with weights as they lie; `Sorted` where that cannot be."""
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts):
+            return super().run(x, ids, weights, experts)
+        hit, bounds, tokens, rows = products.arrange(ids.numpy(), experts.num_experts)
+        matrices = self._matrices(experts, hit, x.dtype) if len(hit) else None
+        if matrices is None:
+            return super().run(x, ids, weights, experts)
+        kind, (up, down), alive = matrices
+        self.count(len(tokens), len(tokens), len(tokens))
+        transposed = experts.is_transposed
+        h = products.multiply(kind, up[0], bounds, products.widen(kind, x, transposed), tokens, up[1], transposed)
+        h = products.widen(kind, activate(experts, h), transposed)
+        y = products.multiply(kind, down[0], bounds, h, None, down[1], transposed)
+        del alive                                       # the weights' owners may go only now
+        return products.combine(y, rows, weights, x.dtype)
+
+    def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
+        """(kind, of up and down (addresses [M, 4], R), what must live), or None if these weights are not for us."""
+        given = None if banks(experts, "down_proj") is not None else [experts.weights(e) for e in hit.tolist()]
+        tables, alive = [], [given]
+        for name in names(experts):
+            table = np.zeros((len(hit), 4), np.int64)
+            for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
+                tensors = [banks(experts, part)] if given is None else [tensors[part] for tensors in given]
+                for w in tensors:
+                    if w.dtype != dtype or not w.is_cpu or not w.is_contiguous():
+                        return None
+                if given is None:
+                    table[:, column] = hit * (w.stride(0) * w.element_size()) + w.data_ptr()
+                else:
+                    table[:, column] = [w.data_ptr() for w in tensors]
+                alive.append(tensors)
+                if column == 0:
+                    R = w.shape[-1 if experts.is_transposed else -2]
+            tables.append((table, R))
+        return products.KINDS[dtype], tables, alive
+
+
+class PlanesGEMV(GEMV):
+    """`GEMV` on bf16 weights that stay split in their two bytes; experts it cannot do raise ValueError.
+
+    Parameters
+    ----------
+    planes : (layer, expert) → parameter name → (exponents, sign-mantissa), uint8 arrays or CPU tensors, contiguous.
+    """
+
+    def __init__(self, planes: Callable[[int, int], dict[str, Planes]]) -> None:
+        super().__init__()
+        self.planes = planes
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts):
+            raise ValueError("split weights are multiplied on the CPU, with numba, and only for plain experts (up, "
+                             "gate, down); join them (moelab.store.bits.join) for a source and use another executor")
+        return super().run(x, ids, weights, experts)
+
+    def _matrices(self, experts: Any, hit: list[int], dtype: torch.dtype) -> Any:
+        tables, given = [], [self.planes(experts.layer, e) for e in hit.tolist()]
+        for name in names(experts):
+            table = np.zeros((len(hit), 4), np.int64)
+            for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
+                for i, expert in enumerate(given):
+                    table[i, column:column + 2] = [_address(plane) for plane in expert[part]]
+            shape = experts.shapes[name] if hasattr(experts, "shapes") else getattr(experts, name).shape[1:]
+            tables.append((table, shape[-1 if experts.is_transposed else 0]))
+        return np.uint8, tables, given
+
+
+def gemv_planes(x: Tensor, exponents: Any, sign_mantissa: Any) -> Tensor:
+    """y = x Wᵀ from the two planes of a bf16 weight W [R, n], without joining them.
+
+    Parameters
+    ----------
+    x : CPU tensor [n] or [T, n], of any float type.
+    exponents, sign_mantissa : R·n bytes each, as `moelab.store.bits.split` gives them.
+
+    Returns
+    -------
+    fp32 [R] or [T, R], summed in fp32.
+
+    Raises
+    ------
+    ValueError : planes of different sizes, or whose size is no multiple of n.
+    ImportError : numba is missing.
+    """
+    if products is None:
+        raise ImportError("gemv_planes needs numba (pip install numba); or join the planes and multiply with torch")
+    sizes, n = [plane.numel() if isinstance(plane, Tensor) else plane.size for plane in (exponents, sign_mantissa)], \
+        x.shape[-1]
+    if sizes[0] != sizes[1] or sizes[0] % n:
+        raise ValueError(f"the planes have {sizes[0]} and {sizes[1]} bytes; both need as many, a multiple of the "
+                         f"{n} inputs")
+    rows = x.reshape(-1, n)
+    matrix = np.array([[_address(exponents), _address(sign_mantissa), 0, 0]])
+    y = products.multiply(np.uint8, matrix, np.array([0, len(rows)]), products.widen(np.uint8, rows, False), None,
+                          sizes[0] // n, False)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _address(plane: Any) -> int:
+    """Of contiguous bytes in the CPU's memory."""
+    tensor = isinstance(plane, Tensor)
+    contiguous = plane.is_contiguous() and plane.device.type == "cpu" if tensor else plane.flags.c_contiguous
+    if not contiguous or plane.dtype not in (torch.uint8, np.uint8):
+        raise ValueError(f"a plane must be contiguous uint8 in the CPU's memory, not {plane.dtype}")
+    return plane.data_ptr() if tensor else plane.ctypes.data

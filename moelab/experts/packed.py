@@ -1,0 +1,81 @@
+"""Weights packed for the CPU: each expert's matrices once in the blocked layout that oneDNN's kernels read.
+
+Source: oneDNN's reordered weights, as torch.compile uses them on CPUs (`torch.ops.mkldnn._reorder_linear_weight` and
+`_linear_pointwise`, private to torch: where they are missing, `Sorted` runs). An ordinary product packs the weights
+each time it is called, which for the few dozen rows of an expert costs as much as the product; here it is done once.
+
+A packed copy is as large as the weights, and is kept beside them: twice the memory, for experts that the module itself
+holds. Experts from a source may lie in memory that is used again, so they are computed by `Sorted`, unless the caller
+says that they never change (`immutable`). A parameter changed in place is packed anew. Falls back to `Sorted` as well
+for experts that are not plain, other devices and mixed types, and for bf16 and fp16 where the processor has no
+instructions for them, as packing gains nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from moelab.experts.executor import dispatch, scatter
+from moelab.experts.layout import activate, banks, names, on_cpu, plain
+from moelab.experts.sorting import Sorted
+
+_OPS = torch.ops.mkldnn
+AVAILABLE = torch.backends.mkldnn.is_available() and all(
+    hasattr(_OPS, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+
+
+class Packed(Sorted):
+    """oneDNN products with packed weights.
+
+    Parameters
+    ----------
+    immutable : experts from a source are packed and kept too, by layer and number: the source must always give the
+        same values for the same expert.
+    """
+
+    def __init__(self, immutable: bool = False) -> None:
+        super().__init__()
+        self.immutable = immutable
+        # (expert, name) → version and owner of what was packed, and the packed weight
+        self._packed: WeakKeyDictionary[Any, dict[tuple[int, str], tuple]] = WeakKeyDictionary()
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if not AVAILABLE or not plain(experts) or not (experts.source is None or self.immutable):
+            return super().run(x, ids, weights, experts)
+        order = dispatch(ids, experts.num_experts)
+        hit = order.hit()
+        first = experts.weights(hit[0][0]) if hit else {}
+        if not hit or not on_cpu(x, *first.values()):
+            return super().run(x, ids, weights, experts)
+        n = len(order)
+        self.count(n, n, n)
+        rows, w = x[order.tokens], weights[order.tokens, order.choices]
+        parts = [self._ffn(rows[of], experts, e) * w[of, None] for e, of in hit]
+        return scatter(x, order.tokens, torch.cat(parts))
+
+    def _ffn(self, x: Tensor, experts: Any, e: int) -> Tensor:
+        up, down = names(experts)
+        return self._linear(activate(experts, self._linear(x, experts, e, up)), experts, e, down)
+
+    def _linear(self, x: Tensor, experts: Any, e: int, name: str) -> Tensor:
+        kept, bank = self._packed.setdefault(experts, {}), banks(experts, name)
+        # what it was packed from: a bank replaced or changed since is packed anew; tensors of inference mode don't tell
+        version = None if bank is None else (id(bank), 0 if bank.is_inference() else bank._version)
+        found = kept.get((e, name))
+        if found is None or found[0] != version or (bank is not None and found[1]() is None):
+            weight = experts.weights(e)[name].detach()
+            weight = weight.mT.contiguous() if experts.is_transposed else weight
+            owner = None if bank is None else ref(bank)         # while it lives, no other object has its id
+            found = kept[e, name] = version, owner, _OPS._reorder_linear_weight(weight)
+        bias = experts.weights(e)[name + "_bias"] if experts.has_bias else None
+        return _OPS._linear_pointwise(x, found[2], bias, "none", [], "")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packed weights kept."""
+        return sum(packed.numel() * packed.element_size()
+                   for kept in self._packed.values() for *_, packed in kept.values())

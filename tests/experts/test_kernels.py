@@ -1,0 +1,211 @@
+"""The kernels under the executors: products against float64 numpy, split planes against joined weights, caches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.experts import gemv as gemv_module
+from moelab.experts import make
+from moelab.experts.choice import Fast
+from moelab.experts.gemv import GEMV, PlanesGEMV, gemv_planes
+from moelab.experts.layout import plain
+from moelab.experts.packed import AVAILABLE, Packed
+from moelab.models.seam import eager
+from moelab.store import bits
+
+from .toy import LAYOUTS, make_experts, make_routing, naive
+
+products = pytest.importorskip("moelab.experts.products")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def step(T=9, E=6, K=3, H=48, I=40, layout="gated", dtype=torch.float32, seed=0):
+    experts, (ids, weights) = make_experts(E, H, I, layout, dtype, seed), make_routing(T, E, K, 1.0, seed, dtype)
+    return torch.randn(T, H, generator=torch.Generator().manual_seed(seed)).to(dtype), ids, weights, experts
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 5), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 300), st.integers(1, 150),
+       st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_products_of_any_size(T, counts, n, R, dtype, transposed, biased, seed):
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, n, generator=rng).to(dtype)
+    shape = (n, R) if transposed else (R, n)
+    matrices = [torch.randn(shape, generator=rng).to(dtype) for _ in counts]
+    biases = [torch.randn(R, generator=rng).to(dtype) for _ in counts]
+    bounds, kind = np.cumsum([0, *counts]), products.KINDS[dtype]
+    who = np.random.default_rng(seed).integers(0, T, bounds[-1])
+    table = np.array([[w.data_ptr(), 0, b.data_ptr() if biased else 0, 0] for w, b in zip(matrices, biases)])
+    y = products.multiply(kind, table, bounds, products.widen(kind, x, transposed), who, R, transposed)
+    assert y.dtype == torch.float32 and y.shape == (bounds[-1], R)
+    for i, (w, b) in enumerate(zip(matrices, biases)):
+        mine = slice(bounds[i], bounds[i + 1])
+        found = x[who[mine]].double() @ (w if transposed else w.T).double() + (b.double() if biased else 0)
+        assert torch.allclose(y[mine].double(), found, atol=1e-4 * n ** 0.5)
+
+
+def test_many_tokens_and_rows_on_several_threads(threads):
+    x, w = torch.randn(230, 96), torch.randn(1100, 96)
+    for transposed in (False, True):
+        matrix = w.T.contiguous() if transposed else w
+        y = products.multiply(np.float32, np.array([[matrix.data_ptr(), 0, 0, 0]]), np.array([0, 230]),
+                              products.widen(np.float32, x, transposed), None, 1100, transposed)
+        assert torch.allclose(y, x @ w.T, atol=1e-4)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=70))
+def test_results_are_rounded_as_torch_rounds(values):
+    y, one = torch.tensor([values]), torch.ones(1, 1)
+    for dtype in DTYPES:
+        found = products.combine(y, np.zeros((1, 1), np.int64), one, dtype)
+        assert torch.equal(found.isnan(), y.isnan()) and torch.equal(found.nan_to_num(), y.to(dtype).nan_to_num())
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
+def test_arranged_choices(T, K, E, seed):
+    ids = np.random.default_rng(seed).integers(0, E + 1, (T, K))
+    hit, bounds, tokens, rows = products.arrange(ids, E)
+    assert hit.tolist() == sorted(set(ids.ravel().tolist()) - {E}) and bounds[0] == 0 and bounds[-1] == len(tokens)
+    for e, begin, end in zip(hit, bounds, bounds[1:]):
+        assert tokens[begin:end].tolist() == [t for t in range(T) for k in range(K) if ids[t, k] == e]
+    assert all(rows[t, k] == -1 if ids[t, k] == E else tokens[rows[t, k]] == t for t in range(T) for k in range(K))
+    assert sorted(rows[rows >= 0].tolist()) == list(range(len(tokens)))
+
+
+# ------------------------------------------------------------------------------------------------------ split planes
+
+@settings(max_examples=60)
+@given(st.integers(1, 6), st.integers(1, 200), st.integers(1, 90), st.integers(0, 99))
+def test_split_weights_multiply_like_joined_ones(T, n, R, seed):
+    rng = torch.Generator().manual_seed(seed)
+    w, x = torch.randn(R, n, generator=rng).bfloat16(), torch.randn(T, n, generator=rng)
+    planes = bits.split(w)
+    y = gemv_planes(x, *planes)
+    assert torch.allclose(y.double(), x.double() @ w.double().T, atol=1e-4 * n ** 0.5)
+    kind = products.KINDS[torch.bfloat16]
+    joined = products.multiply(kind, np.array([[w.data_ptr(), 0, 0, 0]]), np.array([0, T]),
+                               products.widen(kind, x, False), None, R, False)
+    assert torch.equal(y, joined)                                                       # the same sums, bit for bit
+    assert torch.equal(gemv_planes(x[0], *(plane.numpy() for plane in planes)), gemv_planes(x[:1], *planes)[0])
+
+
+def test_every_bf16_number_is_read_right():
+    words = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    words = words[words.isfinite()]
+    w, x = words[:len(words) // 32 * 32].view(-1, 32), torch.eye(32)
+    assert torch.equal(gemv_planes(x, *bits.split(w.contiguous())).T, w.float())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_of_planes_are_those_of_joined_weights(layout, threads):
+    x, ids, weights, experts = step(layout=layout, dtype=torch.bfloat16)
+    y = GEMV()(x, ids, weights, experts)
+    executor = PlanesGEMV(lambda layer, e: {name: bits.split(w.contiguous()) for name, w in experts.own(e).items()})
+    assert torch.equal(executor(x, ids, weights, experts), y)
+    assert executor.tally.executed == ids.numel()
+
+
+def test_planes_that_do_not_fit():
+    x, planes = torch.randn(2, 8), bits.split(torch.randn(3, 8).bfloat16())
+    with pytest.raises(ValueError, match="24 and 23 bytes"):
+        gemv_planes(x, planes[0], planes[1].ravel()[:-1])
+    with pytest.raises(ValueError, match="contiguous uint8"):
+        gemv_planes(x, planes[0], planes[1].view(torch.int8))
+    with pytest.raises(ValueError, match="9 inputs"):
+        gemv_planes(torch.randn(9), *planes)
+
+
+# -------------------------------------------------------------------------------------------------------- executors
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_reference_is_eager_bit_for_bit(layout, dtype):
+    for seed in range(10):
+        x, ids, weights, experts = step(1 + 3 * seed, layout=layout, dtype=dtype, seed=seed)
+        ids[0, 0] = 6
+        assert torch.equal(make("reference")(x, ids, weights, experts), eager(x, ids, weights, experts))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemv_on_several_threads(dtype, layout, threads):
+    for T in (1, 4, 40):
+        case = step(T, H=70, I=36, layout=layout, dtype=dtype)
+        y = GEMV()(*case).double()
+        exact = naive(*case)
+        assert (y - exact).abs().max() <= {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype] * 4
+
+
+def test_one_expert_twice_for_one_token():
+    x, ids, weights, experts = step()
+    ids[:, 1] = ids[:, 0]
+    for name in ("sorted", "gemv", "packed", "grouped_mm"):
+        assert torch.allclose(make(name)(x, ids, weights, experts).double(), naive(x, ids, weights, experts), atol=1e-4)
+
+
+def test_what_gemv_cannot_do_falls_back(monkeypatch):
+    x, ids, weights, experts = step()
+    y = make("sorted")(x, ids, weights, experts)
+    monkeypatch.setattr(gemv_module, "products", None)                                  # no numba
+    assert torch.equal(GEMV()(x, ids, weights, experts), y)
+    with pytest.raises(ImportError, match="numba"):
+        gemv_planes(x[0], *bits.split(torch.randn(2, 48).bfloat16()))
+    with pytest.raises(ValueError, match="plain experts"):
+        PlanesGEMV(lambda layer, e: {})(x, ids, weights, experts)
+    monkeypatch.undo()
+    experts.source = lambda layer, e: {name: w.mT.contiguous().mT if w.dim() == 2 else w    # strided
+                                       for name, w in experts.own(e).items()}
+    assert torch.allclose(GEMV()(x, ids, weights, experts), y, atol=1e-5)
+    experts.source, experts.has_post_expert_norm, experts.post_expert_norm = None, True, torch.nn.LayerNorm(48)
+    assert not plain(experts)
+    assert torch.equal(GEMV()(x, ids, weights, experts), make("sorted")(x, ids, weights, experts))
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this torch has no oneDNN weight packing")
+def test_packed_weights_follow_their_parameters():
+    x, ids, weights, experts = step()
+    packed = Packed()
+    first = packed(x, ids, weights, experts)
+    kept = packed.nbytes
+    hit = len(set(ids.flatten().tolist()))
+    assert kept >= hit * 3 * 48 * 40 * 4
+    assert torch.equal(packed(x, ids, weights, experts), first) and packed.nbytes == kept
+    with torch.no_grad():
+        experts.down_proj.mul_(2)
+    assert torch.allclose(packed(x, ids, weights, experts), 2 * first, atol=1e-4)
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() / 4)              # another one
+    assert torch.allclose(packed(x, ids, weights, experts), first / 2, atol=1e-4)
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 2)              # and one of the same version
+    assert torch.allclose(packed(x, ids, weights, experts), first, atol=1e-4)
+    del experts
+    import gc
+    gc.collect()
+    assert packed.nbytes == 0                                                           # it keeps no model alive
+
+
+def test_fast_measures_once_and_can_be_told():
+    x, ids, weights, experts = step(40)
+    fast = Fast()
+    y = fast(x, ids, weights, experts)
+    assert len(fast.measured) == 1 and fast.tally.routed == fast.tally.slots == ids.numel()
+    fast(x, ids, weights, experts), fast(x[:1], ids[:1], weights[:1], experts)
+    assert len(fast.measured) == 1 and torch.allclose(y.double(), naive(x, ids, weights, experts), atol=1e-4)
+    for few, way in ((0, "many"), (1e9, "gemv")):
+        told, ran = Fast(few=few), []
+        for name in ("many", "gemv"):
+            inner = getattr(told, name)
+            inner.run = lambda *case, name=name, run=inner.run: ran.append(name) or run(*case)
+        told(x, ids, weights, experts), told(x[:1], ids[:1], weights[:1], experts)
+        assert ran == [way, "gemv"] and told.measured == {}
