@@ -59,6 +59,17 @@ def test_a_whole_generation_is_that_of_one_process(generations):
                 assert (made_logits - logits).abs().max() <= 1e-6 * max(1.0, float(logits.abs().max())), (name, variant)
 
 
+def test_a_whole_generation_on_four_ranks(tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "model")
+    tokens, logits = ranks.tokens_and_logits(open_model(folder, dtype=torch.float32))
+    for rank in launch(ranks.generate_all, 4, [(folder, variant, torch.float32) for variant in VARIANTS]):
+        for variant, (made_tokens, made_logits, _) in zip(VARIANTS, rank):
+            assert torch.equal(made_tokens, tokens), variant
+            if variant == "ep-a2a":
+                assert torch.equal(made_logits, logits)
+            assert (made_logits - logits).abs().max() <= 1e-6 * max(1.0, float(logits.abs().max())), variant
+
+
 def test_ranks_share_the_experts_bytes(generations):
     for (name, variant, _), (both, (_, _, whole)) in generations.items():
         biases = name == "gpt_oss" and variant == "tp"         # the bias of down is on every rank, zero on all but one

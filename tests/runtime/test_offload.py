@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moelab import convert, open_model
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
+from moelab.experts import make
 from moelab.models.seam import discover
 from moelab.runtime.engine import Cancelled
 from moelab.runtime.metrics import check
@@ -67,6 +68,19 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
             assert len(offloading.steps) == len(offloading.forwards)
             assert {layer for forward in offloading.steps for layer, _ in forward} == set(range(len(store.layers)))
     assert not threads()
+
+
+@pytest.mark.parametrize("name, executor", [(name, "fast") for name in tiny.ARCHITECTURES] + [("qwen3_moe", "sorted")])
+def test_another_executor_computes_the_same_but_for_rounding(name, executor, tmp_path):
+    reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
+    computing = make(executor)
+    for budget in (0.3, 1.0):
+        model = offload(store, budget, delays=DELAYS, executor=computing)
+        for got, wanted in zip(generate(model), generate(reference)):
+            torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+        model.moelab.close()
+    assert computing.tally.dropped == 0 and computing.tally.executed > 0
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4hc", "zstd", "zstd-huffman", "huffman"])
