@@ -1,0 +1,62 @@
+"""The time of one MoE layer as a formula: the two sides of GPU-NDP's balance conditions, evaluated for any plan.
+
+A layer ends when its slower side does. The units' side is Eq. 1's right: one token in, the busiest unit's experts, one
+token out of each unit. The GPU's side is its left: the activations that share the link, the weights, and the GPU work
+that the transfer does not hide, here by the exact rule for a pipeline of transfers and computations in pieces.
+
+The formula is exact where only one side uses the link (MoE-OnDemand, tensor parallelism alone, MoNDE without a GPU
+share, a prefetch hit). Where weights and outputs meet on the link it lets outputs slip in at no cost, and weights wait
+for the other S − 1 tokens' outputs first, as Eq. 2 says; the event simulation queues both.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moelab.ndp.costs import Costs
+from moelab.ndp.plans import Plan
+
+
+def unit_seconds(plan: Plan, costs: Costs) -> np.ndarray:
+    """How long each unit and, last, the host compute: [N + 1]."""
+    units = costs.unit(plan.step.tokens) @ plan.units
+    return np.append(units, costs.cpu(plan.step.tokens) @ plan.host)
+
+
+def far_side(plan: Plan, costs: Costs) -> float:
+    """Seconds until the last output of units and host is back: Eq. 1's right side; 0 if they have no work.
+
+    Units that end together (tensor parallelism) return their tokens one after the other; others as they end.
+    """
+    busy = np.sort(unit_seconds(plan, costs)[plan.receivers > 0])
+    if not len(busy):
+        return 0.0
+    first = 1 if plan.broadcast else len(busy)
+    return first * costs.activation + float((busy + np.arange(len(busy), 0, -1) * costs.activation).max())
+
+
+def gpu_side(plan: Plan, costs: Costs) -> float:
+    """Seconds until the GPU has computed what is resident and what was moved: Eq. 2's left side; 0 without either."""
+    work = costs.gpu(plan.step.tokens)
+    done = float(work @ plan.resident)
+    if not plan.moved.any():
+        return done
+    send, compute = plan.moved * costs.transfer(), plan.moved * work
+    hidden = plan.tokens_out - int((plan.receivers > 0).sum())
+    arrived = (plan.tokens_in + hidden) * costs.activation + np.cumsum(send)
+    # an expert in p pieces ends no earlier than its last piece plus a p-th of the work, or its first plus all of it
+    p = plan.pieces
+    earliest = np.maximum(arrived + compute / p, arrived - send * (1 - 1 / p) + compute)
+    for end, own in zip(earliest[plan.moved > 0], compute[plan.moved > 0]):
+        done = max(done + own, end)
+    return float(done)
+
+
+def link_seconds(plan: Plan, costs: Costs) -> float:
+    """Seconds that the link needs for everything, activations and weights."""
+    return (plan.tokens_in + plan.tokens_out) * costs.activation + float(plan.moved.sum()) * costs.transfer()
+
+
+def layer_seconds(plan: Plan, costs: Costs) -> float:
+    """Seconds of one MoE layer: the slower side, and no less than the link needs."""
+    return max(far_side(plan, costs), gpu_side(plan, costs), link_seconds(plan, costs))

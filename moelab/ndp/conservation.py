@@ -1,0 +1,121 @@
+"""What must hold whatever the machine, model and schedule: every activated expert once, bytes as formulas, no overlap.
+
+A random configuration is a small model, a machine, a system and one layer's routing of a prompt and a few answer
+tokens. Its steps are planned and simulated, and what the events say is compared with the routing itself, counted by
+plain loops: the share of each expert's work that was done, the bytes that crossed the link, what each resource did
+when. The closed form is compared on the way, apart for plans for which it is exact.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.costs import Costs
+from moelab.ndp.event_simulation import simulate_layer
+from moelab.ndp.hardware import MAPPINGS, PCIE, Hardware, hardware
+from moelab.ndp.plans import Plan, problems
+from moelab.ndp.routing import Routing, simulated_routing
+from moelab.ndp.simulation import Run
+from moelab.ndp.systems import SYSTEMS, System
+from moelab.progress import progress
+from moelab.specs import Event, MoESpec
+
+
+def check(ids: np.ndarray, plan: Plan, costs: Costs, events: Sequence[Event]) -> list[str]:
+    """What is wrong with a simulated layer, in words; ids [S, K] are the routing that it had to serve, E for none."""
+    spec, step = costs.spec, plan.step
+    tokens = Counter(e for row in ids.tolist() for e in row if e < spec.E)
+    found = problems(plan)
+    if tokens != Counter(dict(zip(step.experts.tolist(), step.tokens.tolist()))):
+        found.append(f"the plan has tokens {step.tokens.tolist()}, the routing {dict(tokens)}")
+
+    done: dict[int, float] = defaultdict(float)
+    sent: Counter[str] = Counter()
+    busy: dict[str, list[Event]] = defaultdict(list)
+    whole = {"gpu": costs.gpu, "host": costs.cpu}
+    for event in events:
+        busy[event.resource].append(event)
+        sent[event.kind] += event.bytes
+        if event.kind == "expert":
+            time = float(whole.get(event.resource, costs.unit)(tokens[event.expert]))
+            done[event.expert] += (event.end - event.start) / time if time else float("inf")
+    found += [f"expert {e} was computed {done[e]:.6f} times" for e in tokens | done if abs(done[e] - 1) > 1e-6]
+    for resource, its in busy.items():
+        its.sort(key=lambda event: (event.start, event.end))
+        found += [f"{resource} does two things at once: {a} and {b}" for a, b in pairwise(its)
+                  if b.start < a.end - 1e-12]
+
+    moved = sum(plan.moved.tolist()) * spec.expert_bytes
+    if abs(sent["read weights"] - moved) > len(step):                       # a byte of rounding an expert
+        found.append(f"{sent['read weights']} bytes of weights crossed the link, {moved:.0f} were planned")
+    served = [{t for t, row in enumerate(ids.tolist()) for e in row if e in held} for held in _held(plan)]
+    messages = [len(its) for its in served]
+    least = (max(messages) if plan.broadcast else sum(messages)) + sum(messages)
+    crossed = sent["read activations"] / costs.activation_bytes
+    if crossed < least or crossed > least and (len(ids) == 1 or plan.broadcast and (plan.units > 0).all()):
+        found.append(f"{crossed} hidden states crossed the link, {least} are needed")
+    return found
+
+
+def _held(plan: Plan) -> list[set[int]]:
+    """The experts of which each unit and, last, the host computes any part."""
+    shares = [*plan.units.T, plan.host]
+    return [{e for e, share in zip(plan.step.experts.tolist(), column.tolist()) if share > 0} for column in shares]
+
+
+def random_configuration(rng: random.Random) -> tuple[str, MoESpec, Hardware, System, Routing]:
+    """A small model of one layer, a machine, a system by name, and a routing."""
+    E = rng.randint(1, 24)
+    spec = MoESpec("random", "random", 1, (0,), E, rng.randint(1, min(E, 8)), 64 * rng.randint(1, 64),
+                   32 * rng.randint(1, 200), gated=rng.random() < 0.8, heads=8, kv_heads=2, head_dim=64, vocab=1000)
+    machine = hardware(rng.randint(1, 16), unit=rng.choice(("ndp-dimm-ddr4", "lpddr-ndp", "hbm-pim")),
+                       pcie=rng.choice(list(PCIE)), mapping=rng.choice(MAPPINGS))
+    name = rng.choice(list(SYSTEMS))
+    routing = simulated_routing(spec, rng.randrange(1 << 30), rng.randint(2, 40), rng.randint(1, 4),
+                                zipf=rng.choice((0, 0.5, 1.5)), bias=rng.choice((0, 0.5)))
+    routing.decode[rng.random() < 0.1] = E                      # now and then a token that visits nobody
+    return name, spec, machine, SYSTEMS[name], routing
+
+
+def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
+    """Check random configurations; exact counts, and how far the two engines are apart.
+
+    Returns "configurations", "layers" simulated, "problems" (a list, empty if all is well), and the ratio of event
+    simulation to closed form: its largest distance from 1 over plans where nothing meets on the link ("largest
+    difference, exact plans"), and mean and extremes over the others.
+    """
+    rng, found, layers, ratios = random.Random(seed), [], 0, {True: [], False: []}
+    for i in progress(range(configurations), "conservation", unit="configuration"):
+        name, spec, machine, system, routing = random_configuration(rng)
+        run = Run(spec, machine, system, routing)
+        steps = [(routing.prefill[:, 0], run.prefill_step(0, routing.counts()[0]))]
+        steps += [(ids, run.decode_step(0, ids[0])) for ids in routing.decode]
+        for ids, step in steps:
+            plan = system.plan(step, run.costs)
+            seconds, events = simulate_layer(plan, run.costs)
+            layers += 1
+            found += [f"configuration {i} ({name}): {text}" for text in check(ids, plan, run.costs, events)]
+            if len(step):
+                ratios[exact(plan)].append(seconds / layer_seconds(plan, run.costs))
+    mixed = ratios[False]
+    return {"configurations": configurations, "layers": layers, "problems": found,
+            "largest difference, exact plans": float(max(abs(r - 1) for r in ratios[True])),
+            "mixed plans": len(mixed), "mean ratio, mixed plans": float(np.mean(mixed)),
+            "smallest, mixed": float(min(mixed)), "largest, mixed": float(max(mixed))}
+
+
+def exact(plan: Plan) -> bool:
+    """Whether the closed form is exact for a plan: one side alone, or no weights on the link, and one token.
+
+    With a whole prompt the outputs of all tokens but the last are taken to be hidden, which they are if the units are
+    busy longer than the link; small experts on fast units are not.
+    """
+    far = plan.receivers.any()
+    return not (far and (plan.moved.any() or plan.step.S > 1))

@@ -1,0 +1,112 @@
+"""T_w, T_g, T_n and T_a of GPU-NDP §III-C from a model's geometry and a machine's rates, and what does not fit.
+
+Every time is a roofline: bytes over a bandwidth or operations over a rate, whichever takes longer. Expert times are
+those of a whole expert on one device; a unit that computes a share of an expert's columns takes that share of the time,
+so the paper's T_n is `unit(n) / N`. A number of tokens n may be an array; times come back in its shape, in seconds.
+
+    transfer()   T_w  one expert's weights over the link
+    gpu(n)       T_g  one expert of n tokens on the GPU, from its own memory
+    unit(n)      T_n · N: one expert of n tokens on one unit
+    cpu(n)            one expert of n tokens on the host
+    activation   T_a  one token's hidden state over the link, one way
+
+Left out: launch and message latencies, activation functions, and the columns that N does not divide (below 1 %).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from moelab.ndp.hardware import Hardware
+from moelab.specs import DTYPE_BYTES, MoESpec
+
+ACTIVATION_BYTES = 2            # bf16 hidden states, keys and values
+
+
+class NotSupported(ValueError):
+    """This model does not fit this machine: the N.S. of the paper's Figs. 9 to 11."""
+
+
+class Costs:
+    """Times of one model on one machine."""
+
+    def __init__(self, spec: MoESpec, hardware: Hardware) -> None:
+        self.spec, self.hardware = spec, hardware
+
+    def transfer(self) -> float:
+        return self.spec.expert_bytes / self.hardware.link
+
+    def gpu(self, n: np.ndarray | float) -> np.ndarray:
+        return self._roofline(n, self.hardware.gpu_bandwidth, self.hardware.gpu_flops)
+
+    def unit(self, n: np.ndarray | float) -> np.ndarray:
+        return self._roofline(n, self.hardware.unit_bandwidth, 2 * self.hardware.unit_macs)
+
+    def cpu(self, n: np.ndarray | float) -> np.ndarray:
+        return self._roofline(n, self.hardware.host_bandwidth, self.hardware.host_flops)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        return ACTIVATION_BYTES * self.spec.H
+
+    @cached_property
+    def activation(self) -> float:
+        return self.activation_bytes / self.hardware.link
+
+    def _roofline(self, n: np.ndarray | float, bandwidth: float, flops: float) -> np.ndarray:
+        n = np.asarray(n, float)
+        time = np.maximum(self.spec.expert_bytes / bandwidth, 2 * self.spec.expert_params * n / flops)
+        return np.where(n > 0, time, 0.0)
+
+    # ------------------------------------------------------------------------------------ what is not an expert
+
+    @cached_property
+    def dense_params(self) -> int:
+        """Weights on the GPU that every token passes: attention, shared experts, dense layers, routers, LM head."""
+        s = self.spec
+        attention = 2 * s.H * s.head_dim * (s.heads + s.kv_heads)
+        matrices = 3 if s.gated else 2
+        moe = s.L * (matrices * s.H * s.shared_I + s.E * s.H)
+        return s.num_layers * attention + moe + (s.num_layers - s.L) * matrices * s.H * s.dense_I + s.vocab * s.H
+
+    @cached_property
+    def dense_bytes(self) -> float:
+        """Those weights and the input embeddings, in the model's dtype but at least 16 bits."""
+        return (self.dense_params + self.spec.vocab * self.spec.H) * max(2.0, DTYPE_BYTES[self.spec.dtype])
+
+    def kv_bytes(self, positions: np.ndarray | float) -> np.ndarray:
+        """Keys and values of that many tokens, of all layers."""
+        s = self.spec
+        return np.asarray(positions, float) * 2 * ACTIVATION_BYTES * s.num_layers * s.kv_heads * s.head_dim
+
+    def dense_prefill(self, S: int) -> float:
+        """Seconds of everything but the routed experts for a prompt of S tokens; the LM head runs once."""
+        s, h = self.spec, self.hardware
+        head = s.vocab * s.H
+        flops = 2 * S * (self.dense_params - head) + 2 * head + 2 * s.num_layers * s.heads * s.head_dim * S * S
+        return max(flops / h.gpu_flops, (self.dense_bytes + float(self.kv_bytes(S))) / h.gpu_bandwidth)
+
+    def dense_decode(self, positions: np.ndarray) -> np.ndarray:
+        """Seconds of everything but the routed experts for one token with that many tokens before it."""
+        weights = self.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
+        return (weights + self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
+
+    # ------------------------------------------------------------------------------------------------ what fits
+
+    def free_gpu_bytes(self, tokens: int) -> float:
+        """GPU memory that is left for prefetched experts beside weights, keys and values of that many tokens, and
+        two experts' room for weights in transit."""
+        return self.hardware.gpu_memory - self.dense_bytes - float(self.kv_bytes(tokens)) - 2 * self.spec.expert_bytes
+
+    def check(self, tokens: int, home: str) -> None:
+        """Raise `NotSupported` where the experts do not fit their home ("units" or "host"), or the rest the GPU."""
+        s, h = self.spec, self.hardware
+        room = h.units * h.unit_memory if home == "units" else h.host_memory
+        if s.experts_bytes > room:
+            raise NotSupported(f"{s.name}: {s.experts_bytes / 1e9:.1f} GB of experts, but the {home} of {h.name} hold "
+                               f"{room / 1e9:.1f} GB" + ("; use more units" if home == "units" else ""))
+        if self.free_gpu_bytes(tokens) < 0:
+            raise NotSupported(f"{s.name}: {self.dense_bytes / 1e9:.1f} GB of attention, embeddings and shared experts "
+                               f"do not leave room to work in the GPU's {h.gpu_memory / 1e9:.0f} GB")

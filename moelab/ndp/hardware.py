@@ -1,0 +1,107 @@
+"""GPU, host, PCIe and N units with compute in memory: the machine of GPU-NDP §III-A and Table I, and variants of it.
+
+A machine is put together from device cards, whose figures have their sources, and from the few things that no source
+states: the address mapping (how much of a module's internal bandwidth a stream of weights gets) and the units' clock.
+Everything downstream sees one flat record of bytes, bytes a second, operations a second and multiplications a second.
+
+    GPU ── link (PCIe) ── host ── unit 0 … unit N−1       a unit: memory, bandwidth inside it, multipliers
+
+Left out: the memory channels between host and units (six modules on two channels, and DDR4-3200's 51.2 GB/s below the
+link's 63), refresh, and a host that reads a unit while the unit computes. `host_channels` puts the first back in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moelab.cards import load_device
+
+GB = 1e9
+#: one way, x16: lanes × GT/s ÷ 8, times 128/130 (generations 4 and 5) or 242/256 (6, in FLITs), GB/s
+PCIE = {4: 16 * 16 / 8 * 128 / 130, 5: 16 * 32 / 8 * 128 / 130, 6: 16 * 64 / 8 * 242 / 256}
+#: address mappings of which one rank's streaming rate was measured, fastest first
+MAPPINGS = ("MOP4CLXOR", "RoBaRaCoCh", "ChRaBaRoCo")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU-NDP machine in plain numbers: bytes, bytes/s, operations/s, multiplications/s, seconds.
+
+    Attributes
+    ----------
+    units : N.
+    gpu_memory, gpu_bandwidth, gpu_flops : of the GPU; rates are what a device reaches, not its peak.
+    link : GPU to host and back, bytes/s; one transfer at a time.
+    host_memory, host_bandwidth, host_flops : of the CPU, for Fiddler and MoE-OnDemand.
+    unit_memory, unit_bandwidth, unit_macs : of one unit; the bandwidth is that of a stream of weights inside it.
+    """
+
+    name: str
+    units: int
+    gpu_memory: float
+    gpu_bandwidth: float
+    gpu_flops: float
+    link: float
+    host_memory: float
+    host_bandwidth: float
+    host_flops: float
+    unit_memory: float
+    unit_bandwidth: float
+    unit_macs: float
+
+    def __post_init__(self) -> None:
+        if self.units < 1:
+            raise ValueError(f"{self.name}: {self.units} units; a GPU-NDP machine has at least one")
+
+
+def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080", host: str = "i7-14700",
+             pcie: int = 5, mapping: str = "RoBaRaCoCh", clock_ghz: float | None = None,
+             efficiency: tuple[float, float] = (0.85, 0.8), host_channels: int | None = None) -> Hardware:
+    """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change it.
+
+    Parameters
+    ----------
+    unit, gpu, host : device cards.
+    pcie : generation of the link, a key of `PCIE`.
+    mapping : of `MAPPINGS`; counts for units whose card has streaming rates of a rank (the DDR4 module). Other
+        cards give their whole internal bandwidth.
+    clock_ghz : of the unit's multipliers; None is the card's.
+    efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their arithmetic that
+        GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8). Units have the mapping and the clock instead.
+    host_channels : memory channels that the units share on their way to the link; None is no limit, as in the paper.
+
+    Raises
+    ------
+    ValueError : an unknown card, mapping or generation; a unit card that says nothing about multipliers.
+    """
+    if pcie not in PCIE:
+        raise ValueError(f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}")
+    if mapping not in MAPPINGS:
+        raise ValueError(f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}")
+    g, h, u = load_device(gpu), load_device(host), load_device(unit)
+    if "multipliers_count" not in u.figures:
+        raise ValueError(f"{u.name} computes nothing in its memory; units are cards with multipliers, such as "
+                         "ndp-dimm-ddr4, lpddr-ndp and hbm-pim")
+    stream = mapping.lower() + "_gbs"
+    bandwidth = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
+    link = PCIE[pcie]
+    if host_channels and "channel_bandwidth_gbs" in u.figures:
+        link = min(link, u["channel_bandwidth_gbs"] * min(host_channels, units))
+    rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
+    return Hardware(
+        f"{g.name} + {units} × {u.name}, PCIe {pcie}", units, g["memory_gb"] * GB, g["memory_bandwidth_gbs"] * rate,
+        g["bf16_tflops"] * flops, link * rate, h["memory_gb"] * GB, h["memory_bandwidth_gbs"] * rate,
+        h["fp32_tflops"] * flops, u["memory_gb"] * GB, bandwidth * GB,
+        u["multipliers_count"] * (clock_ghz or u["clock_ghz"]) * 1e9)
+
+
+#: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units
+VARIANTS = {
+    "paper (DDR4 modules, PCIe 5)": {},
+    "PCIe 4": {"pcie": 4},
+    "PCIe 6": {"pcie": 6},
+    "two DDR4 channels": {"host_channels": 2},
+    "faster address mapping": {"mapping": "MOP4CLXOR"},
+    "LPDDR-NDP": {"unit": "lpddr-ndp"},
+    "HBM-PIM": {"unit": "hbm-pim"},
+}

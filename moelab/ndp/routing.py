@@ -1,0 +1,93 @@
+"""Who is chosen when: the routing of one prompt and its answer, from a recorded trace or from a popularity model.
+
+The model has two parameters. Experts of a layer have Zipf popularity, the same for every prompt, in an order drawn per
+layer; each prompt multiplies it by a log-normal bias of its own, the same in its prefill and its decode, which is what
+makes a prompt's prefill a better guide to its decode than other prompts are (GPU-NDP §III-D, Fig. 6). Tokens choose K
+different experts with these weights, independently of each other.
+
+    weight[l, e] = rank(l, e)^(−zipf) · exp(bias · normal[l, e])        K a token, without replacement
+
+Left out of the model: that neighbouring tokens and neighbouring layers choose alike. Recorded traces have both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moelab.specs import MoESpec
+from moelab.trace import DECODE, PREFILL, RoutingTrace
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The choices of one prompt and its answer.
+
+    Attributes
+    ----------
+    prefill, decode : int16 [S, L, K] and [D, L, K], expert ids; E where none ran.
+    history : float [L, E], how popular experts were on other prompts: what calibration knows.
+    kind : "simulated" (the popularity model) or "measured" (a trace).
+    """
+
+    spec: MoESpec
+    prefill: np.ndarray
+    decode: np.ndarray
+    history: np.ndarray
+    kind: str
+
+    def counts(self, phase: int = PREFILL) -> np.ndarray:
+        """Tokens of each expert: int64 [L, E]."""
+        return count(self.prefill if phase == PREFILL else self.decode, self.spec.E)
+
+    @cached_property
+    def decode_by_popularity(self) -> np.ndarray:
+        """`decode` with each token's experts from most to least popular on other prompts, and none last."""
+        popular = np.pad(self.history, ((0, 0), (0, 1)), constant_values=-1.0)
+        by = np.argsort(-popular[np.arange(len(self.history))[:, None], self.decode], axis=-1, kind="stable")
+        return np.take_along_axis(self.decode, by, -1)
+
+
+def count(ids: np.ndarray, E: int) -> np.ndarray:
+    """Choices [L, E] of ids [T, L, K], of which E means none."""
+    L = ids.shape[1]
+    flat = ids.astype(np.int64) + np.arange(L)[:, None] * (E + 1)
+    return np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)[:, :E]
+
+
+def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512, zipf: float = 0.2,
+                      bias: float = 0.3) -> Routing:
+    """One prompt of the popularity model; the same seed gives the same routing.
+
+    zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's log-weights; 0 is none.
+    """
+    rng = np.random.default_rng(seed)
+    L, E, K = spec.L, spec.E, spec.K
+    popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))      # [L, E]
+    weights = (popularity + bias * rng.standard_normal((L, E))).astype(np.float32)
+    ids = np.empty((prompt + answer, L, K), np.int16)
+    for layer in range(L):
+        gumbel = rng.gumbel(size=(prompt + answer, E)).astype(np.float32)
+        ids[:, layer] = np.argpartition(-(weights[layer] + gumbel), K - 1, axis=1)[:, :K]
+    return Routing(spec, ids[:prompt], ids[prompt:], np.exp(popularity), "simulated")
+
+
+def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> Routing:
+    """One sequence of a recorded trace, as long as it is there.
+
+    history : counts [L, E] of other data; None counts the other sequences of the trace.
+
+    Raises
+    ------
+    ValueError : the trace has no such sequence, or the sequence lacks a prefill or a decode.
+    """
+    mine = trace.sequence == sequence
+    parts = [trace.select(mine & (trace.phase == phase)).ids.numpy() for phase in (PREFILL, DECODE)]
+    if not all(map(len, parts)):
+        raise ValueError(f"sequence {sequence} of the trace has {len(parts[0])} prefill and {len(parts[1])} decode "
+                         f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}")
+    if history is None:
+        history = trace.select(~mine).counts().numpy()
+    return Routing(trace.spec, *parts, history=np.asarray(history, float), kind="measured")

@@ -1,0 +1,173 @@
+"""The paper's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of Figs. 8 to 11 from it.
+
+`Assumptions` holds, in one place, everything that the paper does not state and that a simulation must choose;
+`paper_sweep` runs the closed form under them, and `quantities` computes what `claims` lists. Routing depends on model
+and seed alone, and MoE-OnDemand and Fiddler not on N, so both are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import mean
+from typing import Any
+
+from moelab.cards import load_model
+from moelab.ndp.costs import Costs, NotSupported
+from moelab.ndp.hardware import Hardware, hardware
+from moelab.ndp.routing import Routing, simulated_routing
+from moelab.ndp.simulation import Result, simulate
+from moelab.ndp.systems import PAPER, SYSTEMS, GPUNDP, MoNDE, System
+from moelab.progress import progress
+
+MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
+UNITS = (1, 2, 3, 4, 5, 6)
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the paper leaves open. The defaults are those that `moelab.ndp.fit` chose.
+
+    mapping, clock_ghz, efficiency : see `hardware`.
+    zipf, bias : of the popularity model, see `simulated_routing`.
+    monde_rounding : of MoNDE's GPU share in decode. placement : how whole experts are dealt to units ("id",
+        "popularity").
+    rounding : of E_g in the literal versions. eq2_tokens : the tokens of an expert in Eq. 2's T_n and T_g: the layer's
+        "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens chose the same experts.
+    limit : of the literal versions' prefetching, "K" (§IV-D) or "memory" (§III-D).
+    averaged : numbers of units that the paper's averages run over.
+    """
+
+    mapping: str = "RoBaRaCoCh"
+    clock_ghz: float = 0.8
+    efficiency: tuple[float, float] = (0.85, 0.8)
+    zipf: float = 0.2
+    bias: float = 0.3
+    monde_rounding: str = "round"
+    placement: str = "id"
+    rounding: str = "floor"
+    eq2_tokens: str = "mean"
+    limit: str = "K"
+    averaged: tuple[int, ...] = (2, 3, 4, 5, 6)
+
+    def hardware(self, N: int, **changes: Any) -> Hardware:
+        """The paper's machine under these assumptions; `changes` are other arguments of `hardware`."""
+        options = {"mapping": self.mapping, "clock_ghz": self.clock_ghz, "efficiency": self.efficiency}
+        return hardware(N, **(options | changes))
+
+    def system(self, name: str) -> System:
+        """The system of that name (of `SYSTEMS`) under these assumptions."""
+        if name not in SYSTEMS:
+            raise ValueError(f"there is no system {name!r}; there are: {', '.join(SYSTEMS)}")
+        system = SYSTEMS[name]
+        if isinstance(system, MoNDE):
+            return replace(system, rounding=self.monde_rounding)
+        if isinstance(system, GPUNDP):
+            limit = self.limit if system.version == "literal" else system.limit
+            return replace(system, rounding=self.rounding, eq2_tokens=self.eq2_tokens, limit=limit)
+        return system
+
+    def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> Routing:
+        return _routing(model, seed, prompt, answer, self.zipf, self.bias)
+
+
+@lru_cache(maxsize=16)
+def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias: float) -> Routing:
+    return simulated_routing(load_model(model), seed, prompt, answer, zipf, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One bar of one figure, or the reason why there is none."""
+
+    model: str
+    units: int
+    system: str
+    seed: int
+    result: Result | None
+    not_supported: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """All cells of a sweep; `cells` by (model, units, system, seed)."""
+
+    assumptions: Assumptions
+    cells: dict[tuple[str, int, str, int], Cell] = field(default_factory=dict)
+
+    def result(self, model: str, units: int, system: str, seed: int = 0) -> Result | None:
+        """None where it is not supported."""
+        return self.cells[model, units, system, seed].result
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for *_, seed in self.cells})
+
+    def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
+        """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as "moe_decode".
+
+        Only what both support and whose number of units the assumptions average over.
+        """
+        found = {}
+        for (model, N, name, s), cell in self.cells.items():
+            if name == system and s == seed and N in self.assumptions.averaged:
+                mine, other = cell.result, self.result(model, N, over, seed)
+                if mine and other:
+                    found[model, N] = getattr(other, what) / getattr(mine, what)
+        return found
+
+
+def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] = MODELS,
+                units: Sequence[int] = UNITS, systems: Sequence[str] = PAPER, seeds: Iterable[int] = SEEDS,
+                prompt: int = 512, answer: int = 512) -> Sweep:
+    """Simulate every combination by the closed form; shows progress."""
+    sweep, by_host = Sweep(assumptions), {}
+    jobs = [(model, seed, N, name) for model in models for seed in seeds for N in units for name in systems]
+    for model, seed, N, name in progress(jobs, "GPU-NDP sweep", unit="run"):
+        routing, system = assumptions.routing(model, seed, prompt, answer), assumptions.system(name)
+        key = (model, seed, name)
+        result, why = by_host.get(key), ""
+        if result is None:
+            try:
+                result = simulate(routing.spec, assumptions.hardware(N), system, routing,
+                                  placement=assumptions.placement)
+            except NotSupported as error:
+                why = str(error)
+            if system.home == "host":
+                by_host[key] = result
+        sweep.cells[model, N, name, seed] = Cell(model, N, name, seed, result, why)
+    return sweep
+
+
+def quantities(sweep: Sweep, seed: int, version: str = "") -> dict[str, float]:
+    """The values of `claims.CLAIMS` for one seed, under the names there.
+
+    version : "" for the literal systems, ", improved" for the others (the sweep must have them).
+    """
+    full = "NDP+TP+LB+PRE" + version
+    names = {"NDP+TP": "NDP+TP", **{name: name + version for name in ("NDP+TP+LB", "NDP+TP+PRE", "NDP+TP+LB+PRE")}}
+    found = {}
+    for phase, shown in (("prefill", list(names)[:2]), ("decode", list(names))):
+        for name in shown:
+            found[f"{phase} {name}"] = mean(sweep.speedups(names[name], "MoNDE", f"moe_{phase}", seed).values())
+        qwen = sweep.speedups(full, "MoNDE", f"moe_{phase}", seed).items()
+        found[f"Qwen3 {phase}"] = mean(value for (model, _), value in qwen if model == "Qwen3-30B-A3B")
+    for other in ("MoE-OnDemand", "Fiddler", "MoNDE"):
+        found[f"end to end ÷ {other}"] = max(sweep.speedups(full, other, "end_to_end", seed).values())
+    alone = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", seed)
+    found["DeepSeek, N=2, decode NDP+TP"] = alone["DeepSeek-MoE-16B", 2]
+    found["Qwen3, N=2, decode NDP+TP"] = alone["Qwen3-30B-A3B", 2]
+    return found
+
+
+def modules_needed(model: str, assumptions: Assumptions = Assumptions()) -> int:
+    """The smallest number of units that hold the model's experts (exact): the end of the N.S. cells."""
+    for N in range(1, 1000):
+        try:
+            Costs(load_model(model), assumptions.hardware(N)).check(0, "units")
+            return N
+        except NotSupported:
+            continue
+    raise NotSupported(f"{model} fits no machine of this kind")

@@ -1,0 +1,201 @@
+"""The schedules that GPU-NDP compares: MoE-OnDemand, Fiddler, MoNDE, and tensor parallelism, balancing, prefetching.
+
+A system turns the `Step` of a layer into a `Plan`; what it cannot know (the prompt's popularity before the prompt) it
+does not use. `situations` names steps that it plans alike, so that a sweep plans each kind of decode step once.
+
+Where the paper is ambiguous `GPUNDP` has two versions:
+
+    literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
+              after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
+    improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are balanced too, as
+              many experts move in prefill as pay, and prefetching fills the memory (§III-D). The split is the one that
+              ends both sides at once, found by bisection on the closed form instead of on Eqs. 1 to 3.
+
+Without tensor parallelism (combinations that the paper does not show) experts stay whole on their home unit, and what
+moves is taken from the unit that is busiest. Left out: MoNDE's periodic correction of its share from history.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from moelab.ndp.balance import balance, most_on_gpu
+from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_seconds
+from moelab.ndp.costs import Costs
+from moelab.ndp.plans import Plan, Step, make_plan
+
+ROUND = {"floor": math.floor, "round": round, "ceil": math.ceil}
+
+
+class System(ABC):
+    """A schedule. `home` says where all experts are ("host" or "units"), `prefetches` whether some go to the GPU."""
+
+    home = "units"
+    prefetches = False
+
+    @abstractmethod
+    def plan(self, step: Step, costs: Costs) -> Plan: ...
+
+    @abstractmethod
+    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
+        """Decode steps as integers [n, c]: equal rows take equally long.
+
+        homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran, at the end.
+        resident : bool [n, K].
+        """
+
+    def prefetched(self, K: int, E: int) -> int:
+        """At most so many experts of each layer are prefetched."""
+        return 0
+
+
+class OnDemand(System):
+    """MoE-OnDemand: every activated expert crosses the link and runs on the GPU, transfers hiding computation."""
+
+    home = "host"
+
+    def plan(self, step: Step, costs: Costs) -> Plan:
+        return make_plan(step, costs.hardware.units, moved=1.0)
+
+    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
+        return (homes >= 0).sum(1)[:, None]
+
+
+class Fiddler(OnDemand):
+    """Fiddler: an expert runs on the CPU unless sending it to the GPU and running it there is quicker (its §3)."""
+
+    def plan(self, step: Step, costs: Costs) -> Plan:
+        on_cpu = costs.cpu(step.tokens) <= costs.transfer() + costs.gpu(step.tokens)
+        return make_plan(step, costs.hardware.units, host=on_cpu, moved=~on_cpu)
+
+
+@dataclass(frozen=True)
+class MoNDE(System):
+    """MoNDE: whole experts on their units; when decoding, a share of them by ratio of bandwidths goes to the GPU.
+
+    The share is K · link ÷ (link + units' bandwidth), `rounding` makes it whole, and it is the most popular experts'
+    (its §3: hot experts move, cold ones stay). With a long prompt nothing moves: on this machine the units are then
+    short of multipliers, not of bandwidth, which the ratio does not know.
+    """
+
+    rounding: str = "round"
+
+    def _share(self, costs: Costs) -> int:
+        h = costs.hardware
+        return ROUND[self.rounding](costs.spec.K * h.link / (h.link + h.units * h.unit_bandwidth))
+
+    def plan(self, step: Step, costs: Costs) -> Plan:
+        moved = np.arange(len(step)) < (self._share(costs) if step.S == 1 else 0)
+        return make_plan(step, costs.hardware.units, moved=moved)
+
+    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
+        stay = homes[:, self._share(costs):]
+        load = (stay[:, :, None] == np.arange(costs.hardware.units)).sum(1)
+        return np.column_stack([(homes >= 0).sum(1), np.sort(load, axis=1)])
+
+
+@dataclass(frozen=True)
+class GPUNDP(System):
+    """The paper's framework, each technique switched on or off.
+
+    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE.
+    version : "literal" or "improved", see the file's docstring.
+    rounding : of E_g in the literal version: "floor", "round" or "ceil".
+    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt".
+    limit : prefetch at most "K" experts of a layer (§IV-D), or what fits the "memory" (§III-D).
+    """
+
+    tensor_parallel: bool = True
+    load_balance: bool = True
+    prefetch: bool = True
+    version: str = "literal"
+    rounding: str = "floor"
+    eq2_tokens: str = "mean"
+    limit: str = "K"
+
+    @property
+    def prefetches(self) -> bool:
+        return self.prefetch
+
+    def prefetched(self, K: int, E: int) -> int:
+        return (K if self.limit == "K" else E) * self.prefetch
+
+    def plan(self, step: Step, costs: Costs) -> Plan:
+        here = step.resident & self.prefetch
+        step = step.take(np.argsort(~here, kind="stable") if self.tensor_parallel else _busiest_first(step, here))
+        here = step.resident & self.prefetch
+        literal = self._literal(step, here, costs)
+        if self.version == "literal" or not (self.load_balance or self.prefetch):
+            return literal
+        return min(literal, self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
+
+    def _first(self, u: float, step: Step, here: np.ndarray, costs: Costs) -> Plan:
+        """The first u experts on the GPU, where u need not be whole; the others on the units."""
+        N = costs.hardware.units
+        share = np.clip(u - np.arange(len(step)), 0, 1)
+        return make_plan(step, N, resident=share * here, moved=share * ~here, split=self.tensor_parallel,
+                         pieces=N if self.tensor_parallel else 1)
+
+    def _literal(self, step: Step, here: np.ndarray, costs: Costs) -> Plan:
+        N, K = costs.hardware.units, min(costs.spec.K, len(step))
+        n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
+        T_g, T_n, T_a = float(costs.gpu(n)), float(costs.unit(n)) / N, costs.activation
+        E_g = 0
+        if here.any():                                                      # §III-D, step 3, Eq. 3
+            E_g = min(int(here.sum()), math.floor(most_on_gpu(T_g, T_n, T_a, K, N)))
+        elif self.load_balance:                                             # Eqs. 1 and 2
+            E_g = ROUND[self.rounding](balance(costs.transfer(), T_g, T_n, T_a, K, N, step.S))
+        return self._first(E_g, step, here, costs)
+
+    def _improved(self, step: Step, here: np.ndarray, costs: Costs) -> Plan:
+        """Bisect u until both sides end at once: the units' falls with u, the GPU's rises."""
+        most = len(step) if self.load_balance else int(here.sum())
+        low, high = 0.0, float(most)
+        while high - low > 1e-6 * most:
+            u = (low + high) / 2
+            plan = self._first(u, step, here, costs)
+            near = max(gpu_side(plan, costs), link_seconds(plan, costs))
+            low, high = (u, high) if near < far_side(plan, costs) else (low, u)
+        plans = [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low))]
+        return min(plans, key=lambda plan: layer_seconds(plan, costs))
+
+    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
+        held = resident & self.prefetch
+        if self.tensor_parallel:
+            return np.column_stack([(homes >= 0).sum(1), held.sum(1)])
+        at = homes[:, :, None] == np.arange(costs.hardware.units)
+        pairs = (at & ~held[:, :, None]).sum(1) * (homes.shape[1] + 1) + (at & held[:, :, None]).sum(1)
+        return np.sort(pairs, axis=1)
+
+
+def _busiest_first(step: Step, here: np.ndarray) -> np.ndarray:
+    """The order in which experts would leave: those in `here` before others, the busiest unit's hottest first.
+
+    Of equally busy units the one with more work that is not `here`; so the order does not depend on units' numbers.
+    """
+    units = range(int(step.home.max(initial=-1)) + 1)
+    load = [[int(step.tokens[mine].sum()), int(step.tokens[mine & ~here].sum())]
+            for mine in (step.home == u for u in units)]
+    order = []
+    for stage in (here, ~here):
+        left = [list(np.flatnonzero((step.home == u) & stage)) for u in units]
+        while any(left):
+            u = max((u for u in units if left[u]), key=load.__getitem__)
+            order.append(left[u].pop(0))
+            load[u][0] -= int(step.tokens[order[-1]])
+    return np.array(order, int)
+
+
+#: name → system; the literal ones as in the paper's figures
+SYSTEMS: dict[str, System] = {
+    "MoE-OnDemand": OnDemand(), "Fiddler": Fiddler(), "MoNDE": MoNDE(),
+    **{"NDP" + "+TP" * tp + "+LB" * lb + "+PRE" * pre + ", improved" * better:
+       GPUNDP(bool(tp), bool(lb), bool(pre), *(("improved", "floor", "mean", "memory") if better else ()))
+       for tp in (1, 0) for lb in (0, 1) for pre in (0, 1) for better in (0, 1) if lb or pre or not better},
+}
+#: the seven systems of Figs. 9 to 11
+PAPER = ("MoE-OnDemand", "Fiddler", "MoNDE", "NDP+TP", "NDP+TP+LB", "NDP+TP+PRE", "NDP+TP+LB+PRE")

@@ -1,0 +1,46 @@
+"""GPU-NDP's tensor parallelism executed in torch (§III-B, Fig. 4): columns, columns, rows over N units, partial sums.
+
+Gate and up are cut by columns, so each unit computes its own columns of the intermediate without hearing of the others;
+down is cut by the matching rows, so each unit ends with a partial sum of the whole output, which the GPU adds up. A
+unit's message is one hidden state in and one out, whatever the number of experts: it sums its experts first.
+
+    x [T, H] ids [T, K] weights [T, K]  →  partial sums [N, T, H]  →  [T, H]
+
+Any expert that `experts.weighted` computes is cut, gated or not, with biases (down's counts once), I that N does not
+divide included. Left out: experts whose output passes a norm, which no part of a sum can; they raise ValueError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.experts.executor import Executor, dispatch
+from moelab.experts.parallel.sharding import on_intermediate
+
+
+class NDPTensorParallel(Executor):
+    """Every expert on all `units`, each a share of its columns; outputs differ from one device's by rounding alone."""
+
+    def __init__(self, units: int = 6) -> None:
+        super().__init__()
+        if units < 1:
+            raise ValueError(f"{units} units; tensor parallelism needs at least one")
+        self.units = units
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        return self.partial_sums(x, ids, weights, experts).sum(0).to(x.dtype)
+
+    def partial_sums(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """What each unit sends back: float32 or wider, [N, T, H]."""
+        order = dispatch(ids, experts.num_experts)
+        self.count(len(order), len(order), len(order))
+        out = x.new_zeros(self.units, *x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        for expert, of in order.hit():
+            tokens, w, whole = order.tokens[of], weights[order.tokens[of], order.choices[of]], experts.weights(expert)
+            for unit in range(self.units):
+                y = experts.weighted(x[tokens], w, on_intermediate(whole, unit, self.units, experts))
+                out[unit].index_add_(0, tokens, y.to(out.dtype))
+        return out

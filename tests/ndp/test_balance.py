@@ -1,0 +1,57 @@
+"""Eqs. 1 to 3: solutions balance, they are the smallest, and E_g' is what the paper's sentence says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.ndp.balance import balance, most_on_gpu, residual, unhidden
+
+times = st.floats(1e-6, 1e-2)
+setting = {"T_w": times, "T_g": times, "T_n": times, "T_a": st.floats(0, 1e-6), "K": st.integers(1, 8),
+           "N": st.integers(1, 16), "S": st.integers(1, 600), "version": st.sampled_from(("literal", "improved"))}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**setting)
+def test_the_solution_balances_or_lies_at_an_end(T_w, T_g, T_n, T_a, K, N, S, version):
+    E_g = balance(T_w, T_g, T_n, T_a, K, N, S, version)
+    gap = residual(E_g, T_w, T_g, T_n, T_a, K, N, S, version)
+    scale = K * (T_w + T_n) + T_g + S * T_a * N
+    if E_g == 0:
+        assert gap >= -1e-9 * scale                # the GPU's side is the longer one already
+    elif E_g == K:
+        assert residual(K - 1e-9, T_w, T_g, T_n, T_a, K, N, S, version) <= 1e-6 * scale
+    else:
+        assert 0 < E_g < K and abs(gap) <= 1e-9 * scale
+
+
+@settings(max_examples=40, deadline=None)
+@given(**setting)
+def test_no_smaller_number_of_experts_balances(T_w, T_g, T_n, T_a, K, N, S, version):
+    E_g = balance(T_w, T_g, T_n, T_a, K, N, S, version)
+    below = [residual(e, T_w, T_g, T_n, T_a, K, N, S, version) for e in np.linspace(1e-9, E_g * (1 - 1e-9), 50)]
+    whole = [residual(e, T_w, T_g, T_n, T_a, K, N, S, version) for e in range(1, int(E_g))]
+    assert max(below + whole, default=0) <= 1e-9 * (K * (T_w + T_n) + T_g + S * T_a * N) or E_g == 0
+
+
+@pytest.mark.parametrize("E_g, N, literal, improved", [
+    (2.4, 4, 0.1, 0.1), (0.5, 2, 0.25, 0.25), (4, 2, 0.5, 0.5), (3, 2, 0.0, 0.5), (0, 3, 1 / 3, 0.0), (5, 1, 1, 1)])
+def test_unhidden_experts_by_hand(E_g, N, literal, improved):
+    assert unhidden(E_g, N) == pytest.approx(literal) and unhidden(E_g, N, "improved") == pytest.approx(improved)
+
+
+def test_equation_1_by_hand():
+    # 8 experts, two units; E_g = 1 + f: 4·(1 + f) + f/2 = 8·1 + 3·0.1, so f = 4.3 / 4.5
+    assert balance(3.0, 1.0, 1.0, 0.1, 8, 2) == pytest.approx(1 + 4.3 / 4.5)
+    assert residual(2 + 0.3 / 4.5, 3.0, 1.0, 1.0, 0.1, 8, 2) == pytest.approx(0)        # just above 2 balances, too
+
+
+@given(T_g=times, T_n=times, T_a=st.floats(0, 1e-6), K=st.integers(1, 8), N=st.integers(1, 16))
+def test_equation_3(T_g, T_n, T_a, K, N):
+    E_max = most_on_gpu(T_g, T_n, T_a, K, N)
+    assert 0 < E_max <= K
+    if E_max < K:
+        assert T_g * E_max == pytest.approx((K - E_max) * T_n + (1 + N) * T_a)

@@ -1,0 +1,64 @@
+"""The event simulation and the closed form: by hand, against each other, and what must be conserved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.conservation import check, conserve
+from moelab.ndp.event_simulation import simulate_layer
+from moelab.ndp.plans import make_plan
+from moelab.ndp.systems import SYSTEMS
+from tests.ndp import toy
+
+
+def test_two_units_one_expert_each_by_hand():
+    costs = toy.costs()
+    a, t = costs.activation, float(costs.unit(1))
+    seconds, events = simulate_layer(make_plan(toy.step([1, 1], homes=[0, 1]), 2), costs, layer=3, start=1.0)
+    assert seconds == pytest.approx(2 * a + t + 2 * a)          # a token to each, both compute, one output after other
+    found = [(e.resource, e.kind, e.layer, e.expert, round((e.start - 1) / a, 3), e.bytes) for e in events]
+    assert found[:3] == [("link", "read activations", 3, -1, 0.0, 2048), ("unit 0", "expert", 3, 0, 2.0, 0),
+                         ("unit 1", "expert", 3, 1, 2.0, 0)]
+    assert [row[:2] for row in found[3:]] == [("link", "read activations")] * 2
+
+
+def test_a_moved_expert_is_computed_piece_by_piece():
+    costs = toy.costs(units=4)
+    plan = make_plan(toy.step([1]), 4, moved=1.0, split=True, pieces=4)
+    seconds, events = simulate_layer(plan, costs)
+    assert seconds == pytest.approx(costs.transfer() + float(costs.gpu(1)) / 4) == layer_seconds(plan, costs)
+    sent = [e for e in events if e.kind == "read weights"]
+    assert len(sent) == 4 and sum(e.bytes for e in sent) == costs.spec.expert_bytes
+
+
+def test_outputs_wait_for_a_piece_of_weights():
+    """Where weights and outputs meet the simulation is slower than the formula, by less than a piece each."""
+    costs = toy.costs(units=2)
+    plan = make_plan(toy.step([1, 1]), 2, moved=np.array([0.72, 0.0]), split=True, pieces=2)
+    ratio = simulate_layer(plan, costs)[0] / layer_seconds(plan, costs)
+    assert 1.0 <= ratio < 1.5
+
+
+def test_nothing_is_lost_in_random_configurations():
+    found = conserve(100, seed=7)
+    assert found["problems"] == [] and found["layers"] > 200
+    assert found["largest difference, exact plans"] < 1e-9
+    assert found["smallest, mixed"] > 0.98              # weights that need not wait for outputs, as Eq. 2 has it
+
+
+def test_the_check_can_fail():
+    costs = toy.costs()
+    ids = np.array([[0, 1], [0, 2]])
+    step = toy.step([2, 1, 1], homes=[0, 1, 0], S=2)
+    plan = SYSTEMS["NDP"].plan(step, costs)
+    events = simulate_layer(plan, costs)[1]
+    assert check(ids, plan, costs, events) == []
+    assert any("routing" in text for text in check(np.array([[0, 1], [0, 3]]), plan, costs, events))
+    unit = next(e for e in events if e.resource == "unit 0")
+    assert any("computed 2" in t for t in check(ids, plan, costs, [*events, unit]))
+    assert any("at once" in t for t in check(ids, plan, costs, [*events, unit]))
+    link = next(e for e in events if e.resource == "link")
+    fewer = [e for e in events if e is not link]
+    assert any("are needed" in t for t in check(ids, plan, costs, fewer))

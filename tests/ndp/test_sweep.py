@@ -1,0 +1,81 @@
+"""The sweep's averages against plain loops, the claims as data, and a fit that never looks at what judges it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from moelab import cards
+from moelab.ndp.claims import CLAIMS, FIT, JUDGED, MISSES
+from moelab.ndp.fit import CHOICES, error, fit, sensitivity
+from moelab.ndp.sweep import MODELS, Assumptions, modules_needed, paper_sweep, quantities
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    return paper_sweep(units=(2, 6), seeds=(0,), prompt=24, answer=8)
+
+
+def test_speedups_are_ratios_over_what_both_support(sweep):
+    found = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", 0)
+    assert set(found) == {(m, 6) for m in MODELS} | {("DeepSeek-MoE-16B", 2), ("Qwen3-30B-A3B", 2)}
+    mine, other = (sweep.result("Qwen3-30B-A3B", 6, name) for name in ("NDP+TP", "MoNDE"))
+    assert found["Qwen3-30B-A3B", 6] == pytest.approx(sum(other.moe_decode_steps) / sum(mine.moe_decode_steps))
+    assert quantities(sweep, 0)["decode NDP+TP"] == pytest.approx(mean(found.values()))
+    assert "use more units" in sweep.cells["Mixtral-8x7B", 2, "MoNDE", 0].not_supported
+    assert sweep.result("Mixtral-8x7B", 2, "Fiddler") is not None
+
+
+def test_every_claim_about_times_is_computed(sweep):
+    found = quantities(sweep, 0)
+    assert set(found) == set(FIT) | set(JUDGED) == {name for name in CLAIMS if not name.startswith("modules")}
+    assert not set(FIT) & set(JUDGED) and len(FIT) <= len(JUDGED)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_modules_needed(model):
+    spec = cards.load_model(model)
+    assert modules_needed(model) == -(-spec.experts_bytes // (32 * 2**30)) == CLAIMS[f"modules needed, {model}"].value
+
+
+def test_a_claim_judges():
+    number, words = CLAIMS["decode NDP+TP"], CLAIMS["Qwen3, N=2, decode NDP+TP"]
+    assert number.agrees(1.99 * 1.09) and not number.agrees(1.99 * 1.11) and number.error(1.99) == 0
+    assert words.agrees(0.95) and not words.agrees(1.05) and not words.agrees(0.5)
+    assert [words.error(found) for found in (0.9, 1.1, 0.425)] == pytest.approx([0, 0.1, -0.5])
+
+
+def test_the_fit_finds_the_best_choices_by_half_of_the_numbers():
+    """A made-up simulation in which two assumptions matter, each in its own way, and judged numbers are absurd."""
+    def measure(a: Assumptions) -> dict[str, float]:
+        off = 1 + abs(a.clock_ghz - 0.8) + abs(a.zipf - 0.4)
+        found = {name: (CLAIMS[name].value if not isinstance(CLAIMS[name].value, tuple) else 0.9) * off for name in FIT}
+        return found | {name: float("nan") for name in JUDGED}
+    best, trials = fit(replace(Assumptions(), clock_ghz=1.6, zipf=0.0), measure=measure)
+    assert (best.clock_ghz, best.zipf) == (0.8, 0.4) and error(measure(best)) == 0
+    assert best.mapping == Assumptions().mapping                # what changes nothing is left alone
+    assert min(trial["error"] for trial in trials) == 0
+    table = sensitivity(best, {"clock_ghz": CHOICES["clock_ghz"]}, measure)
+    assert list(table)[0] == "as fitted" and len(table) == len(CHOICES["clock_ghz"])
+
+
+def test_assumptions_reach_hardware_and_systems():
+    a = replace(Assumptions(), mapping="MOP4CLXOR", monde_rounding="ceil", limit="memory", rounding="ceil")
+    assert a.hardware(2).unit_bandwidth == pytest.approx(96e9) and a.hardware(2, pcie=4).link < a.hardware(2).link
+    assert a.system("MoNDE").rounding == "ceil" and a.system("NDP+TP+PRE").prefetched(2, 16) == 16
+    assert Assumptions().system("NDP+TP+PRE").prefetched(2, 16) == 2
+    assert a.system("NDP+TP+LB, improved") == Assumptions().system("NDP+TP+LB, improved").__class__(
+        prefetch=False, version="improved", rounding="ceil", limit="memory")
+
+
+def test_an_unknown_system_is_named():
+    with pytest.raises(ValueError, match="no system 'TP'.*MoNDE"):
+        Assumptions().system("TP")
+
+
+def test_what_is_missed_is_explained():
+    """At the paper's size with one seed: what disagrees is what `MISSES` explains, and nothing else."""
+    found = quantities(paper_sweep(units=(2, 3, 4, 5, 6), seeds=(0,)), 0)
+    assert {name for name in found if not CLAIMS[name].agrees(found[name])} == set(MISSES)
