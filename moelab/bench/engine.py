@@ -40,10 +40,15 @@ BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 def resident(bench: Bench) -> dict[str, Any]:
     """Everything in memory."""
     arms: dict[str, Arm] = {"moelab": bench.moelab("raw", 1.0), "eager": ("eager", {}, None),
+                            "moelab fast": ("moelab fast", *bench.moelab("raw", 1.0)[1:]),
                             "llama.cpp": ("llama.cpp", {"gguf": str(bench.folder / "model.gguf")}, None)}
     reports = bench.interleave("resident", arms)
     rows = bench.table("resident", arms, reports, "eager")
     bench.aim("everything resident: TPOT ÷ eager", rows["moelab"].get("÷ eager"), 1.0)
+    if not any("result" in reports[name][-1] for name in ("moelab fast", "llama.cpp")):
+        fast, best = rows["moelab fast"], min(rows[name]["2nd TTFT s"] for name in ("eager", "llama.cpp"))
+        bench.aim("resident: TPOT of fast ÷ llama.cpp", bench.ratio(reports, "moelab fast", "llama.cpp"), 1.15)
+        bench.aim("resident: 2nd TTFT of fast ÷ the better of both", fast["2nd TTFT s"] / best, 1.0)
     return {"everything resident": rows}
 
 

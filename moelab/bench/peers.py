@@ -31,7 +31,8 @@ from typing import Any
 
 #: name → the module and the class that runs it
 CONTENDERS = {name: ("moelab.bench.peers", kind) for name, kind in (
-    ("moelab", "Moelab"), ("eager", "Eager"), ("mapped", "Mapped"), ("accelerate", "Accelerate"))}
+    ("moelab", "Moelab"), ("moelab fast", "MoelabFast"), ("eager", "Eager"),
+    ("mapped", "Mapped"), ("accelerate", "Accelerate"))}
 CONTENDERS |= {name: ("moelab.bench.foreign", kind) for name, kind in (("llama.cpp", "Llama"), ("ftllm", "Ftllm"))}
 CONTENDERS["probe"] = "moelab.bench.probe", "Probe"
 #: what engine and simulator must agree upon
@@ -221,6 +222,15 @@ class Moelab(Transformers):
                 layer = rng.randrange(len(layers))
                 total += len(reader.read(layer, rng.randrange(len(layers[layer].experts)), "both", buffer).data)
             return total / (time.perf_counter() - start), reader.mode
+
+
+class MoelabFast(Moelab):
+    """The same engine with executors and kernels that are equal to eager but for rounding."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from moelab.runtime.fast_decode import fast_decode
+        super().__init__(options | {"options": options.get("options", {}) | {"executor": "fast"}})
+        fast_decode(self.model)
 
 
 def compressed_pool(store: str, share: float, staging: int) -> Any:

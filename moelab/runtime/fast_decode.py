@@ -142,7 +142,8 @@ def _register() -> None:
         if not plain:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         out = query.new_empty(1, 1, heads, D)
-        _attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), key.shape[1], heads // key.shape[1], key.shape[2], D,
+        kv_heads, S = key.shape[1:3]
+        _attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), kv_heads, heads // kv_heads, S, D,
                 scaling or 1 / math.sqrt(D), query.dtype != torch.float32, out.data_ptr())
         return out, None
     AttentionInterface.register(ATTENTION, attention)
