@@ -72,15 +72,14 @@ def fast_linears(model: nn.Module, rows: float | None = None) -> FastLinears:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x Wᵀ + b like `F.linear`, x [..., n], W [R, n], by our kernels: CPU tensors of one type in `products.KINDS`.
+    """y = x Wᵀ + b as `F.linear`, x [..., n], W [R, n], by our kernels: CPU tensors of one type, in `products.KINDS`.
 
     Needs numba and a contiguous W; sums in fp32.
     """
     kind, rows = products.KINDS[weight.dtype], x.reshape(-1, weight.shape[1])
     matrix = np.array([[weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), 0]])
-    y = products.multiply(kind, matrix, np.array([0, len(rows)]), products.widen(kind, rows, False), None,
-                          weight.shape[0], False)
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
+    y = products.multiply(kind, matrix, np.array([0, len(rows)]), rows, None, weight.shape[0], False)
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 class _Forward:
@@ -91,9 +90,10 @@ class _Forward:
 
     def __call__(self, x: Tensor) -> Tensor:
         w, b = self.module.weight, self.module.bias                 # asked each time: they may be replaced or moved
-        usual = x.dtype != w.dtype or x.numel() > self.rows * w.shape[1] or not x.numel() or not _fits(w, b) \
-            or not x.is_cpu or torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-        return F.linear(x, w, b) if usual else linear(x, w, b)
+        ours = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
+            and 0 < x.numel() <= self.rows * w.shape[1] and _fits(w, b) \
+            and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
+        return linear(x, w, b) if ours else F.linear(x, w, b)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         import copy

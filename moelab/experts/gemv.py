@@ -45,9 +45,8 @@ class GEMV(Sorted):
         kind, (up, down), alive = matrices
         self.count(len(tokens), len(tokens), len(tokens))
         transposed = experts.is_transposed
-        h = products.multiply(kind, up[0], bounds, products.widen(kind, x, transposed), tokens, up[1], transposed)
-        h = products.widen(kind, activate(experts, h), transposed)
-        y = products.multiply(kind, down[0], bounds, h, None, down[1], transposed)
+        h = products.multiply(kind, up[0], bounds, x, tokens, up[1], transposed)
+        y = products.multiply(kind, down[0], bounds, activate(experts, h), None, down[1], transposed)
         del alive                                       # the weights' owners may go only now
         return products.combine(y, rows, weights, x.dtype)
 
@@ -129,8 +128,7 @@ def gemv_planes(x: Tensor, exponents: Any, sign_mantissa: Any) -> Tensor:
                          f"{n} inputs")
     rows = x.reshape(-1, n)
     matrix = np.array([[_address(exponents), _address(sign_mantissa), 0, 0]])
-    y = products.multiply(np.uint8, matrix, np.array([0, len(rows)]), products.widen(np.uint8, rows, False), None,
-                          sizes[0] // n, False)
+    y = products.multiply(np.uint8, matrix, np.array([0, len(rows)]), rows, None, sizes[0] // n, False)
     return y.view(*x.shape[:-1], -1)
 
 

@@ -6,7 +6,7 @@ Matrices are given by their addresses, so they need not be one bank. With severa
 `moelab.experts.tiles` multiply each weight with all of them while it is in a register, and no weight is packed,
 converted or copied: for the dozens of rows that an expert has in prefill, that is most of a GEMM's work.
 
-    x fp32 [T, n], who [N] rows of x, matrices [M] with first…last of who    →    y fp32 [N, R]
+    x [T, n], who [N] rows of x, matrices [M] with first…last of who    →    y fp32 [N, R]
 
 Threads are numba's, as many as torch's. Needs numba; importing it without raises ImportError.
 """
@@ -37,7 +37,7 @@ HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
 
 TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
-PIECE = 128                     # rows that a thread takes at a time
+PIECE = 64                     # rows that a thread takes at a time
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
 OUTPUTS = 512                   # outputs that a thread takes at a time in the transposed layout; sums stay in the L1
 AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
@@ -53,11 +53,13 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
     kind : how weights are stored: a value of `KINDS`, or np.uint8 for split bytes.
     matrices : int64 [M, 4], see `COLUMNS`; each [R, n], or [n, R] if `transposed`.
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
-    x : fp32 [T, n] from `widen`. who : int64 [N], the row of x of each row of the result; None for one after the other.
+    x : [T, n] of a type in `KINDS`. who : int64 [N], the row of x of each row of the result; None for one after the
+        other.
     """
-    y, n = torch.empty(int(bounds[-1]), R), x.shape[1]
+    x, y, order = x.contiguous(), torch.empty(int(bounds[-1]), R), np.float32 if transposed else kind
     pieces = -(-R // (OUTPUTS if transposed else PIECE))
-    job, address = _job(matrices, bounds, x.data_ptr(), n, _IN_ORDER if who is None else who, R, y.data_ptr(), pieces)
+    job, address = _job(KINDS[x.dtype](0), order(0), matrices, bounds, x.data_ptr(), *x.shape,
+                        _IN_ORDER if who is None else who, R, y.data_ptr(), pieces)
     threads = min(torch.get_num_threads(), len(matrices) * pieces)
     work = _columns if transposed else _rows
     if threads <= 1:
@@ -68,16 +70,6 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
         with _ONE:
             _together(threads, work, kind(0), address)
     return y
-
-
-def widen(kind: type, x: Tensor, transposed: bool) -> Tensor:
-    """Inputs [T, n] of a type in `KINDS` as `multiply` wants them for weights of a kind: fp32, in `place`'s order."""
-    x, order = x.contiguous(), np.float32 if transposed else kind
-    if x.dtype == torch.float32 and order in (np.float32, np.int16):
-        return x
-    out = torch.empty(x.shape)
-    _widen(KINDS[x.dtype](0), order(0), x.data_ptr(), *x.shape, out.data_ptr())
-    return out
 
 
 def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,17 +108,26 @@ def arrange(ids, E):
 # --------------------------------------------------------------------------------------------------------- kernels
 
 @kernel
-def _job(matrices, bounds, x, n, who, R, y, pieces):
-    """All that a kernel needs to know behind one address; of each matrix also its first and last row of the result."""
-    M, N = len(matrices), bounds[-1]
-    job = np.empty(HEADER + 6 * M + N, np.int64)
+def _job(x_kind, order, matrices, bounds, x, T, n, who, R, y, pieces):
+    """All that a kernel needs to know behind one address; of each matrix also its first and last row of the result.
+
+    At the end the inputs, in fp32 and in `place`'s order for weights of the kind `order`.
+    """
+    M, N, whole = len(matrices), bounds[-1], n - n % STEP
+    job = np.empty(HEADER + 6 * M + N + (T * n + 1) // 2, np.int64)
     job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, pieces
     for m in range(M):
         at = HEADER + 6 * m
         job[at:at + 4] = matrices[m]
         job[at + 4], job[at + 5] = bounds[m], bounds[m + 1]
+    wide = job.ctypes.data + 8 * (HEADER + 6 * M + N)
     for j in range(N):
-        job[HEADER + 6 * M + j] = x + 4 * n * (who[j] if len(who) > 0 else j)
+        job[HEADER + 6 * M + j] = wide + 4 * n * (who[j] if len(who) > 0 else j)
+    for t in range(T):
+        row, to = x + t * n * size_of(x_kind), wide + 4 * t * n
+        spread(x_kind, order, row, whole, to)
+        for i in range(whole, n):
+            write(np.float32(0), to, i, weight(x_kind, row, 0, i))
     return job, job.ctypes.data
 
 
@@ -155,9 +156,12 @@ def _rows(kind, job):
                     tokens = TILE if token + TILE <= group_end else 2 if token + 2 <= group_end else 1
                     share = rows * n * size * tokens // (group_end - group)     # of what comes next, for each tile
                     for line in range(ahead, ahead + share, 64):
-                        prefetch(at + line)
+                        if rows == 1:
+                            prefetch(3, at + line)
+                        else:
+                            prefetch(2, at + line)
                         if other != 0:
-                            prefetch(second + line)
+                            prefetch(3, second + line)
                     ahead += share
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == TILE:
@@ -232,16 +236,6 @@ def _columns(kind, job):
 
 
 @kernel
-def _widen(kind, order, x, T, n, out):
-    whole = n - n % STEP
-    for t in range(T):
-        row, to = x + t * n * size_of(kind), out + 4 * t * n
-        spread(kind, order, row, whole, to)
-        for i in range(whole, n):
-            write(np.float32(0), to, i, weight(kind, row, 0, i))
-
-
-@kernel
 def _combine(w_kind, kind, y, rows, w, out):
     T, K = rows.shape
     total = np.empty(y.shape[1], np.float32)
@@ -259,10 +253,7 @@ def _combine(w_kind, kind, y, rows, w, out):
 # ------------------------------------------------------------------------------------------------- several threads
 
 def _gomp() -> Callable | None:
-    """OpenMP's "run this function in the team", of the very pool that torch's own operations use.
-
-    Two pools would fight: the threads of one, waiting for work, keep the cores from those of the other.
-    """
+    """OpenMP's "run this in the team", of the pool that torch uses: with two pools, their threads fight for cores."""
     try:
         function = ctypes.CDLL(None).GOMP_parallel
     except (OSError, AttributeError, TypeError):
@@ -314,8 +305,6 @@ def _columns_planes(job):
 
 _ENTRIES = {np.float32: (_rows_fp32, _columns_fp32), np.uint16: (_rows_bf16, _columns_bf16),
             np.int16: (_rows_fp16, _columns_fp16), np.uint8: (_rows_planes, _columns_planes)}
-
-
 _ALIVE: list[Any] = []           # compiled functions, which would take their code with them
 
 

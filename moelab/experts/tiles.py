@@ -253,15 +253,16 @@ def size_of(typing, kind):
     return types.int64(kind), lambda context, builder, signature, args: _all(_I64, SIZES[kind])
 
 
-@intrinsic
-def prefetch(typing, address):
-    """Ask for a cache line, into the second level; any address will do."""
+@intrinsic(prefer_literal=True)
+def prefetch(typing, near, address):
+    """Ask for a cache line, into the first level (near 3) or the second (2); any address will do."""
     def code(context, builder, signature, args):
         kinds = [_I8.as_pointer(), _I32, _I32, _I32]
         f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
-        builder.call(f, [builder.inttoptr(args[0], kinds[0]), *(_all(_I32, v) for v in (0, 2, 1))])
+        options = (_all(_I32, v) for v in (0, near.literal_value, 1))
+        builder.call(f, [builder.inttoptr(args[1], kinds[0]), *options])
         return context.get_dummy_value()
-    return types.void(types.int64), code
+    return types.void(near, types.int64), code
 
 
 @intrinsic

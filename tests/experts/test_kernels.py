@@ -48,7 +48,7 @@ def test_products_of_any_size(T, counts, n, R, dtype, transposed, biased, seed):
     bounds, kind = np.cumsum([0, *counts]), products.KINDS[dtype]
     who = np.random.default_rng(seed).integers(0, T, bounds[-1])
     table = np.array([[w.data_ptr(), 0, b.data_ptr() if biased else 0, 0] for w, b in zip(matrices, biases)])
-    y = products.multiply(kind, table, bounds, products.widen(kind, x, transposed), who, R, transposed)
+    y = products.multiply(kind, table, bounds, x, who, R, transposed)
     assert y.dtype == torch.float32 and y.shape == (bounds[-1], R)
     for i, (w, b) in enumerate(zip(matrices, biases)):
         mine = slice(bounds[i], bounds[i + 1])
@@ -61,8 +61,16 @@ def test_many_tokens_and_rows_on_several_threads(threads):
     for transposed in (False, True):
         matrix = w.T.contiguous() if transposed else w
         y = products.multiply(np.float32, np.array([[matrix.data_ptr(), 0, 0, 0]]), np.array([0, 230]),
-                              products.widen(np.float32, x, transposed), None, 1100, transposed)
+                              x, None, 1100, transposed)
         assert torch.allclose(y, x @ w.T, atol=1e-4)
+
+
+def test_without_openmp_numbas_own_threads_do_it(monkeypatch):
+    monkeypatch.setattr(products, "_GOMP", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for layout in ("gated", "transposed"):
+        case = step(layout=layout)
+        assert torch.allclose(GEMV()(*case).double(), naive(*case), atol=1e-4)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=70))
@@ -96,7 +104,7 @@ def test_split_weights_multiply_like_joined_ones(T, n, R, seed):
     assert torch.allclose(y.double(), x.double() @ w.double().T, atol=1e-4 * n ** 0.5)
     kind = products.KINDS[torch.bfloat16]
     joined = products.multiply(kind, np.array([[w.data_ptr(), 0, 0, 0]]), np.array([0, T]),
-                               products.widen(kind, x, False), None, R, False)
+                               x, None, R, False)
     assert torch.equal(y, joined)                                                       # the same sums, bit for bit
     assert torch.equal(gemv_planes(x[0], *(plane.numpy() for plane in planes)), gemv_planes(x[:1], *planes)[0])
 
