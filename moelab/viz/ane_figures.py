@@ -1,4 +1,4 @@
-"""Figures of planning for the Neural Engine: tiers, groups and residency, systems beside the paper, Table 5, weights.
+"""Figures of the Neural Engine: plans, parity of a conversion, what dropping costs, and the device model.
 
 As in `moelab.viz.figures`, nothing is computed beyond what drawing needs, and nothing depends on colour alone: bars
 differ in pattern, lines in dash and marker. What the paper reports is drawn as open diamonds, a range as a line
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from moelab.ane.plan import Plan
 from moelab.ane.published import Sample
@@ -121,3 +122,104 @@ def graph_weights(gb_by_model: Mapping[str, Mapping[int, float]], limit: float) 
     figure.update_yaxes(title="weights of one graph (GB)", type="log",
                         tickvals=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5])
     return _styled(figure).update_layout(showlegend=True)
+
+
+def parity(by_mode: Mapping[str, Sequence[float]], limit: float) -> go.Figure:
+    """Largest difference of a next token's logit, a point a prompt, on a logarithmic axis, and what is allowed."""
+    figure = go.Figure()
+    for i, (mode, differences) in enumerate(by_mode.items()):
+        figure.add_scatter(x=list(range(1, len(differences) + 1)), y=list(differences), name=mode,
+                           **_line(i) | {"mode": "markers"})
+    ends = [0.5, max(map(len, by_mode.values())) + 0.5]       # a line as a series: a log axis misplaces its label
+    figure.add_scatter(x=ends, y=[limit] * 2, name=f"allowed: {limit:g}", mode="lines",
+                       line={"color": theme.BLACK, "dash": "dash", "width": 1.5})
+    figure.update_xaxes(title="prompt", dtick=1, range=ends)
+    figure.update_yaxes(title="largest difference of a logit", type="log", exponentformat="power", dtick=1)
+    return _styled(figure).update_layout(showlegend=True)
+
+
+def dropping(by_order: Mapping[str, Sequence[tuple[float, float, float]]], title: str) -> go.Figure:
+    """What dropping costs, a line an order of dropping: points (share dropped, cost in %, its standard error)."""
+    figure = go.Figure()
+    for i, (order, points) in enumerate(by_order.items()):
+        dropped, cost, error = zip(*sorted(points))
+        figure.add_scatter(x=[100 * d for d in dropped], y=cost, name=order, **_line(i),
+                           error_y={"array": error, "width": 4, "thickness": 1})
+    figure.add_hline(y=0, line={"color": GREY, "dash": "dash", "width": 1.5})
+    figure.update_xaxes(title="choices of an expert that were dropped (%)", rangemode="tozero")
+    figure.update_yaxes(title=title)
+    return _styled(figure)
+
+
+def breakdown(by_system: Mapping[str, Mapping[str, float]]) -> go.Figure:
+    """Stacked bars of seconds: {"ANEMLL": {"attention": 1.9, …}, …}, the sum at the end of each bar."""
+    parts = list(dict.fromkeys(part for of in by_system.values() for part in of))
+    systems, figure = list(by_system), go.Figure()
+    for i, part in enumerate(parts):
+        figure.add_bar(y=systems, x=[of.get(part, 0.0) for of in by_system.values()], orientation="h", name=part,
+                       marker=_bar(i), hovertemplate="%{y}, " + part + ": %{x:.2f} s<extra></extra>")
+    sums = [sum(of.values()) for of in by_system.values()]
+    figure.add_scatter(x=sums, y=systems, mode="text", text=[f" {value:.1f} s" for value in sums], showlegend=False,
+                       textposition="middle right", cliponaxis=False, hoverinfo="skip")
+    figure.update_xaxes(title="TTFT (s, modelled)", range=[0, 1.12 * max(sums)])
+    figure.update_yaxes(title="", autorange="reversed", showgrid=False)
+    return _styled(figure).update_layout(barmode="stack", legend={"traceorder": "normal"})
+
+
+def trade_off(by_model: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.Figure:
+    """TTFT against energy, a panel a model and a marker a system: {"Phi": {"cpu": (s, mJ a prompt token), …}, …}."""
+    figure = make_subplots(rows=1, cols=len(by_model), subplot_titles=list(by_model), horizontal_spacing=0.09)
+    systems = list(dict.fromkeys(system for of in by_model.values() for system in of))
+    for column, of in enumerate(by_model.values(), start=1):
+        for i, system in enumerate(systems):
+            if system in of:
+                s, mj = of[system]
+                figure.add_scatter(x=[s], y=[mj], name=system, showlegend=column == 1, row=1, col=column,
+                                   mode="markers", marker=_line(i)["marker"] | {"color": theme.PALETTE[i], "size": 13},
+                                   hovertemplate=f"{system}: %{{x:.2f}} s, %{{y:.0f}} mJ<extra></extra>")
+        figure.update_xaxes(title="TTFT (s, modelled)", rangemode="tozero", row=1, col=column)
+        figure.update_yaxes(rangemode="tozero", row=1, col=column)
+    figure.update_yaxes(title="energy (mJ a prompt token)", row=1, col=1)
+    return _styled(figure).update_layout(legend={"y": 1.12}, margin={"r": 24, "t": 84})
+
+
+def errors(by_group: Mapping[str, Mapping[str, float]], tolerance: float) -> go.Figure:
+    """How far the model is outside each published range: {"TTFT": {"Phi, P=1024: naive": 0.26, …}, …}.
+
+    Inside the range is 0; misses are crosses, all else is a circle. Points that would coincide are put side by side.
+    """
+    figure, groups = go.Figure(), list(by_group)
+    for missed, symbol, name in ((False, "circle-open", f"within {tolerance:.0%}"), (True, "x", "a miss")):
+        x, y, text = [], [], []
+        for row, of in enumerate(by_group.values()):
+            for i, (what, error) in enumerate(of.items()):
+                if (abs(error) > tolerance) == missed:
+                    x.append(100 * error)
+                    y.append(row + 0.6 * (i + 0.5) / len(of) - 0.3)
+                    text.append(what)
+        figure.add_scatter(x=x, y=y, text=text, mode="markers", name=name, hovertemplate="%{text}: %{x:+.0f} %",
+                           marker={"symbol": symbol, "size": 9, "line": {"width": 2},
+                                   "color": theme.VERMILLION if missed else theme.BLUE})
+    for edge in (-100 * tolerance, 0, 100 * tolerance):
+        figure.add_vline(x=edge, line={"color": GREY, "dash": "dot" if edge else "dash", "width": 1.5}, layer="below")
+    figure.update_xaxes(title="modelled beside the paper's range (%; 0: inside)")
+    figure.update_yaxes(title="", tickvals=list(range(len(groups))), ticktext=groups, autorange="reversed",
+                        range=[-0.5, len(groups) - 0.5], showgrid=False)
+    return _styled(figure)
+
+
+def settings(points: Mapping[str, tuple[float, float, float, float]], chosen: str) -> go.Figure:
+    """All settings of a plan, and the chosen one: name → (share dropped, share padded, TTFT in s, mJ a token)."""
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
+    for column, (i, j, scale) in enumerate(((0, 1, 100), (2, 3, 1)), start=1):
+        for name, of, marker in (
+                ("other settings", points, {"symbol": "circle-open", "size": 7, "color": GREY}),
+                (chosen, {chosen: points[chosen]}, {"symbol": "star", "size": 18, "color": theme.VERMILLION})):
+            figure.add_scatter(x=[scale * p[i] for p in of.values()], y=[scale * p[j] for p in of.values()],
+                               text=list(of), mode="markers", name=name, marker=marker, showlegend=column == 1,
+                               hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>", row=1, col=column)
+    for column, x, y in ((1, "choices dropped (%)", "rows padded (%)"),
+                         (2, "TTFT (s, modelled)", "energy (mJ a token, modelled)")):
+        figure.update_xaxes(title=x, rangemode="tozero", row=1, col=column)
+        figure.update_yaxes(title=y, rangemode="tozero", row=1, col=column)
+    return _styled(figure)

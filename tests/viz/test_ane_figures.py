@@ -19,18 +19,28 @@ MADE = {
     "ratios": figures.ratios(RUNS, {"P=4096": {"naive": (3.0, 4.0)}}, "TTFT over ours (modelled)"),
     "sweep": figures.sweep(fit(), TABLE_5),
     "graph_weights": figures.graph_weights({"Phi": {1: 0.16, 8: 1.26}, "Qwen": {1: 0.009, 8: 0.075}}, 1.258),
+    "parity": figures.parity({"double": [1e-6, 2e-6], "fp16": [1e-3, 2e-3]}, 0.01),
+    "dropping": figures.dropping({"weakest": [(0.3, 2.0, 0.1), (0.1, 0.5, 0.1)], "random": [(0.1, 1.0, 0.2)]}, "%"),
+    "breakdown": figures.breakdown({"ANEMLL": {"attention": 1.0, "experts": 3.0}, "ours": {"attention": 1.5}}),
+    "trade_off": figures.trade_off({"Phi": {"cpu": (3.0, 9.0), "ours": (1.0, 2.0)}, "Qwen": {"ours": (4.0, 5.0)}}),
+    "errors": figures.errors({"TTFT": {"a": 0.1, "b": -0.3}, "energy": {"c": 0.0}}, 0.2),
+    "settings": figures.settings({"a": (0.1, 0.3, 5.0, 70.0), "b": (0.2, 0.2, 4.0, 60.0)}, "b"),
 }
+NO_Y_TITLE = ("breakdown", "errors")        # rows that are named
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_axes_have_titles_and_survive_json(name):
     figure = pio.from_json(MADE[name].to_json())
-    assert figure.layout.xaxis.title.text and figure.layout.yaxis.title.text
+    assert figure.layout.xaxis.title.text and (figure.layout.yaxis.title.text or name in NO_Y_TITLE)
     assert len(figure.data) == len(MADE[name].data) > 1
 
 
 @pytest.mark.parametrize("name, look", [
     ("tiers", lambda trace: trace.line.dash), ("graph_weights", lambda trace: trace.line.dash),
+    ("parity", lambda trace: trace.marker.symbol), ("dropping", lambda trace: trace.line.dash),
+    ("errors", lambda trace: trace.marker.symbol),
+    ("breakdown", lambda trace: trace.type == "bar" and trace.marker.pattern.shape),
     ("residency", lambda trace: (trace.marker.pattern.shape, trace.marker.color)),
     ("ratios", lambda trace: trace.type == "bar" and trace.marker.pattern.shape)])
 def test_no_two_series_differ_by_colour_alone(name, look):
@@ -77,3 +87,34 @@ def test_the_limit_is_a_line():
     limit = MADE["graph_weights"].data[-1]
     assert set(limit.y) == {1.258} and list(limit.x) == [1, 8] and "limit" in limit.name
     assert list(MADE["graph_weights"].data[0].y) == [0.16, 1.26]
+
+
+def test_dropping_runs_from_little_to_much():
+    weakest, rand = MADE["dropping"].data
+    assert list(weakest.x) == [10, 30] and list(weakest.y) == [0.5, 2.0] and list(rand.error_y.array) == [0.2]
+
+
+def test_a_breakdown_tells_the_sums():
+    *parts, sums = MADE["breakdown"].data
+    assert [list(part.x) for part in parts] == [[1.0, 1.5], [3.0, 0.0]]
+    assert list(sums.x) == [4.0, 1.5] and sums.text[0].strip() == "4.0 s"
+
+
+def test_systems_look_the_same_in_every_panel():
+    looks = {}
+    for trace in MADE["trade_off"].data:
+        looks.setdefault(trace.name, set()).add((trace.marker.symbol, trace.marker.color))
+    assert set(looks) == {"cpu", "ours"} and all(len(of) == 1 for of in looks.values())
+    assert len(set.union(*looks.values())) == 2
+
+
+def test_misses_are_what_lies_beyond_the_tolerance():
+    within, missed = MADE["errors"].data
+    assert dict(zip(missed.text, missed.x)) == {"b": -30} and set(within.text) == {"a", "c"}
+    assert all(round(y) == 0 for y in missed.y) and sorted(round(y) for y in within.y) == [0, 1]
+
+
+def test_the_chosen_setting_is_marked_in_both_panels():
+    everything, left, _, right = MADE["settings"].data
+    assert (list(left.x), list(left.y)) == ([20], [20]) and (list(right.x), list(right.y)) == ([4], [60])
+    assert len(everything.x) == 2 and left.marker.symbol != everything.marker.symbol

@@ -1,0 +1,179 @@
+"""Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE §3.1).
+
+A backend runs one launch at a time, a group's zero-padded buffer, and may take over the attention of whole chunks:
+
+    "torch"       the model's own weights and arithmetic in the same static shapes: fast, for counts and accuracy
+    "evaluator"   the saved packages, operation by operation, on any machine: checks a conversion
+    "coreml"      the saved packages on a Mac (`moelab.ane.mac`)
+
+    launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
+
+The KV cache stays transformers' own, between chunks and into decoding; a graph gets it as its fixed-shape input.
+Stateful packages keep their cache inside, where decoding on the CPU could not read it, so they are not run here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moelab.ane.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
+from moelab.ane.evaluator import Alarm
+from moelab.ane.plan import Plan
+from moelab.experts.layout import activate, banks, names, plain
+
+
+class Backend(ABC):
+    """Runs the launches of a plan; `name` says how."""
+
+    name: str
+    plan: Plan
+
+    @abstractmethod
+    def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
+        """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G, C, H]."""
+
+    @contextmanager
+    def attention(self, model: Any) -> Iterator[bool]:
+        """Within the block, chunks' attention runs here where the plan says "ane"; yields whether any does."""
+        yield False
+
+
+class TorchBackend(Backend):
+    """The model's own weights and arithmetic on the same padded rows; a group's experts in one batched product where
+    the module holds them in plain banks."""
+
+    name = "torch"
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
+        members = list(self.plan.layers[layer].groups[group].experts)
+        if not plain(experts) or banks(experts, "down_proj") is None:
+            return torch.stack([experts.weighted(rows, w, experts.weights(e))
+                                for e, rows, w in zip(members, buffer, scale)])
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            weights = banks(experts, name)[members]
+            y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
+            return y + getattr(experts, name + "_bias")[members][:, None] if experts.has_bias else y
+        up, down = names(experts)
+        return linear(activate(experts, linear(buffer, up)), down) * scale[..., None]
+
+
+class ConvertedBackend(Backend):
+    """The packages of a converted model; each is loaded when it is first needed, and stays.
+
+    Parameters
+    ----------
+    converted : a folder that `convert_model` wrote.
+    mode : of the evaluator, "double" or "fp16".
+    runner : makes what runs a package, instead of the evaluator; `name` says what that is.
+
+    Raises
+    ------
+    ValueError : packages that keep the KV cache inside.
+    """
+
+    def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
+                 name: str = "evaluator") -> None:
+        self.converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
+        if self.converted.manifest["settings"]["stateful"]:
+            raise ValueError(f"the attention of {self.converted.folder} keeps its cache inside, where decoding on the "
+                             f"CPU cannot read it: convert the model without stateful=True")
+        self.name, self.mode, self.runner, self.plan = name, mode, runner, self.converted.plan
+        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers
+                               if entry["moe"] is not None}
+        self._groups: dict[tuple[int, int], GroupGraph] = {}
+        self._attention: dict[int, AttentionGraph] = {}
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """What the evaluator's fp16 mode has met in any graph, the worst of each operation and kind."""
+        graphs = (*self._groups.values(), *self._attention.values())
+        return [alarm for graph in graphs for alarm in getattr(graph.run, "alarms", ())]
+
+    def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
+        if (layer, group) not in self._groups:
+            self._groups[layer, group] = self.converted.group(self._decoder_layer[layer], group, self.mode,
+                                                              runner=self.runner)
+        y = self._groups[layer, group](buffer.flatten(0, 1))
+        return y.view(buffer.shape) * scale[..., None]
+
+    @contextmanager
+    def attention(self, model: Any) -> Iterator[bool]:
+        if model.config.model_type.startswith("llama4"):
+            raise ValueError("in Llama 4 the routing weights scale the experts' input, which these graphs do not "
+                             "expect; use TorchBackend")
+        where = [entry["layer"] for entry in self.converted.layers if "file" in entry["attention"]]
+        with ExitStack() as stack:
+            for layer in where:
+                attention = model.base_model.layers[layer].self_attn
+                stack.enter_context(forward_replaced(attention, self._chunk_attention(attention, layer)))
+            yield bool(where)
+
+    def _chunk_attention(self, attention: nn.Module, layer: int) -> Any:
+        own = attention.forward
+
+        def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any = None,
+                    past_key_values: Any = None, **options: Any) -> tuple[Tensor, None]:
+            if hidden_states.shape[1] == 1:
+                return own(hidden_states=hidden_states, position_embeddings=position_embeddings,
+                           attention_mask=attention_mask, past_key_values=past_key_values, **options)
+            if layer not in self._attention:
+                self._attention[layer] = self.converted.attention(layer, self.mode, self.runner)
+            graph = self._attention[layer]
+            cos, sin = position_embeddings
+            cache = ModelCache(graph, past_key_values, attention.layer_idx, hidden_states.dtype)
+            y = graph(hidden_states[0], cos[0], sin[0], cache, getattr(attention, "sliding_window", None))
+            return y[None].to(hidden_states.dtype), None
+        return forward
+
+
+class ModelCache:
+    """transformers' cache of one layer as the fixed-shape cache of a graph: k, v (1, KV, D, P), `length` filled.
+
+    Raises
+    ------
+    ValueError : more tokens than the graph's context holds, or a cache that has forgotten some.
+    """
+
+    def __init__(self, graph: AttentionGraph, cache: Any, layer: int, dtype: torch.dtype) -> None:
+        self.cache, self.layer, self.dtype = cache, layer, dtype
+        self.length = 0 if cache is None else cache.get_seq_length(layer)
+        empty = graph.new_cache()
+        self.k, self.v = empty.k, empty.v
+        if self.length > graph.shape.context:
+            raise ValueError(f"{self.length} tokens are in the cache, and this attention was converted for a context "
+                             f"of {graph.shape.context}: convert it for a longer one")
+        if self.length:
+            keys, values = cache.layers[layer].keys, cache.layers[layer].values             # [1, KV, length, D]
+            if keys.shape[2] != self.length:
+                raise ValueError(f"the cache of layer {layer} holds {keys.shape[2]} of {self.length} tokens (a sliding "
+                                 f"window); a graph with a fixed-shape cache needs all")
+            self.k[..., :self.length], self.v[..., :self.length] = keys.mT, values.mT
+
+    def append(self, k_new: Tensor, v_new: Tensor, n: int) -> None:
+        """Keep the first n of a chunk's new keys and values (1, KV, D, S)."""
+        if self.cache is not None:
+            self.cache.update(*(new[..., :n].mT.to(self.dtype) for new in (k_new, v_new)), self.layer)
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Within the block a module computes `forward`; its hooks stay."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before

@@ -1,0 +1,299 @@
+"""`python -m moelab ane …`: plan, convert, lint and check models for the Neural Engine, and use them on a Mac.
+
+    moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
+    moelab ane convert MODEL folder --chunk 256                     goes on where it was cut off
+    moelab ane lint folder                                          or single packages
+    moelab ane parity folder --prompts 200                          the packages against the model, on any machine
+    moelab ane doctor folder                                        on a Mac: what really runs on the Neural Engine
+    moelab ane bench folder --prompts 1024,4096                     on a Mac: latency and energy
+    moelab ane calibrate samples.json                               on a Mac: refits the device model
+
+Exit status: 0, 1 where something was found that is not as it should be, 2 for bad input and for what needs a Mac.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from moelab.specs import MoESpec
+
+MB = 1e6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, purpose: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        one.set_defaults(run=run)
+        return one
+
+    one = command("plan", plan, "tiers, groups, graphs and residency of a model, from a card or a checkpoint's config")
+    one.add_argument("model", help="a model card (moelab.cards.models() lists them), a checkpoint folder or a hub id")
+    _planning(one)
+    one.add_argument("--layers", help="MoE layers to print, such as 0,1,47 (default: all)")
+    one.add_argument("--prompt", type=int, metavar="N", help="also what a prompt of N tokens costs, as modelled")
+    one.add_argument("--device", default="m2-ultra", help="of --prompt (%(default)s)")
+    one.add_argument("--samples", type=Path, metavar="FILE", help="of --prompt: samples of `ane calibrate` to refit to")
+    one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+
+    one = command("convert", convert, "turn a model into Core ML packages, layer by layer")
+    one.add_argument("model", help="a checkpoint folder or a hub id; 'small' is the shipped model")
+    one.add_argument("destination", type=Path, help="the new folder; until it is whole, DESTINATION.part")
+    _planning(one)
+    one.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning")
+    one.add_argument("--context", type=int, default=2048, metavar="P", help="positions of the KV cache (%(default)s)")
+    one.add_argument("--layout", default="bc1s", help="bc1s or paper (%(default)s)")
+    one.add_argument("--weights", default="fp16", help="fp16, int8, palette4, palette6 or palette8 (%(default)s)")
+    one.add_argument("--units", default="cpuAndNeuralEngine", help="what a Mac is asked for: cpuAndNeuralEngine, "
+                     "cpuOnly, cpuAndGPU or all (%(default)s)")
+    one.add_argument("--stateful", action="store_true", help="attention keeps its KV cache as a state (MLState)")
+    one.add_argument("--every-tier", action="store_true", help="each package has a function for each capacity")
+    one.add_argument("--no-validation", action="store_true", help="do not evaluate each saved graph")
+
+    one = command("lint", lint, "predict what the Neural Engine does not run of saved packages")
+    one.add_argument("packages", nargs="+", type=Path, help="packages, or folders of converted models")
+    one.add_argument("--json", action="store_true", help="print JSON")
+
+    one = command("parity", parity, "compare whole prefills through the packages with the model")
+    _comparing(one)
+    one.add_argument("--mode", choices=("double", "fp16"), default="double", help="of the evaluator (%(default)s)")
+
+    one = command("doctor", doctor, "on a Mac: check that each operation is on the Neural Engine, and computes well")
+    _comparing(one)
+    one.add_argument("--timeout", type=float, default=300.0, metavar="S", help="for one package (%(default)s)")
+    one.add_argument("--json", action="store_true", help="print JSON")
+
+    one = command("bench", bench, "on a Mac: latency and energy of prefills")
+    one.add_argument("folders", nargs="+", type=Path, help="converted models, e.g. one a chunk size")
+    one.add_argument("--prompts", default="1024", help="their lengths in tokens, such as 256,1024 (%(default)s)")
+    one.add_argument("--repeats", type=int, default=5, metavar="N", help="(%(default)s)")
+    one.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
+
+    one = command("calibrate", calibrate, "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model")
+    one.add_argument("output", type=Path, help="where the samples go, as JSON")
+    one.add_argument("--grid", default="", help="such as 1x32,4x64,8x128 (default: Table 5's)")
+    one.add_argument("--repeats", type=int, default=5, metavar="N", help="(%(default)s)")
+
+
+def main(args: argparse.Namespace) -> int:
+    return args.run(args)
+
+
+def _planning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chunk", type=int, default=256, metavar="B", help="tokens of a prefill chunk (%(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, metavar="G", help="experts a graph (%(default)s)")
+    parser.add_argument("--levels", type=int, default=3, help="capacity tiers a layer (%(default)s)")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor of all capacities (%(default)s)")
+    parser.add_argument("--rule", default="topk", help="of capacities: topk, or the paper's literal B/E (%(default)s)")
+    parser.add_argument("--system", default="npumoe", help="cpu, naive, anemll, base, base+T, base+TG or npumoe "
+                                                           "(%(default)s)")
+    parser.add_argument("--max-graph-mb", type=float, metavar="MB", help="weights that one graph holds (default: 1258)")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="moelab.calibrate(trace).save(FILE) of the "
+                                                                         "model; without it, popularity is assumed")
+    parser.add_argument("--skew", default="typical", help="of assumed popularity: even, typical or strong "
+                                                          "(%(default)s)")
+
+
+def _comparing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="a converted model")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
+    parser.add_argument("--prompts", type=int, default=20, metavar="N", help="prefills to compare (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of a prompt (%(default)s)")
+
+
+# ------------------------------------------------------------------------------------------------ on any machine
+
+def plan(args: argparse.Namespace) -> int:
+    spec, model_id = _spec(args.model, args.calibration is not None)
+    made = _plan(spec, model_id, args)
+    layers = None if args.layers is None else [int(layer) for layer in args.layers.split(",")]
+    if layers is not None and not all(0 <= layer < spec.L for layer in layers):
+        raise ValueError(f"--layers is {args.layers}; {spec.name} has the MoE layers 0 to {spec.L - 1}")
+    print(made.describe(layers))
+    if args.prompt is not None:
+        print(_modelled(made, args))
+    if args.save is not None:
+        print(made.save(args.save))
+    return 0
+
+
+def convert(args: argparse.Namespace) -> int:
+    from moelab.ane.convert import Settings, convert_model
+    from moelab.ane.plan import Plan
+    name = None if args.model == "small" else args.model
+    made = Plan.load(args.plan) if args.plan else _plan(*_spec(name, args.calibration is not None), args)
+    settings = Settings(args.context, args.layout, args.weights, args.stateful, args.every_tier, args.units)
+    converted = convert_model(name, args.destination, made, settings, validate=not args.no_validation)
+    worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
+    size = sum(entry["weight_bytes"] for entry in converted.packages)
+    print(f"{converted.folder}: {len(converted.packages)} packages, {size / MB:,.1f} MB of weights; popularity "
+          f"{made.popularity}")
+    if not args.no_validation:
+        print(f"In double precision the expert graphs differ from torch by at most {worst:.1e} of the largest output")
+    return 0
+
+
+def lint(args: argparse.Namespace) -> int:
+    from moelab.ane.converted import MANIFEST, ConvertedModel
+    from moelab.ane.linter import lint as judge
+    paths = []
+    for path in args.packages:
+        converted = ConvertedModel(path) if (path / MANIFEST).is_file() else None
+        paths += [path] if converted is None else [path / entry["file"] for entry in converted.packages]
+    reports = [judge(path) for path in paths]
+    if args.json:
+        print(json.dumps([report.to_dict() for report in reports], indent=1))
+    else:
+        print("\n\n".join(report.table() for report in reports))
+        if len(reports) > 1:
+            print(f"\n{sum(report.clean for report in reports)} of {len(reports)} packages are clean")
+    return 0 if all(report.clean for report in reports) else 1
+
+
+def parity(args: argparse.Namespace) -> int:
+    from moelab.ane.backends import ConvertedBackend
+    return _compare(ConvertedBackend(args.folder, args.mode), args)
+
+
+# ------------------------------------------------------------------------------------------------------ on a Mac
+
+def doctor(args: argparse.Namespace) -> int:
+    from moelab.ane.doctor import diagnose
+    from moelab.ane.mac import coreml_backend, require_mac
+    require_mac("ane doctor")
+    found = diagnose(args.folder, args.timeout)
+    print(json.dumps(found.to_dict(), indent=1) if args.json else found.table())
+    if any(checkup.probe.error for checkup in found.checkups):
+        return 1
+    return max(_compare(coreml_backend(args.folder, args.timeout)[0], args), 0 if found.well else 1)
+
+
+def bench(args: argparse.Namespace) -> int:
+    from moelab.ane.energy import Meter
+    from moelab.ane.mac import coreml_backend, require_mac
+    from moelab.ane.timing import time_prefill
+    from moelab.table import format_value, text_table
+    require_mac("ane bench")
+    meter, rows = Meter(), []
+    for folder in args.folders:
+        backend, _ = coreml_backend(folder)
+        print(f"{folder}: {backend.name}")
+        model = _model_of(backend.converted, args.checkpoint)
+        rows += time_prefill(model, backend, [int(n) for n in args.prompts.split(",")], args.repeats, meter)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    print(text_table(columns, [[format_value(row.get(column)) for column in columns] for row in rows]))
+    if meter.why:
+        print(meter.why)
+    print("\n" + json.dumps({"bench": "ane", "kind": "measured", "machine": platform.platform(), "rows": rows}))
+    return 0
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    from moelab.ane.device_model import DeviceModel
+    from moelab.ane.energy import Meter
+    from moelab.ane.mac import require_mac
+    from moelab.ane.timing import GRID, save_samples, time_grid
+    from moelab.table import format_value, text_table
+    require_mac("ane calibrate")
+    meter = Meter()
+    samples = time_grid(_grid(args.grid) if args.grid else GRID, repeats=args.repeats, meter=meter)
+    device = f"{platform.machine()}, macOS {platform.mac_ver()[0]}"
+    print(text_table(["G×C", "mode", "ms a slot", "mJ a slot"],
+                     [[f"{s.G}×{s.C}", s.mode, f"{s.ms:.4f}", format_value(s.mj)] for s in samples]))
+    if meter.why:
+        print(f"{meter.why}; the refitted model keeps the M2 Ultra's powers")
+    print(save_samples(args.output, samples, device))       # before the fit, which may refuse them
+    errors = DeviceModel.of("m2-ultra").refit(samples, device).fit_table()
+    print(text_table(["fit", "RMS error", "worst"], [[name, f"{100 * row['RMS']:.1f} %", f"{100 * row['worst']:.1f} %"]
+                                                     for name, row in errors.items()]))
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------- parts
+
+def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
+    """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""
+    from moelab import cards
+    if model in cards.models():
+        return MoESpec.from_card(model), None
+    from moelab.models import find, identity, opening
+    try:
+        folder = find(model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}. Model cards are: {', '.join(cards.models())}") from None
+    if with_identity:
+        opened = opening.open_model(model, experts="external")
+        return opened.spec, identity(opened)
+    return MoESpec.from_config(opening.load_config(folder), name=opening.model_name(model, folder)), None
+
+
+def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
+    from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
+    from moelab.ane.skew import assumed_counts
+    options = {"chunk": args.chunk, "group_size": args.group_size, "levels": args.levels, "system": args.system,
+               "rule": args.rule, "slack": args.slack,
+               "max_graph_bytes": MAX_GRAPH_BYTES if args.max_graph_mb is None else args.max_graph_mb * MB}
+    if args.calibration is None:
+        counts, tokens = assumed_counts(spec, args.chunk, skew=args.skew)
+        return make_plan(spec, counts, tokens, popularity=f"assumed: {args.skew}", **options)
+    from moelab.calibration import Calibration
+    from moelab.trace import PREFILL
+    found = Calibration.load(args.calibration)
+    found.require(found.model_id if model_id is None else model_id, spec)       # a card has geometry, but no routers
+    return make_plan(spec, found.counts(PREFILL), found.tokens[PREFILL],
+                     popularity=f"calibrated on {found.source or args.calibration.name}", **options)
+
+
+def _modelled(made: Any, args: argparse.Namespace) -> str:
+    from moelab.ane.device_model import DeviceModel
+    if args.samples is not None:
+        from moelab.ane.timing import load_samples
+        device = DeviceModel.of("m2-ultra").refit(*load_samples(args.samples))
+    else:
+        device = DeviceModel.of(args.device)
+    cost = device.prefill(made, args.prompt)
+    latency, energy = (100 * cost.fit_error[quantity] for quantity in ("latency", "energy"))
+    return (f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled (fit error {latency:.1f} % RMS in latency, "
+            f"{energy:.1f} % in energy): TTFT {cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, "
+            f"{cost.cpu_s:.2f} s of CPU")
+
+
+def _model_of(converted: Any, checkpoint: Path | None) -> Any:
+    """The model whose other parts run on the CPU, in float32."""
+    import torch
+
+    from moelab.models import open_model
+    return open_model(converted.checkpoint(checkpoint), dtype=torch.float32)
+
+
+def _compare(backend: Any, args: argparse.Namespace) -> int:
+    from moelab import datasets
+    from moelab.ane.parity import parity as compare
+    from moelab.table import format_value
+    if args.prompts < 1:
+        raise ValueError(f"--prompts is {args.prompts}; compare at least one")
+    model = _model_of(backend.converted, args.checkpoint)
+    if model.tokenizer is None:
+        raise ValueError("this checkpoint has no tokenizer, so there are no prompts; put one beside its weights")
+    sources = ("needle", "yesno", "code", "prose")
+    texts = [p.text for turn in zip(*(datasets.prompts(s, -(-args.prompts // len(sources)), tokens=args.tokens)
+                                      for s in sources)) for p in turn][:args.prompts]
+    found = compare(backend, model, [model.tokenizer(text)["input_ids"] for text in texts])
+    for name, value in found.summary().items():
+        print(f"  {name:<34} {format_value(value)}")
+    return 0 if found.ok else 1
+
+
+def _grid(text: str) -> list[tuple[int, int]]:
+    try:
+        grid = [tuple(int(n) for n in part.split("x")) for part in text.split(",")]
+        if any(len(pair) != 2 or min(pair) < 1 for pair in grid):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--grid is {text!r}; write group sizes and capacities such as 1x32,4x64") from None
+    return grid

@@ -1,0 +1,92 @@
+"""Does a converted model compute what the model computes? Logits of whole prefills, prompt by prompt.
+
+The packages' programs run the attention and the hot groups of every chunk, the rest is the model's own; nothing is
+dropped (a group that overflows is launched again), so the unconverted model in float32 is the reference, and what
+differs is the conversion's fault. With the evaluator in double precision that is rounding of weights to fp16 at most;
+in fp16 mode, and on a Mac, it is the arithmetic too, and a near tie in a router may send a token to another expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.ane.backends import ConvertedBackend
+from moelab.ane.converted import ConvertedModel
+from moelab.ane.evaluator import Alarm
+from moelab.ane.runtime import LayerCount, prefill_through
+from moelab.progress import progress
+
+#: largest difference of a logit, and least share of equal next tokens, with which a conversion is as it should be
+LOGITS, SAME = 1e-2, 0.99
+
+
+@dataclass(frozen=True, eq=False)
+class Parity:
+    """What `parity` found, for n prompts.
+
+    Attributes
+    ----------
+    backend : what ran the packages.
+    last, worst : float64 [n], the largest difference of a logit after the last token, and after any token.
+    same : bool [n], whether the most likely next token is the same.
+    counts : what the plan did; alarms : what the evaluator's fp16 mode met.
+    """
+
+    backend: str
+    last: np.ndarray
+    worst: np.ndarray
+    same: np.ndarray
+    counts: LayerCount
+    alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Logits of the next token within `LOGITS` on every prompt, and the same token on `SAME` of them."""
+        return bool((self.last <= LOGITS).all()) and float(self.same.mean()) >= SAME
+
+    def summary(self) -> dict[str, Any]:
+        return {"backend": self.backend, "prompts": len(self.same), "same next token": float(self.same.mean()),
+                "largest difference, next token": float(self.last.max()),
+                "median of these": float(np.median(self.last)),
+                "largest difference, any token": float(self.worst.max()),
+                "expert graphs run": self.counts.launches, "alarms": len(self.alarms), "as it should be": self.ok}
+
+
+def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any, prompts: Sequence[Sequence[int]],
+           mode: str = "double") -> Parity:
+    """Prefill every prompt twice, through the packages and through the model.
+
+    Parameters
+    ----------
+    converted : the converted model, or a backend that runs it.
+    model : the model that was converted; its weights are widened to float32 for good.
+    prompts : token ids, one list a prompt.
+    mode : of the evaluator, unless a backend is given.
+
+    Raises
+    ------
+    ValueError : no prompts, a prompt longer than the context of the graphs, or another model's conversion.
+    """
+    if not len(prompts):
+        raise ValueError("there are no prompts to compare on; give at least one")
+    backend = converted if isinstance(converted, ConvertedBackend) else ConvertedBackend(converted, mode)
+    model = model.float().eval()
+    last, worst, same, counts = [], [], [], LayerCount()
+    with torch.no_grad():
+        for ids in progress(prompts, "comparing", unit="prompt"):
+            ids = torch.as_tensor([list(ids)])
+            expected = model(ids, use_cache=False).logits[0]
+            with prefill_through(model, backend=backend, overflow="pad") as ane:
+                found = model(ids, use_cache=False).logits[0]
+            counts += ane.total
+            difference = (found - expected).abs().amax(-1)                                      # [S]
+            last.append(float(difference[-1]))
+            worst.append(float(difference.max()))
+            same.append(bool(found[-1].argmax() == expected[-1].argmax()))
+    return Parity(backend.name, np.array(last), np.array(worst), np.array(same), counts, tuple(backend.alarms))

@@ -1,0 +1,117 @@
+"""What dropping and padding cost in right answers: the small model through an NPUMoE plan, against dense execution.
+
+The plan comes from a calibration on the training split; its `slack` is chosen there so that pruning drops the wanted
+share of routings (NPUMoE Table 3 has 10.6 to 21.8 %), and then every way of choosing whom to drop answers the same
+held-out prompts, one prompt at a time, by teacher forcing. Scores and differences are measured, in float32 with
+standard errors; drop and padding rates are exact counts. The answer's own tokens are part of the prefill and may be
+dropped like any other, which is harder than the paper's setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moelab import datasets
+from moelab.ane.accounting import count, loads_of_ids
+from moelab.ane.plan import Plan, make_plan
+from moelab.ane.published import TABLE_3
+from moelab.ane.runtime import LayerCount, prefill_through
+from moelab.bench import accuracy
+from moelab.calibration import calibrate
+from moelab.models import open_model
+from moelab.recording import record
+from moelab.trace import PREFILL, RoutingTrace
+
+#: mode → whom it drops first, a name in `moelab.experts.overflow.ORDERS`
+MODES = {"weakest attention (NPUMoE)": "saliency", "lowest router weight": "router", "random": "random",
+         "latest token": "token", "strongest attention": "strongest"}
+TASKS = ("needle", "needle_multikey", "yesno", "completion")
+COLUMNS = ("n", "score", "error", "difference", "difference error", "lost", "gained", "p")
+#: sources of the training split that the plan is calibrated on, whatever is asked afterwards
+CALIBRATION = ("needle", "needle_multikey", "yesno", "code", "prose")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a checkpoint folder or a hub id; if not given, the small model")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(accuracy.TASKS)} (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=400, metavar="N", help="a task (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of a prompt (%(default)s)")
+    parser.add_argument("--chunk", type=int, default=256, metavar="B", help="(%(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, metavar="G", help="(%(default)s)")
+    parser.add_argument("--system", default="npumoe", help="a key of moelab.ane.systems.SYSTEMS (%(default)s)")
+    parser.add_argument("--drop", type=float, default=0.14, help="share of routings that shall be dropped, which "
+                        "chooses the slack on the calibration (%(default)s)")
+    parser.add_argument("--slack", type=float, help="factor of all capacities, instead of --drop")
+    parser.add_argument("--calibration", type=int, default=32, metavar="N", help="prompts a source (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
+        chunk: int = 256, group_size: int = 8, system: str = "npumoe", drop: float = 0.14, slack: float | None = None,
+        calibration: int = 32, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Measure; {section: {row: {column: figure}}}, the sections' names say what kind of figures they are.
+
+    Raises
+    ------
+    ValueError : unknown tasks or system, and what the plan objects to.
+    """
+    import torch
+    tasks = tasks.split(",") if isinstance(tasks, str) else list(tasks)
+    live = open_model(model, dtype=torch.float32)
+    texts = [p for s in CALIBRATION for p in datasets.prompts(s, calibration, tokens=tokens, seed=seed, split="train")]
+    plan, slack, expected = fitting_plan(record(live, texts), chunk, drop, slack, group_size=group_size, system=system)
+
+    counts: dict[str, list[LayerCount]] = {name: [] for name in MODES}
+    modes = {"dense": nullcontext} | {name: partial(counted, live, plan, order, seed, counts[name])
+                                      for name, order in MODES.items()}
+    found = accuracy.compare(live, modes, tasks, n=prompts, windows=max(prompts // 4, 4), tokens=tokens, seed=seed,
+                             batch_size=1)          # prompts of a batch would compete for the same capacities
+    print("\n" + accuracy.table(found), flush=True)
+    of = {name: dict(zip(found["scores"], of_task)) for name, of_task in counts.items()}
+    return {
+        "plan (exact)": {"slack": slack, "chunk": float(chunk), "layers": float(plan.spec.L),
+                         "expert graphs a chunk": float(plan.launches), "rows a chunk": float(plan.slots),
+                         "drop rate on the calibration": expected},
+        "accuracy (measured), drops and padding (exact)": {
+            f"{task}: {mode}": {key: row[key] for key in COLUMNS if key in row}
+            | (rates(of[mode][task]) if mode in of else {})
+            for task, by_mode in found["scores"].items() for mode, row in by_mode.items()},
+        "NPUMoE Table 3 (paper), PhiMoE": {name: {"dropped": dropped, "padded": padded}
+                                           for name, (dropped, padded) in TABLE_3.items()},
+    }
+
+
+def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | None = None, **options: Any
+                 ) -> tuple[Plan, float, float]:
+    """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of the trace's routings.
+
+    Each prompt of the trace has chunks of its own. `options` are those of `make_plan`.
+    """
+    found = calibrate(trace)
+    ids, sequence = (values[trace.phase == PREFILL] for values in (trace.ids, trace.sequence))
+    loads = np.concatenate([loads_of_ids(ids[sequence == s], chunk, trace.spec.E) for s in sequence.unique()])
+    plans = {factor: make_plan(trace.spec, found.counts(PREFILL), found.tokens[PREFILL], chunk, slack=factor, **options)
+             for factor in ([slack] if slack is not None else [round(0.05 * i, 2) for i in range(4, 41)])}
+    rates = {factor: count(plan, loads).drop_rate for factor, plan in plans.items()}
+    best = min(rates, key=lambda factor: abs(rates[factor] - drop))
+    return plans[best], best, rates[best]
+
+
+def rates(counts: LayerCount) -> dict[str, float]:
+    """What the plan did, as columns of the table."""
+    return {"dropped": counts.drop_rate, "padded": counts.padded_fraction,
+            "launches a chunk and layer": counts.launches / counts.chunks}
+
+
+@contextmanager
+def counted(model: Any, plan: Plan, order: str, seed: int, into: list[LayerCount]) -> Iterator[Any]:
+    """`prefill_through`, whose counts go into a list at the end."""
+    with prefill_through(model, plan, order=order, seed=seed) as ane:
+        yield ane
+    into.append(ane.total)

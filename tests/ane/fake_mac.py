@@ -1,0 +1,105 @@
+"""Core ML's runtime classes as a Mac would have them, made of the evaluator; as a script, `probe`'s other process.
+
+The compute plan is built from coremltools' own records. `FAKE` in the environment says how the Mac behaves: which
+operations fall back to the CPU ("softmax,matmul"), or "crash", "hang", "wrong" (outputs that are off).
+"""
+
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import coremltools as ct
+import numpy as np
+from coremltools.models import compute_plan as cp
+from coremltools.models.compute_device import MLCPUComputeDevice, MLNeuralEngineComputeDevice
+
+from moelab.ane import mac
+from moelab.ane.evaluator import Evaluator
+from moelab.ane.package import read_package
+
+behaviour = os.environ.get("FAKE", "")
+
+
+class Model(ct.models.MLModel):
+    """An MLModel that predicts off a Mac."""
+
+    def __init__(self, model, skip_model_load=False, compute_units=ct.ComputeUnit.ALL, function_name=None, **options):
+        super().__init__(model, skip_model_load=True, compute_units=compute_units, **options)
+        self.evaluator = None
+        if not skip_model_load:
+            assert isinstance(model, str) and compute_units is ct.ComputeUnit.CPU_AND_NE
+            self.evaluator = Evaluator(model, function_name, "fp16")
+
+    def predict(self, data, state=None):
+        if behaviour == "crash":
+            os.kill(os.getpid(), 11)
+        if behaviour == "hang":
+            time.sleep(60)
+        assert all(value.dtype == np.float32 for value in data.values())
+        out = self.evaluator(data, state)
+        return {name: (1.2 if behaviour == "wrong" else 1.0) * value.numpy() for name, value in out.items()}
+
+    def make_state(self):
+        return self.evaluator.make_state()
+
+    def get_compiled_model_path(self):
+        return str(self.package_path)
+
+
+class Plan:
+    """MLComputePlan of a package, whose operations named in `behaviour` go to the CPU."""
+
+    def __init__(self, path):
+        functions = {}
+        for name, function in read_package(path).functions.items():
+            ops = [cp.MLModelStructureProgramOperation(
+                {}, f"ios18.{op.type}", [cp.MLModelStructureProgramNamedValueType(v.name, None) for v in op.outputs],
+                [], None) for op in function.ops]
+            block = cp.MLModelStructureProgramBlock([], ops, list(function.outputs))
+            functions[name] = cp.MLModelStructureProgramFunction([], block)
+        self.model_structure = cp.MLModelStructure(None, cp.MLModelStructureProgram(functions), None)
+
+    @classmethod
+    def load_from_path(cls, path, compute_units=ct.ComputeUnit.ALL):
+        assert compute_units is ct.ComputeUnit.CPU_AND_NE
+        return cls(path)
+
+    def get_compute_device_usage_for_mlprogram_operation(self, operation):
+        kind = operation.operator_name.split(".")[1]
+        if kind == "const":
+            return None
+        cpu, ane = (cls.__new__(cls) for cls in (MLCPUComputeDevice, MLNeuralEngineComputeDevice))
+        falls = kind in behaviour.split(",")
+        return cp.MLComputePlanDeviceUsage(cpu if falls else ane, [cpu] if falls else [cpu, ane])
+
+    def get_estimated_cost_for_mlprogram_operation(self, operation):
+        return cp.MLComputePlanCost(0.01)
+
+
+class Monitor:
+    """ZeusMonitor on a Mac: every window took 600 mJ."""
+
+    soc_is_present = True
+
+    def __init__(self, gpu_indices=None, cpu_indices=None):
+        self.open = set()
+
+    def begin_window(self, key, sync_execution=True, restart=False):
+        assert key not in self.open and not sync_execution
+        self.open.add(key)
+
+    def end_window(self, key, sync_execution=True, cancel=False):
+        self.open.remove(key)
+        return SimpleNamespace(soc_energy=SimpleNamespace(ane_mj=400, cpu_total_mj=150, gpu_mj=None, dram_mj=50))
+
+
+def install(patch=setattr):
+    """Put them where moelab looks for them."""
+    patch(ct.models, "MLModel", Model)
+    patch(cp, "MLComputePlan", Plan)
+
+
+if __name__ == "__main__":
+    install()
+    mac.main(sys.argv[1:])

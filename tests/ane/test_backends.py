@@ -1,0 +1,152 @@
+"""A converted model's packages run whole prefills: what they compute, share with decoding, and refuse."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("coremltools")
+
+import moelab
+from moelab.ane.backends import ConvertedBackend, TorchBackend, forward_replaced
+from moelab.ane.convert import Settings, convert_model
+from moelab.ane.converted import ConvertedModel
+from moelab.ane.parity import LOGITS, parity
+from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
+from moelab.ane.runtime import prefill_through
+from moelab.experts.tiers import Tiers
+from tests.models import tiny
+
+CHUNK, CONTEXT = 16, 64
+
+
+def make_plan(spec):
+    """Two groups on the ANE and one on the CPU in each layer of eight experts; the first overflows."""
+    groups = (PlannedGroup((2, 0, 5), 4, "ane", 1), PlannedGroup((7,), 16, "ane", 1),
+              PlannedGroup((1, 3, 4, 6), 16, "cpu", 1))
+    capacity = tuple(4 if e in (2, 0, 5) else 16 for e in range(8))
+    return Plan(spec, CHUNK, "npumoe", (LayerPlan(Tiers((16, 4), capacity), groups, "ane"),) * spec.L)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Qwen3-MoE of two layers, the first one dense."""
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=2, mlp_only_layers=[0])
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return moelab.open_model(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, model, tmp_path_factory):
+    """Converted as it lies on the disk, with fp16 weights."""
+    return convert_model(checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec),
+                         Settings(context=CONTEXT), validate=False).folder
+
+
+@pytest.fixture(scope="module")
+def halves(model):
+    """The model with its weights rounded to fp16, in float32: what a perfect conversion computes."""
+    rounded = moelab.open_model(model.config._name_or_path)
+    for p in rounded.parameters():
+        p.data = p.data.half().float()
+    return rounded
+
+
+def prompt(n, seed=0):
+    return torch.randint(3, 96, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_prefill_through_packages_is_the_models(folder, halves):
+    expected = halves(prompt(41)).logits
+    backend = ConvertedBackend(folder)
+    with prefill_through(halves, backend=backend, overflow="pad") as ane:
+        found = halves(prompt(41)).logits
+        assert ane.attention == "graphs" and ane.total.launches > 0
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert "forward" not in vars(halves.base_model.layers[0].self_attn)
+    assert len(backend._groups) == 2 and len(backend._attention) == 2 and backend.alarms == []
+
+
+@torch.no_grad()
+def test_the_packages_are_really_run(folder, halves):
+    """A backend whose graphs return zeros changes the logits: attention and experts both come from it."""
+    expected = halves(prompt(20)).logits
+    for what in ("group", "attention"):
+        backend = ConvertedBackend(folder)
+        real = getattr(backend.converted, what)
+
+        def silent(*args, real=real, **options):
+            graph = real(*args, **options)
+            run = graph.run
+            graph.run = lambda *given: {name: 0 * value for name, value in run(*given).items()}
+            graph.run.dtype = torch.float64
+            return graph
+        setattr(backend.converted, what, silent)
+        with prefill_through(halves, backend=backend, overflow="pad"):
+            assert (halves(prompt(20)).logits - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_pruned_it_drops_what_torch_drops(folder, halves):
+    found = {}
+    for name, backend in (("torch", TorchBackend(ConvertedModel(folder).plan)), ("graphs", ConvertedBackend(folder))):
+        with prefill_through(halves, backend=backend, order="router") as ane:
+            found[name] = halves(prompt(48, 3)).logits, ane.by_layer
+    assert torch.allclose(found["torch"][0], found["graphs"][0], atol=1e-4)
+    assert found["torch"][1] == found["graphs"][1] and found["torch"][1][0].drop_rate > 0
+
+
+@torch.no_grad()
+def test_decoding_goes_on_from_the_packages_cache(folder, halves):
+    ids = prompt(35, 1)
+    expected = halves.generate(ids, max_new_tokens=6, do_sample=False)
+    with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
+        assert torch.equal(halves.generate(ids, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_parity_measures_differences_and_judges_them(folder, halves, model):
+    prompts = [prompt(n, n)[0].tolist() for n in (9, 33)]
+    found = parity(folder, halves, prompts)
+    assert found.ok and found.same.all() and found.last.max() < 1e-4 and found.backend == "evaluator"
+    assert found.counts.drop_rate == 0 and (found.worst >= found.last).all()
+    summary = found.summary()
+    assert summary["prompts"] == 2 and summary["as it should be"] is True
+    half = parity(folder, model, prompts, mode="fp16")
+    assert 0 < half.last.max() and half.last.max() > found.last.max()
+    other = moelab.open_model(model.config._name_or_path)
+    other.base_model.layers[1].self_attn.o_proj.weight.data *= 1.5           # no longer the model that was converted
+    worse = parity(folder, other, prompts)
+    assert not worse.ok and worse.last.max() > LOGITS
+    with pytest.raises(ValueError, match="at least one"):
+        parity(folder, model, [])
+
+
+@torch.no_grad()
+def test_what_graphs_cannot_do_is_refused(folder, halves, tmp_path):
+    with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
+        with pytest.raises(ValueError, match="context"):
+            halves(prompt(CONTEXT + 5))
+    stateful = tmp_path / "stateful"
+    shutil.copytree(folder, stateful)
+    manifest = json.loads((stateful / "manifest.json").read_text())
+    manifest["settings"]["stateful"] = True
+    (stateful / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="stateful"):
+        ConvertedBackend(stateful)
+    llama = moelab.open_model(tiny.save("llama4_text", tmp_path / "llama"))
+    with pytest.raises(ValueError, match="Llama 4"), ConvertedBackend(folder).attention(llama):
+        pass
+
+
+def test_forward_replaced_gives_back_what_was_there():
+    module = torch.nn.Linear(2, 2)
+    with forward_replaced(module, lambda x: x + 1):
+        with forward_replaced(module, lambda x: x + 2):
+            assert float(module(torch.zeros(1))) == 2
+        assert float(module(torch.zeros(1))) == 1
+    assert "forward" not in vars(module) and module(torch.zeros(1, 2)).shape == (1, 2)

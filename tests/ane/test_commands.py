@@ -1,0 +1,102 @@
+"""`python -m moelab ane …`: what it prints, writes and answers with."""
+
+import json
+
+import pytest
+import torch
+
+import moelab
+from moelab.__main__ import main
+from moelab.ane import commands, mac
+from moelab.ane.plan import Plan
+from moelab.ane.published import TABLE_5
+from moelab.ane.timing import save_samples
+from moelab.calibration import calibrate
+from moelab.recording import record
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=1, mlp_only_layers=[])
+
+
+@pytest.fixture(scope="module")
+def calibration(checkpoint, tmp_path_factory):
+    ids = torch.randint(3, 96, (4, 32), generator=torch.Generator().manual_seed(0)).tolist()
+    found = calibrate(record(moelab.open_model(checkpoint), ids), "four random prompts")
+    return found.save(tmp_path_factory.mktemp("calibration") / "c.safetensors")
+
+
+@pytest.mark.parametrize("card", ["Qwen3-30B-A3B", "Phi-3.5-MoE"])
+def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    samples = save_samples(tmp_path / "samples.json", TABLE_5, "some Mac")
+    assert main(["ane", "plan", card, "--layers", "0,31", "--prompt", "512", "--samples", str(samples),
+                 "--save", str(path)]) == 0
+    out, plan = capsys.readouterr().out, Plan.load(path)
+    assert plan.spec.name == card and plan.popularity == "assumed: typical"
+    assert f"launches {plan.launches} expert graphs" in out and "512 tokens on some Mac, modelled" in out
+    assert plan.largest_graph_bytes <= 1200 * 2**20
+
+
+def test_what_does_not_fit_is_said(capsys):
+    assert main(["ane", "plan", "Mixtral-8x7B", "--max-graph-mb", "500", "--layers", "0", "--prompt", "64"]) == 0
+    assert "Does not fit: groups of 1 instead of 8 experts" in capsys.readouterr().out
+
+
+def test_a_plan_from_a_calibration_of_that_very_model(checkpoint, calibration, capsys, tmp_path):
+    arguments = ["ane", "plan", str(checkpoint), "--calibration", str(calibration), "--chunk", "32"]
+    assert main(arguments) == 0
+    assert "calibrated on four random prompts" in capsys.readouterr().out
+    other = tiny.save("qwen3_moe", tmp_path / "other", seed=1, num_hidden_layers=1, mlp_only_layers=[])
+    assert main([*arguments[:2], str(other), *arguments[3:]]) == 2
+    assert "another model" in capsys.readouterr().err
+
+
+def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("coremltools")
+    folder = tmp_path / "ane"
+    assert main(["ane", "convert", str(checkpoint), str(folder), "--chunk", "32", "--context", "64",
+                 "--calibration", str(calibration), "--group-size", "4"]) == 0
+    assert "differ from torch by" in capsys.readouterr().out
+    status = main(["ane", "lint", str(folder), "--json"])
+    reports = json.loads(capsys.readouterr().out)
+    packages = json.loads((folder / "manifest.json").read_text())["layers"][0]
+    assert len(reports) == 1 + sum("file" in group for group in packages["groups"])
+    assert status == (0 if all(report["clean"] for report in reports) else 1)
+    assert main(["ane", "lint", str(folder / packages["attention"]["file"])]) in (0, 1)
+    assert "softmax" in capsys.readouterr().out
+    assert main(["ane", "parity", str(folder)]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
+    real = commands._model_of
+
+    def with_tokenizer(converted, at):
+        model = real(converted, at)
+        model.tokenizer = lambda text: {"input_ids": [3 + ord(c) % 90 for c in text[:40]]}
+        return model
+    monkeypatch.setattr(commands, "_model_of", with_tokenizer)
+    assert main(["ane", "parity", str(folder), "--prompts", "3", "--checkpoint", str(checkpoint)]) == 0
+    assert "same next token" in capsys.readouterr().out
+    assert main(["ane", "convert", str(checkpoint), str(folder)]) == 2
+    assert "not overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["doctor", "x"], ["bench", "x"], ["calibrate", "x.json"]])
+def test_without_a_mac_it_says_so_and_ends_with_2(arguments, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mac.platform, "system", lambda: "Linux")
+    assert main(["ane", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert f"ane {arguments[0]} needs a Mac" in error and "Traceback" not in error and list(tmp_path.iterdir()) == []
+
+
+def test_bad_input(capsys):
+    assert main(["ane", "plan", "Qwen3-30B"]) == 2
+    assert "Qwen3-30B-A3B" in capsys.readouterr().err
+    assert main(["ane", "plan", "Phi-3.5-MoE", "--layers", "32"]) == 2
+    assert "0 to 31" in capsys.readouterr().err
+    assert commands._grid("1x32,8x256") == [(1, 32), (8, 256)]
+    for text in ("8", "8x", "0x32", "1x2x3"):
+        with pytest.raises(ValueError, match="--grid"):
+            commands._grid(text)
