@@ -2,7 +2,8 @@
 
 As in `moelab.viz.figures`, nothing is computed beyond what drawing needs, and nothing depends on colour alone: lines
 differ in dash and marker, bars in pattern, and what is measured is points where a formula is a line. Times come in
-seconds and are drawn in milliseconds, shares come from 0 to 1 and are drawn in per cent, sizes come in bytes.
+seconds and are drawn in milliseconds, shares come from 0 to 1 and are drawn in per cent, sizes come in bytes; what
+`dropping` and `differences` get is in the unit of its axis.
 """
 
 from __future__ import annotations
@@ -35,34 +36,54 @@ def padding(series: Mapping[str, Points], kind: str = "exact") -> go.Figure:
     return _styled(figure, kind)
 
 
-def dropping(series: Mapping[str, Sequence[tuple[float, float, float, float, float]]], reference: float | None = None,
-             title: str = "capacity factor", accuracy: str = "accuracy (%)", kind: str = "measured") -> go.Figure:
-    """Drop rate and accuracy against the capacity factor, one above the other.
+def dropping(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]],
+             title: str = "capacity factor", kind: str = "measured") -> go.Figure:
+    """What is dropped, and what that costs, against the room that experts have: panels one above the other.
 
     Parameters
     ----------
-    series : {who is dropped, or the task: [(factor, drop rate, accuracy, low, high), …]}, all but the factor from 0 to
-        1; low and high are the accuracy's interval.
-    reference : accuracy without dropping, drawn across.
+    panels : {vertical title: {series: [(room, value, low, high), …]}}, in the title's unit; low and high are the ends
+        of an interval, or the value itself. Series of one name look alike in all panels.
     title : of the horizontal axis, which may be another measure of the room.
     """
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07)
-    for i, (name, points) in enumerate(series.items()):
-        x, drop, value, low, high = _columns(points)
-        look = {**_line(i), "name": name, "legendgroup": name}
-        figure.add_scatter(x=x, y=100 * drop, **look, row=1, col=1,
-                           hovertemplate="%{x:g}: %{y:.1f} % dropped<extra>" + name + "</extra>")
-        figure.add_scatter(x=x, y=100 * value, **look, showlegend=False, row=2, col=1, error_y={
-            "type": "data", "symmetric": False, "array": 100 * (high - value), "arrayminus": 100 * (value - low),
-            "thickness": 1.2, "width": 3}, hovertemplate="%{x:g}: %{y:.1f} %<extra>" + name + "</extra>")
-    if reference is not None:
-        figure.add_hline(y=100 * reference, row=2, col=1, line={"color": GREY, "dash": "dash", "width": 1.5},
-                         annotation_text=f"nothing dropped: {100 * reference:.1f} %", annotation_position="bottom left",
-                         annotation_font={"size": 11, "color": GREY})
-    figure.update_xaxes(title=title, row=2, col=1)
-    figure.update_yaxes(title="dropped (% of choices)", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title=accuracy, row=2, col=1)
-    return _styled(figure, kind, height=540)
+    figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.06)
+    names = list(dict.fromkeys(name for of in panels.values() for name in of))
+    shown: set[str] = set()
+    for row, (vertical, of) in enumerate(panels.items(), 1):
+        for name, points in of.items():
+            x, value, low, high = _columns(points)
+            figure.add_scatter(x=x, y=value, **_line(names.index(name)), name=name, legendgroup=name,
+                               showlegend=name not in shown, row=row, col=1,
+                               error_y={"type": "data", "symmetric": False, "array": high - value,
+                                        "arrayminus": value - low, "thickness": 1.2, "width": 3},
+                               hovertemplate="%{x:g}: %{y:.1f}<extra>" + name + "</extra>")
+            shown.add(name)
+        figure.update_yaxes(title=vertical, row=row, col=1)
+    figure.update_xaxes(title=title, row=len(panels), col=1)
+    return _styled(figure, kind, height=140 + 190 * len(panels))
+
+
+def differences(panels: Mapping[str, Mapping[str, tuple[float, float, float]]], title: Mapping[str, str] | str,
+                kind: str = "measured") -> go.Figure:
+    """Each way's difference from a baseline with its interval, a panel a task: {panel: {way: (value, low, high)}}.
+
+    title : of the horizontal axes with their unit, one for all or one for each panel; 0 is the baseline.
+    """
+    figure = make_subplots(rows=1, cols=len(panels), shared_yaxes=True, horizontal_spacing=0.04,
+                           subplot_titles=list(panels))
+    names = list(dict.fromkeys(name for of in panels.values() for name in of))
+    for column, (panel, of) in enumerate(panels.items(), 1):
+        value, low, high = np.array(list(of.values()), dtype=float).T
+        figure.add_scatter(x=value, y=list(of), mode="markers", name=panel, showlegend=False, row=1, col=column,
+                           marker={"size": 10, "symbol": "diamond", "color": theme.BLUE,
+                                   "line": {"color": theme.BLACK, "width": 1}},
+                           error_x={"type": "data", "symmetric": False, "array": high - value,
+                                    "arrayminus": value - low, "color": "#333333", "thickness": 1.5, "width": 4},
+                           hovertemplate="%{y}: %{x:+.1f}<extra>" + panel + "</extra>")
+        figure.add_vline(x=0, row=1, col=column, line={"color": theme.BLACK, "dash": "dash", "width": 1.5})
+        figure.update_xaxes(title=title if isinstance(title, str) else title[panel], row=1, col=column)
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
+    return _styled(figure, kind, height=150 + 38 * len(names), left=130)
 
 
 def by_layer(dropped: Mapping[str, ArrayLike], padded: Mapping[str, ArrayLike],
@@ -96,9 +117,9 @@ def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
               limits: Mapping[str, Mapping[str, float]] | None = None, kind: str = "measured") -> go.Figure:
     """Time of each executor beside the roofline, a panel a phase: {"prefill, 512 tokens": {executor: its samples, s}}.
 
-    Bars are medians, whiskers run from the tenth to the ninetieth percentile.
+    Points are medians, whiskers run from the tenth to the ninetieth percentile; the time axes are logarithmic.
 
-    limits : {panel: {what limits: seconds}}, lines across the bars that no executor can be left of.
+    limits : {panel: {what limits: seconds}}, lines that no executor can be left of.
     """
     names = list(dict.fromkeys(name for of in found.values() for name in of))
     figure = make_subplots(rows=1, cols=len(found), shared_yaxes=True, horizontal_spacing=0.04,
@@ -106,19 +127,21 @@ def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
     for column, (panel, of) in enumerate(found.items(), 1):
         low, middle, high = np.array([np.quantile(1e3 * np.asarray(samples, dtype=float), (0.1, 0.5, 0.9))
                                       for samples in of.values()]).T
-        figure.add_bar(x=middle, y=list(of), orientation="h", name=panel, showlegend=False, row=1, col=column,
-                       marker={**_bar(0), "line": {"color": theme.BLACK, "width": 1}},
-                       error_x={"type": "data", "symmetric": False, "array": high - middle, "arrayminus": middle - low,
-                                "color": "#333333", "thickness": 1.2, "width": 3},
-                       hovertemplate="%{y}: %{x:.2f} ms<extra>" + panel + "</extra>")
+        figure.add_scatter(x=middle, y=list(of), mode="markers", name=panel, showlegend=False, row=1, col=column,
+                           marker={"size": 10, "symbol": "diamond", "color": theme.BLUE,
+                                   "line": {"color": theme.BLACK, "width": 1}},
+                           error_x={"type": "data", "symmetric": False, "array": high - middle,
+                                    "arrayminus": middle - low, "color": "#333333", "thickness": 1.5, "width": 4},
+                           hovertemplate="%{y}: %{x:.2f} ms<extra>" + panel + "</extra>")
         for i, (name, seconds) in enumerate((limits or {}).get(panel, {}).items()):
-            figure.add_vline(x=1e3 * seconds, row=1, col=column, annotation_text=f"{name}: {1e3 * seconds:.2f} ms",
-                             line={"color": theme.VERMILLION, "dash": ("dash", "dot", "dashdot")[i % 3], "width": 2},
-                             annotation_position="bottom right", annotation_yshift=14 * i,
-                             annotation_font={"size": 11}, annotation_bgcolor="rgba(255,255,255,0.85)")
-        figure.update_xaxes(title="time of a layer's experts (ms)", rangemode="tozero", row=1, col=column)
+            label = f"{panel.split(',')[0]}: {name}, {1e3 * seconds:.2f} ms"
+            figure.add_scatter(x=[1e3 * seconds] * len(names), y=names, mode="lines", name=label, row=1, col=column,
+                               line={"color": theme.VERMILLION, "dash": ("dash", "dot", "dashdot")[i % 3], "width": 2},
+                               hovertemplate=label + "<extra></extra>")
+        figure.update_xaxes(title="time of a layer's experts (ms)", type="log", dtick=1, row=1, col=column)
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
-    return _styled(figure, kind, height=150 + 34 * len(names), left=130)
+    figure = _styled(figure, kind, height=210 + 34 * len(names), left=130)
+    return figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "xanchor": "left"})
 
 
 def selective(measured: Mapping[str, Points], expected: Mapping[str, Points], E: int,

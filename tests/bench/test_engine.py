@@ -116,10 +116,12 @@ def report(tpot, digest="same"):
 
 
 def test_tables_have_a_row_for_every_contender_and_a_reason_for_those_that_are_missing(place):
-    told = {"moelab": report(0.1), "eager": report(0.2), "llama.cpp": {"result": "not installed (x)"}}
+    told = {"moelab": report(0.1), "eager": report(0.2), "moelab fast": report(0.05, "other"),
+            "llama.cpp": {"result": "not installed (x)"}}
     made = bench(place, told)
     rows = engine.resident(made)["everything resident"]
-    assert list(rows) == ["moelab", "eager", "llama.cpp"] and rows["llama.cpp"] == {"result": "not installed (x)"}
+    assert list(rows) == list(told) and rows["llama.cpp"] == {"result": "not installed (x)"}
+    assert rows["moelab fast"]["output"] == "best token 100% as eager"
     assert rows["moelab"]["TPOT s"] == 0.1 and rows["moelab"]["÷ eager"] == 0.5 and rows["moelab"]["MB a token"] == 3
     assert rows["moelab"]["output"] == "= eager" and rows["moelab"]["2nd TTFT s"] == 0.5
     assert made.aims["everything resident: TPOT ÷ eager"] == {"measured": 0.5, "aim": "≤ 1.0", "met": True}

@@ -11,8 +11,11 @@ SAMPLES = {"prefill": {"reference": [0.01, 0.02, 0.03], "packed": [0.01, 0.01, 0
            "decode": {"gemv": [0.001, 0.002], "reference": [0.004, 0.002]}}
 MADE = {
     "padding": figures.padding({"uniform": [(128, 0.2), (64, 0.1)], "Zipf 1": [(64, 0.3), (128, 0.5)]}),
-    "dropping": figures.dropping({"saliency": [(1.0, 0.2, 0.8, 0.7, 0.85), (2.0, 0.0, 0.9, 0.88, 0.92)],
-                                  "random": [(1.0, 0.2, 0.5, 0.4, 0.6), (2.0, 0.0, 0.9, 0.88, 0.92)]}, 0.9),
+    "dropping": figures.dropping({
+        "of choices (%)": {"dropped": [(2.0, 0, 0, 0), (1.0, 20, 20, 20)]},
+        "right answers (%)": {"needle": [(1.0, 80, 70, 85), (2.0, 90, 88, 92)], "dropped": [(1.0, 3, 3, 3)]}}),
+    "differences": figures.differences({"loss": {"random": (3.0, 1.0, 6.0), "router": (1.0, 0.5, 1.5)},
+                                        "needle": {"router": (0.0, -2.0, 2.0)}}, {"loss": "(%)", "needle": "(points)"}),
     "by_layer": figures.by_layer({"tiers": [0.1, 0.2], "groups": [0.1, 0.3]}, {"tiers": [0.3, 0.2], "pad": [0.5, 0.6]},
                                  {"BoolQ": (0.1466, 0.3173)}),
     "executors": figures.executors(SAMPLES, {"decode": {"memory bandwidth": 0.0008}}),
@@ -41,7 +44,7 @@ def test_axes_have_titles_with_units_and_figures_survive_json(name):
 @pytest.mark.parametrize("name, look", [
     ("padding", lambda trace: trace.line.dash), ("dropping", lambda trace: trace.line.dash),
     ("by_layer", lambda trace: trace.line.dash), ("balance", lambda trace: trace.marker.pattern.shape),
-    ("executors", lambda trace: trace.xaxis),
+    ("executors", lambda trace: (trace.mode, trace.xaxis)), ("differences", lambda trace: trace.xaxis),
     ("selective", lambda trace: (trace.mode, trace.line.dash)),
     ("volumes", lambda trace: (trace.mode, trace.line.dash or trace.marker.symbol))])
 def test_no_two_series_differ_by_colour_alone(name, look):
@@ -55,13 +58,22 @@ def test_padding_is_sorted_and_in_per_cent():
     assert MADE["padding"].layout.xaxis.ticktext == ("64", "128")
 
 
-def test_dropping_shows_accuracy_with_its_interval_below_the_drop_rate():
-    drop, accuracy = [trace for trace in MADE["dropping"].data if trace.name == "saliency"]
-    np.testing.assert_allclose(drop.y, [20, 0])
-    np.testing.assert_allclose([accuracy.y, accuracy.error_y.array, accuracy.error_y.arrayminus],
+def test_dropping_sorts_and_shows_intervals_and_a_series_looks_alike_in_all_panels():
+    (first, second), needle = ([trace for trace in MADE["dropping"].data if trace.name == name]
+                               for name in ("dropped", "needle"))
+    np.testing.assert_allclose([first.x, first.y], [[1, 2], [20, 0]])
+    np.testing.assert_allclose([needle[0].y, needle[0].error_y.array, needle[0].error_y.arrayminus],
                                [[80, 90], [5, 2], [10, 2]])
-    assert (drop.showlegend, accuracy.showlegend) == (None, False) and drop.line == accuracy.line
-    assert [note.text for note in MADE["dropping"].layout.annotations] == ["nothing dropped: 90.0 %"]
+    assert (first.showlegend, second.showlegend) == (True, False) and first.line == second.line != needle[0].line
+    assert [axis.title.text for axis in MADE["dropping"].select_yaxes()] == ["of choices (%)", "right answers (%)"]
+
+
+def test_differences_are_points_with_intervals_around_zero():
+    loss = named(MADE["differences"], "loss")
+    np.testing.assert_allclose([loss.x, loss.error_x.array, loss.error_x.arrayminus], [[3, 1], [3, 0.5], [2, 0.5]])
+    assert [shape.x0 for shape in MADE["differences"].layout.shapes] == [0, 0]
+    assert MADE["differences"].layout.yaxis.categoryarray == ("router", "random")
+    assert [axis.title.text for axis in MADE["differences"].select_xaxes()] == ["(%)", "(points)"]
 
 
 def test_a_plan_looks_alike_in_both_panels_and_stands_in_the_legend_once():
@@ -72,12 +84,12 @@ def test_a_plan_looks_alike_in_both_panels_and_stands_in_the_legend_once():
     assert sorted(shape.y0 for shape in MADE["by_layer"].layout.shapes) == pytest.approx([14.66, 31.73])
 
 
-def test_executor_bars_are_medians_in_milliseconds_in_the_order_given():
-    bar = named(MADE["executors"], "prefill")
-    np.testing.assert_allclose([bar.x, bar.error_x.array, bar.error_x.arrayminus], [[20, 10], [8, 8], [8, 0]])
+def test_executors_are_medians_in_milliseconds_in_the_order_given_and_limits_cross_all_of_them():
+    points = named(MADE["executors"], "prefill")
+    np.testing.assert_allclose([points.x, points.error_x.array, points.error_x.arrayminus], [[20, 10], [8, 8], [8, 0]])
     assert MADE["executors"].layout.yaxis.categoryarray == ("gemv", "packed", "reference")
-    assert [shape.x0 for shape in MADE["executors"].layout.shapes] == pytest.approx([0.8])
-    assert "memory bandwidth: 0.80 ms" in [note.text for note in MADE["executors"].layout.annotations]
+    line = named(MADE["executors"], "decode: memory bandwidth, 0.80 ms")
+    assert line.x == pytest.approx([0.8] * 3) and set(line.y) == {"gemv", "packed", "reference"}
 
 
 def test_unique_experts_measured_are_points_and_expected_are_lines():

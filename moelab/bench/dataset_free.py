@@ -1,0 +1,235 @@
+"""Dataset-free prefetching in the offloading engine: what of it real answers use, beside calibration on other data.
+
+Source: GPU-NDP §III-D, Fig. 6 and 7. A prompt runs through a model whose experts lie in a store; then the x most used
+experts of each layer are made resident, and nothing else is kept while the answer is decoded. Who is most used says the
+prompt itself (dataset-free), other prompts of the same source, or other sources. Utilisation is the share of resident
+experts that a decode step uses: hits that the engine counts, exact; intervals are of 95 %, over prompts (bootstrap).
+
+The engine stays as it is: the pool has room for x experts a layer, the eviction policy `Chosen` keeps the chosen ones
+and refuses all others, and calling a layer's experts once with the chosen ids makes them resident. Left out: doing the
+loading while something else runs; the residency only starts with the answer.
+
+    counts [L, E]   resident bool [L, E]   wanted bool [D, L, E], what each of D decode steps uses
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.cache.pools import Pools
+from moelab.datasets import prompts
+from moelab.models import discover, open_model
+from moelab.ndp.prefetch import most_used
+from moelab.progress import progress
+from moelab.recording import record
+from moelab.runtime.convert import convert
+from moelab.runtime.offload import offload
+from moelab.runtime.slots import Sizes
+from moelab.specs import ExpertKey
+from moelab.store.layout import ExpertStore
+
+SOURCES = ("code", "prose", "lookup")
+WAYS = ("dataset-free", "calibrated, same source", "calibrated, other sources")
+Interval = tuple[float, float, float]
+
+
+class Chosen:
+    """An eviction policy that keeps the experts of `keys` and lets no other one in once the pool is full."""
+
+    selective = True
+
+    def __init__(self) -> None:
+        self.keys: set[ExpertKey] = set()
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        pass
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        return next(key for key in resident if key not in self.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One answer of D + 1 tokens under one choice of resident experts.
+
+    Attributes
+    ----------
+    tokens : int64 [D + 1], the answer, greedy; the same whatever is resident.
+    counts : int64 [L, E], the prompt's tokens for each expert. resident, wanted : see the file's docstring.
+    hits, requests : experts that decode steps found resident, and wanted; counted by the engine.
+    read_bytes : read while decoding.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    resident: np.ndarray
+    wanted: np.ndarray
+    hits: int
+    requests: int
+    read_bytes: int
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the resident experts that a decode step uses, on average."""
+        return self.hits / (int(self.resident.sum()) * len(self.wanted))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the experts that a decode step uses that are resident."""
+        return self.hits / self.requests
+
+
+class Prefetcher:
+    """A store's model that keeps x chosen experts of each layer; a context manager.
+
+    Raises
+    ------
+    ValueError : x is not between 1 and E.
+    """
+
+    def __init__(self, store: ExpertStore | str | Path, x: int) -> None:
+        store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+        self.spec, self.x, self.policy = store.spec, x, Chosen()
+        if not 1 <= x <= self.spec.E:
+            raise ValueError(f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched")
+        sizes, staging = Sizes.of(store), self.spec.K + 2
+        self.model = offload(store, self.spec.L * x * sizes.full + staging * sizes.in_flight, policy=self.policy,
+                             plan=Pools(F=x), scope="layer", staging=staging)
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model.moelab.close()
+
+    def answers(self, ids: Sequence[int], steps: int,
+                choose: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> dict[str, Answer]:
+        """Run a prompt once, and answer it once for each way of choosing.
+
+        Parameters
+        ----------
+        ids : the prompt. steps : decode steps D; no end of text ends an answer before.
+        choose : name → counts [L, E] of the prompt's tokens → resident [L, E], x experts a layer.
+        """
+        offloading = self.model.moelab
+        self.policy.keys = set()
+        offloading.reset()
+        with torch.inference_mode():
+            out = self.model(input_ids=torch.tensor([list(ids)]), use_cache=True)
+            counts = self._by_expert(offloading.steps)[0]
+            found = {}
+            for name, way in choose.items():
+                resident = way(counts)
+                self._load(resident)
+                offloading.reset()
+                tokens = self._decode(out.logits, copy.deepcopy(out.past_key_values), steps)
+                counters = offloading.residency.counters
+                found[name] = Answer(tokens, counts, resident, self._by_expert(offloading.steps) > 0,
+                                     sum(counters.hits.values()), counters.requests,
+                                     sum(event.bytes for event in offloading.timeline))
+        return found
+
+    def _load(self, resident: np.ndarray) -> None:
+        """The intermediate step (Fig. 7, 2): exactly these experts are in memory afterwards."""
+        self.policy.keys = {ExpertKey(*key) for key in np.argwhere(resident).tolist()}
+        for layer in discover(self.model):
+            ids = torch.from_numpy(np.flatnonzero(resident[layer.index]))[None]
+            nothing = torch.zeros(1, self.spec.H, dtype=self.model.dtype)
+            layer.experts(nothing, ids, torch.zeros(ids.shape, dtype=self.model.dtype))
+
+    def _decode(self, logits: torch.Tensor, past: Any, steps: int) -> np.ndarray:
+        ends = self.model.generation_config.eos_token_id
+        ends, tokens = [] if ends is None else ends, []
+        while True:
+            last = logits[:, -1].clone()
+            last[:, ends] = -torch.inf
+            tokens.append(last.argmax(-1, keepdim=True))
+            if len(tokens) > steps:
+                return torch.cat(tokens).reshape(-1).numpy()
+            logits = self.model(input_ids=tokens[-1], past_key_values=past, use_cache=True).logits
+
+    def _by_expert(self, steps: Sequence[Sequence[tuple[int, Mapping[int, int]]]]) -> np.ndarray:
+        """What the engine's forwards routed: tokens of each expert, int64 [forwards, L, E]."""
+        found = np.zeros((len(steps), self.spec.L, self.spec.E), np.int64)
+        for forward, layers in enumerate(steps):
+            for layer, tokens in layers:
+                found[forward, layer, list(tokens)] = list(tokens.values())
+        return found
+
+
+def interval(values: Sequence[float], samples: int = 4000, seed: int = 0) -> Interval:
+    """Mean and its 95 % bootstrap interval: (mean, low, high)."""
+    values = np.asarray(values, float)
+    picks = np.random.default_rng(seed).integers(len(values), size=(samples, len(values)))
+    return float(values.mean()), *map(float, np.quantile(values[picks].mean(1), [0.025, 0.975]))
+
+
+def calibration(model: Any, sources: Sequence[str], n: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Counts [L, E] of n prompts of each source's train split: what a calibration run knows."""
+    return {source: record(model, [p.text for p in prompts(source, n, tokens=tokens, seed=seed, split="train")]
+                           ).counts().numpy() for source in sources}
+
+
+def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """The choosers of `WAYS` for a prompt of that source."""
+    same, others = history[source], sum(counts for name, counts in history.items() if name != source)
+    known = (most_used(same, x), most_used(others, x))
+    return {WAYS[0]: lambda counts: most_used(counts, x), WAYS[1]: lambda _: known[0], WAYS[2]: lambda _: known[1]}
+
+
+def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8, steps: int = 16, tokens: int = 256,
+            calibrated: int = 48, seed: int = 0,
+            sources: Sequence[str] = SOURCES) -> dict[str, list[dict[str, Answer]]]:
+    """source → for each of n prompts of its test split an `Answer` by each of `WAYS`.
+
+    model : the store's model, whole, to calibrate with. x : 0 for K. calibrated : prompts of each source's train split.
+    """
+    history, found = calibration(model, sources, calibrated, tokens, seed), {}
+    with Prefetcher(store, x or model.spec.K) as prefetcher:
+        for source in sources:
+            asked = [model.tokenizer(p.text)["input_ids"]
+                     for p in prompts(source, n, tokens=tokens, seed=seed, split="test")]
+            choose = ways(history, source, prefetcher.x)
+            found[source] = [prefetcher.answers(ids, steps, choose)
+                             for ids in progress(asked, f"prefetching for {source}", unit="prompt")]
+    return found
+
+
+def table(found: Mapping[str, Sequence[Mapping[str, Answer]]]) -> dict[str, dict[str, dict[str, Interval]]]:
+    """{source or "all": {way: {"utilisation", "hit rate", "lead"}}}; lead is the dataset-free utilisation less this."""
+    rows = {}
+    for source, answers in [*found.items(), ("all", [answer for of in found.values() for answer in of])]:
+        of = {way: [answer[way] for answer in answers] for way in answers[0]}
+        free = np.array([answer.utilisation for answer in of[WAYS[0]]])
+        rows[source] = {way: {
+            "utilisation": interval([answer.utilisation for answer in mine]),
+            "hit rate": interval([answer.hit_rate for answer in mine]),
+            "lead": interval(free - [answer.utilisation for answer in mine])} for way, mine in of.items()}
+    return rows
+
+
+def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Every figure of the command line: exact counts, intervals over prompts."""
+    model = open_model()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(model, convert(None, f"{folder}/store", codec="raw"), x, prompts_each, steps, seed=seed)
+    ends = ("", ", low", ", high")
+    return {f"{source}: utilisation of prefetched experts (exact counts)": {
+        way: {what + end: value for what, triple in row.items() for end, value in zip(ends, triple)}
+        for way, row in rows.items()} for source, rows in table(found).items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts-each", type=int, default=8, help="prompts of each source (default: 8)")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of each answer (default: 16)")
+    parser.add_argument("--x", type=int, default=0, help="experts prefetched a layer (default: K)")
+    parser.add_argument("--seed", type=int, default=0, help="picks the prompts (default: 0)")

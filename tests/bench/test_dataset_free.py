@@ -1,0 +1,108 @@
+"""Dataset-free prefetching in the engine: what is resident, what is counted, against sets and a recording."""
+
+import numpy as np
+import pytest
+import torch
+
+import moelab
+from moelab.bench import dataset_free as bench
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.specs import ExpertKey, State
+from moelab.trace import DECODE, PREFILL
+
+X, STEPS = 3, 5
+
+
+@pytest.fixture(scope="module")
+def small():
+    return moelab.open_model()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return moelab.convert(None, tmp_path_factory.mktemp("dataset_free") / "store", codec="raw")
+
+
+@pytest.fixture(scope="module")
+def found(small, store):
+    """(prompt, answers by three ways, one after the other in the same engine)."""
+    rng = np.random.default_rng(0)
+    fixed = bench.most_used(rng.random((small.spec.L, small.spec.E)), X)
+    ids = small.tokenizer("def add(a, b):\n    return a + b\n")["input_ids"]
+    choose = {"free": lambda counts: bench.most_used(counts, X), "fixed": lambda counts: fixed,
+              "again": lambda counts: bench.most_used(counts, X)}
+    with bench.Prefetcher(store, X) as prefetcher:
+        return ids, prefetcher.answers(ids, STEPS, choose)
+
+
+def test_the_answer_is_that_of_transformers_whatever_is_resident(small, found):
+    ids, answers = found
+    with torch.inference_mode():
+        whole = small.generate(torch.tensor([ids]), max_new_tokens=STEPS + 1, min_new_tokens=STEPS + 1, do_sample=False)
+    for answer in answers.values():
+        assert answer.tokens.tolist() == whole[0, len(ids):].tolist()
+
+
+def test_counts_and_wanted_experts_are_those_of_a_recording(small, found):
+    ids, answers = found
+    trace = moelab.record(small, [ids], max_new_tokens=STEPS + 1, min_new_tokens=STEPS + 1)
+    prefill, decode = (trace.ids[trace.phase == phase].tolist() for phase in (PREFILL, DECODE))
+    for answer in answers.values():
+        for layer in range(small.spec.L):
+            for expert in range(small.spec.E):
+                assert answer.counts[layer, expert] == sum(token[layer].count(expert) for token in prefill)
+                assert answer.wanted[:, layer, expert].tolist() == [expert in token[layer] for token in decode]
+
+
+def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
+    """Its counters against sets: nothing but the chosen stays in memory, from the first decode step to the last."""
+    spec = small.spec
+    for answer in found[1].values():
+        assert answer.resident.sum(1).tolist() == [X] * spec.L
+        hits = sum(len(set(np.flatnonzero(step[layer])) & set(np.flatnonzero(answer.resident[layer])))
+                   for step in answer.wanted for layer in range(spec.L))
+        assert answer.hits == hits and answer.requests == STEPS * spec.L * spec.K
+        assert answer.utilisation == pytest.approx(hits / (X * spec.L * STEPS))
+        assert answer.hit_rate * spec.K == pytest.approx(answer.utilisation * X)
+    answers = found[1]
+    assert answers["free"].hits == answers["again"].hits != answers["fixed"].hits
+    fewer, more = sorted((answers["free"], answers["fixed"]), key=lambda answer: answer.hits)
+    assert fewer.read_bytes > more.read_bytes
+
+
+def test_the_policy_keeps_the_chosen():
+    policy = bench.Chosen()
+    residency = Residency(1, 8, Pools(F=2), policy, scope="layer")
+    residency.begin(0, {0: 1, 1: 1, 2: 1})                              # nothing is chosen yet
+    policy.keys = {ExpertKey(0, 5), ExpertKey(0, 1)}
+    residency.begin(0, {1: 1, 5: 1})
+    for step in ({0: 1, 7: 1}, {1: 1, 3: 1}, {5: 2, 6: 1}):
+        residency.begin(0, step)
+        assert set(residency.resident(State.FULL)) == policy.keys
+
+
+def test_intervals():
+    mean, low, high = bench.interval(np.r_[np.zeros(50), np.ones(50)])
+    error = 1.96 * 0.5 / 10
+    assert mean == 0.5 and low == pytest.approx(0.5 - error, abs=0.02) and high == pytest.approx(0.5 + error, abs=0.02)
+    assert bench.interval([0.3, 0.3]) == pytest.approx((0.3, 0.3, 0.3))
+
+
+def test_the_table_pairs_prompts():
+    def answer(hits):
+        return bench.Answer(np.zeros(2), None, np.ones((1, 2), bool), np.ones((5, 1, 2), bool), hits, 10, 0)
+    one, two = ({way: answer(hits) for way, hits in zip(bench.WAYS, row)} for row in ((6, 4, 2), (8, 6, 8)))
+    rows = bench.table({"code": [one], "prose": [two]})
+    assert rows["code"][bench.WAYS[1]]["lead"] == pytest.approx((0.2, 0.2, 0.2))
+    assert rows["all"][bench.WAYS[0]]["utilisation"][0] == pytest.approx(0.7)
+    assert rows["all"][bench.WAYS[2]]["lead"] == pytest.approx((0.2, 0.0, 0.4))
+    same = {source: np.eye(2) * [[row], [0]] for source, row in (("code", 5), ("prose", 3))}
+    chosen = bench.ways(same, "code", 1)
+    assert set(chosen) == set(bench.WAYS)
+    assert chosen[bench.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [[False, True], [True, False]]
+
+
+def test_x_must_be_possible(store):
+    with pytest.raises(ValueError, match="1 to 32"):
+        bench.Prefetcher(store, 33)
