@@ -16,7 +16,7 @@ BENCHES = {"foundation": "moelab.bench.foundation", "store": "moelab.bench.store
            "planning": "moelab.bench.planning", "prefetch": "moelab.bench.prefetch",
            "quantization": "moelab.bench.quantization", "ane": "moelab.bench.ane",
            "ane_accuracy": "moelab.bench.ane_accuracy", "ndp": "moelab.bench.ndp", "parallel": "moelab.bench.parallel",
-           "experts": "moelab.bench.experts"}
+           "experts": "moelab.bench.experts", "dataset_free": "moelab.bench.dataset_free"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@
     moelab evaluate --modes executor:capacity:factor=1.25
 
 Modes are those of Speculating Experts: `hint` runs the true experts, `speculative` the predicted ones, `router-free`
-the estimator's with no router at all (§4, §5.1, §6.4); and the executors of `moelab.experts`. Every mode is compared with the baseline in pairs. Tasks are
-moelab's own, which need no network, or lm-eval's by name.
+the estimator's with no router at all (§4, §5.1, §6.4); and the executors of `moelab.experts`. Every mode is compared
+with the baseline in pairs. Tasks are moelab's own, which need no network, or lm-eval's by name.
 """
 
 from __future__ import annotations
