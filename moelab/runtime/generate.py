@@ -103,7 +103,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
         raise ValueError("the prompt is empty; give at least one word to go on from")
     inner = make(executor) if executor else eager
     if parallel is None:
-        network = open_model(model, experts="external" if executor else "resident", dtype=_dtype(dtype), device=device)
+        network = open_model(model, dtype=_dtype(dtype), device=device)
         if executor:
             plug(network, executor=inner)
     else:
