@@ -61,7 +61,8 @@ def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
     offloaded = offload(store, "10MB", plan=Pools(), ahead=4, delays=DELAYS, bandwidth=2e6)
     engine = offloaded.moelab.engine
     inner, begin = type(engine).__call__, engine.residency.begin
-    offloaded.moelab.engine.foresight.precision = {1: 0.5}
+    engine.foresight.precision = {1: 0.5}
+    engine.foresight.idle, engine.foresight.pause = 1e-4, lambda seconds: None      # on a busy machine all is idle
     chosen = {}
     engine.residency.begin = lambda layer, tokens: (chosen.__setitem__(layer, set(tokens)), begin(layer, tokens))[1]
     assert len(discover(offloaded)) == 2
