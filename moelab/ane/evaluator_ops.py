@@ -30,7 +30,7 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, strides: Any = N
         rows = last.reshape(-1, x.shape[1]).contiguous()
         return F.linear(rows, weight.flatten(1), bias).view(*last.shape[:-1], -1).movedim(-1, 1).contiguous()
     if pad_type not in ("valid", "custom"):
-        raise NotImplementedError(f"conv with pad_type {pad_type!r} and a kernel larger than 1×1 is not evaluated")
+        raise ValueError(f"conv with pad_type {pad_type!r} and a kernel larger than 1×1 is not evaluated")
     x = F.pad(x, [n for pair in reversed(list(zip(padding[::2], padding[1::2]))) for n in pair])
     kernel = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
     return kernel(x, weight, bias, strides, 0, dilations, int(groups))
@@ -65,7 +65,7 @@ def slices(x: Tensor, begin: Any, end: Any, stride: Any = None, begin_mask: Any 
     begin, end, stride = _ints(begin), _ints(end), _ints(stride) or [1] * n
     masks = [[False] * n if m is None else [bool(b) for b in np.ravel(m)] for m in (begin_mask, end_mask, squeeze_mask)]
     if any(s < 1 for s in stride):
-        raise NotImplementedError("a slice with a negative stride is not evaluated")
+        raise ValueError("a slice with a negative stride is not evaluated")
     return tuple(b if squeeze else slice(None if first else b, None if last else e, s)
                  for b, e, s, first, last, squeeze in zip(begin, end, stride, *masks))
 
