@@ -3,6 +3,7 @@
 Source: oneDNN's reordered weights, as torch.compile uses them on CPUs (`torch.ops.mkldnn._reorder_linear_weight` and
 `_linear_pointwise`, private to torch: where they are missing, `Sorted` runs). An ordinary product packs the weights
 each time it is called, which for the few dozen rows of an expert costs as much as the product; here it is done once.
+With many tokens the experts are shared out among threads, the busiest first, each computed by one.
 
 A packed copy is as large as the weights, and is kept beside them: twice the memory, for experts that the module itself
 holds. Experts from a source may lie in memory that is used again, so they are computed by `Sorted`, unless the caller
@@ -13,6 +14,8 @@ instructions for them, as packing gains nothing there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -26,6 +29,26 @@ from moelab.experts.sorting import Sorted
 _OPS = torch.ops.mkldnn
 AVAILABLE = torch.backends.mkldnn.is_available() and all(
     hasattr(_OPS, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+
+
+#: tokens an expert from which on two experts by a thread each are quicker than one by two, which wait for each other
+ROWS = 8
+
+
+def side_by_side(work: Callable[[Any], None], left: Any) -> None:
+    """Call `work(left)` in as many threads as torch has, each with one for its operations; `left` is shared."""
+    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+    def alone() -> None:
+        torch.set_num_threads(1)                            # of this thread; but new ones would begin with it, too
+        with torch.inference_mode(inference), torch.no_grad():
+            work(left)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(alone) for _ in range(threads)]:
+                done.result()
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Packed(Sorted):
@@ -53,9 +76,20 @@ class Packed(Sorted):
             return super().run(x, ids, weights, experts)
         n = len(order)
         self.count(n, n, n)
-        rows, w = x[order.tokens], weights[order.tokens, order.choices]
-        parts = [self._ffn(rows[of], experts, e) * w[of, None] for e, of in hit]
-        return scatter(x, order.tokens, torch.cat(parts))
+        w = weights[order.tokens, order.choices]
+        if torch.is_grad_enabled():
+            parts = [self._ffn(x[order.tokens[of]], experts, e) * w[of, None] for e, of in hit]
+            return scatter(x, order.tokens, torch.cat(parts))
+        y = x.new_empty(n, x.shape[1])
+
+        def compute(left: Iterator[tuple[int, slice]]) -> None:
+            for e, of in left:
+                torch.mul(self._ffn(x[order.tokens[of]], experts, e), w[of, None], out=y[of])
+        if experts.source is None and n >= len(hit) * ROWS and len(hit) > 1 < torch.get_num_threads():
+            side_by_side(compute, iter(sorted(hit, key=lambda found: found[1].start - found[1].stop)))
+        else:
+            compute(iter(hit))
+        return scatter(x, order.tokens, y)
 
     def _ffn(self, x: Tensor, experts: Any, e: int) -> Tensor:
         up, down = names(experts)
