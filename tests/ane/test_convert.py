@@ -28,17 +28,6 @@ def make_plan(spec, chunk=16):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A Qwen3-MoE of two layers, the first one dense."""
-    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=2, mlp_only_layers=[0])
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return moelab.open_model(checkpoint)
-
-
-@pytest.fixture(scope="module")
 def converted(checkpoint, model, tmp_path_factory):
     return convert_model(checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec), SETTINGS)
 
