@@ -18,7 +18,7 @@ from moelab.experts.sequence_parallel import gather_volume
 
 @dataclass(frozen=True)
 class Example:
-    """One example: where it stands, what it says, its value there, the value from its own inputs, whether they agree."""
+    """One example: section, what it says, its value there, the value from its own inputs, whether they agree."""
 
     section: str
     text: str
