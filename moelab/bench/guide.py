@@ -67,7 +67,8 @@ def examples() -> list[Example]:
         Example("Router execution", "Their share of the memory if each logical core has a copy", "~0.01 %",
                 f"{100 * share:.2f} %", "no"),
         Example("Communication optimization",
-                "Gathering after selection, 128 experts and top-8, is so many times less", "16×", "16× for weights alone; with ids " + ", ".join(
+                "Gathering after selection, 128 experts and top-8, is so many times less", "16×",
+                "16× for weights alone; with ids " + ", ".join(
                     f"{ratio:.1f}× ({ids})" for ids, ratio in gather.items()), "in part"),
         Example("Anatomy; API examples", "GPT-OSS: top_k, hidden size, intermediate size", "8, 7168, 2048",
                 f"{oss.K}, {oss.H}, {oss.I} (the card); 7168 and 2048 are DeepSeek-V3's", "no"),
