@@ -15,6 +15,17 @@ settings.load_profile("moelab")
 
 
 @pytest.fixture(autouse=True)
+def threads_stay_as_they_were():
+    """How many threads torch uses is the process's: a test that leaves another number changes the next one."""
+    import torch
+    before = torch.get_num_threads()
+    yield
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == before
+
+
+@pytest.fixture(autouse=True)
 def results(tmp_path_factory, monkeypatch):
     """A folder for results of its own; MOELAB_RESULTS points there."""
     folder = tmp_path_factory.mktemp("results")

@@ -8,6 +8,7 @@ modules hand each call to the engine. `generate`, streaming, batches, sampling a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -88,17 +89,17 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     count = {"full": copies * pools.F + moving, "e": copies * (pools.C + pools.E) + moving,
              "sm": copies * (pools.C + pools.S) + moving}
     residency = Residency(L, E, pools, policy, scope, margin)
-    reader = Reader(store, **reading)
-    try:
+    with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
+        reader = Reader(store, **reading)
+        unless_open.callback(reader.close)
         model = opening.open_model(store.folder, experts="external", device=device)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
                         workers, ahead, make(executor) if isinstance(executor, str) else executor)
+        unless_open.callback(engine.close)
         engine.one_thread = same_bits_on_one_thread(store, model)
-    except BaseException:
-        reader.close()
-        raise
-    plug(model, executor=engine, source=functools.partial(engine.weights, dtype=model.dtype) if executor else None)
-    model.moelab = Offloading(model, engine, store, pools, staging, room)
+        plug(model, executor=engine, source=functools.partial(engine.weights, dtype=model.dtype) if executor else None)
+        model.moelab = Offloading(model, engine, store, pools, staging, room)
+        unless_open.pop_all()
     return model
 
 

@@ -190,21 +190,35 @@ def test_an_error_of_the_disk_reaches_the_caller_and_the_model_goes_on(qwen):
     assert not threads()
 
 
-def test_a_damaged_chunk_is_named(tmp_path):
-    tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16)
-    store = convert(tmp_path / "model", tmp_path / "store")
-    for expert in range(8):
+def damaged(folder, experts):
+    """The store of a small model in which a byte of each of these experts of layer 0 is another."""
+    tiny.save("qwen3_moe", folder / "model", torch.bfloat16)
+    store = convert(folder / "model", folder / "store")
+    for expert in experts:
         chunk = store.entries(0, expert)["down_proj"].planes[1][1][0]
         with open(store.folder / store.layers[0].file, "r+b") as f:
             f.seek(chunk.offset + 7)
             byte = f.read(1)[0]
             f.seek(chunk.offset + 7)
             f.write(bytes([byte ^ 1]))
-    offloaded = offload(store.folder, 1.0, delays=DELAYS)
+    return store.folder
+
+
+def test_a_damaged_chunk_is_named(tmp_path):
+    offloaded = offload(damaged(tmp_path, range(1, 8)), 1.0, delays=DELAYS)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"damaged: chunk 0\.\d\.down_proj"):
             generate(offloaded)
     offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("delays", [None, DELAYS], ids=["delays are measured", "delays are given"])
+def test_a_model_that_cannot_be_opened_leaves_no_thread(tmp_path, delays, monkeypatch):
+    """The first expert is read when a model is opened, to try it; with several threads, whatever is given."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(StoreError, match=r"damaged: chunk 0\.0\.down_proj"):
+        offload(damaged(tmp_path, [0]), 1.0, delays=delays)
+    assert not threads()
 
 
 def test_cancel_ends_a_generation_and_nothing_else(qwen):
