@@ -60,7 +60,8 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
     pieces = -(-R // (OUTPUTS if transposed else PIECE))
     job, address = _job(KINDS[x.dtype](0), order(0), matrices, bounds, x.data_ptr(), *x.shape,
                         _IN_ORDER if who is None else who, R, y.data_ptr(), pieces)
-    threads = min(torch.get_num_threads(), len(matrices) * pieces)
+    of_torch = torch.get_num_threads()
+    threads = min(of_torch, len(matrices) * pieces)
     work = _columns if transposed else _rows
     if threads <= 1:
         work(kind(0), address)
@@ -69,6 +70,7 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
     else:
         with _ONE:
             _together(threads, work, kind(0), address)
+        torch.set_num_threads(of_torch)             # numba's pool sets OpenMP's number, which may be torch's as well
     return y
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -65,12 +67,14 @@ def test_many_tokens_and_rows_on_several_threads(threads):
         assert torch.allclose(y, x @ w.T, atol=1e-4)
 
 
-def test_without_openmp_numbas_own_threads_do_it(monkeypatch):
+def test_without_openmp_numbas_own_threads_do_it(monkeypatch, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(products, "_GOMP", None)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    torch.set_num_threads(3)                                # numba's own are as many as there are cores
     for layout in ("gated", "transposed"):
         case = step(layout=layout)
         assert torch.allclose(GEMV()(*case).double(), naive(*case), atol=1e-4)
+    assert torch.get_num_threads() == 3
 
 
 @given(st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=70))
