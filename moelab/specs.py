@@ -37,6 +37,8 @@ class State(StrEnum):
     COMPRESSED = "C"        # both
     FULL = "F"
 
+    __hash__ = str.__hash__         # Enum's own is slow, and states are keys wherever an expert is asked for
+
     @property
     def has_e(self) -> bool:
         return self in (State.E, State.COMPRESSED)

@@ -184,11 +184,16 @@ class Residency:
     def _place(self, layer: int, keys: list[ExpertKey], before: list[State]) \
             -> tuple[dict[ExpertKey, State], list[tuple[ExpertKey, State]]]:
         """Pool dispatching (§3.4): where each expert of the step stays, and who was evicted for it."""
-        group, used = self._pools[layer], set(keys)
+        group, goals = self._pools[layer], self._goals(keys)
+        if goals == before and State.MISSED not in before:                     # all are where they shall be
+            for key, state in zip(keys, before):
+                group[state].policy.touch(key, self._now)
+            return dict(zip(keys, before)), []
+        used = set(keys)
         found = {key for key, state in zip(keys, before) if state is not State.MISSED}
         keep, evicted, leaving = {}, [], []
         moves = []                                                             # (key, where to), into a better pool
-        for key, state, goal in zip(keys, before, self._goals(keys)):
+        for key, state, goal in zip(keys, before, goals):
             if goal is State.MISSED:
                 keep[key] = goal
                 if state is not State.MISSED:

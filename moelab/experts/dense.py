@@ -78,8 +78,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     kind, rows = products.KINDS[weight.dtype], x.reshape(-1, weight.shape[1])
     matrix = np.array([[weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), 0]])
-    y = products.multiply(kind, matrix, np.array([0, len(rows)]), rows, None, weight.shape[0], False)
-    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    y = products.multiply(kind, matrix, np.array([0, len(rows)]), rows, None, weight.shape[0], False, x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Forward:

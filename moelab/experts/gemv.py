@@ -2,9 +2,9 @@
 
 Source: NPUMoE §5.7 (decode is bound by memory: an expert's weights are read for one token); the kernels are those of
 `moelab.experts.products`. One call multiplies up for all experts, the architecture's own gate runs on the small
-[n, 2I], one call multiplies down, and the weighted sum follows in fp32. Nothing is gathered, packed or cached, so
-weights may come from anywhere: banks, a source, the slots of the offloading engine. `PlanesGEMV` reads the two planes
-of a store's bf16 weights (`moelab.store.bits`) without ever joining them.
+[n, 2I], one call multiplies down, and the weighted sum follows in fp32; where the gate is SiLU, all of it is one call.
+Nothing is gathered, packed or cached, so weights may come from anywhere: banks, a source, the slots of the offloading
+engine. `PlanesGEMV` reads the two planes of a store's bf16 weights (`moelab.store.bits`) without ever joining them.
 
 It computes any number of tokens. `Sorted` takes over where numba is missing, for experts that are not plain
 (`moelab.experts.layout.plain`), weights that are not contiguous, mixed types and other devices. Sums are in fp32; what
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.layout import activate, banks, names, plain
+from moelab.experts.layout import activate, banks, names, plain, silu_gated
 from moelab.experts.sorting import Sorted
 
 try:
@@ -45,6 +45,8 @@ class GEMV(Sorted):
         kind, (up, down), alive = matrices
         self.count(len(tokens), len(tokens), len(tokens))
         transposed = experts.is_transposed
+        if silu_gated(experts) and (products.TEAM or torch.get_num_threads() == 1):
+            return products.feed_forward(kind, up, down, bounds, x, tokens, rows, weights, transposed)
         h = products.multiply(kind, up[0], bounds, x, tokens, up[1], transposed)
         y = products.multiply(kind, down[0], bounds, activate(experts, h), None, down[1], transposed)
         del alive                                       # the weights' owners may go only now

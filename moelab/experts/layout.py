@@ -9,9 +9,13 @@ An expert is up (`gate_up_proj` or `up_proj`), gate or activation, down, each wi
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+_SILU: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def plain(experts: Any) -> bool:
@@ -32,6 +36,15 @@ def names(experts: Any) -> tuple[str, str]:
 def activate(experts: Any, h: Tensor) -> Tensor:
     """The architecture's own gate [n, 2I] → [n, I], or activation where there is no gate."""
     return experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+
+
+def silu_gated(experts: Any) -> bool:
+    """Whether the activation is silu(gate) · up, gate first: asked with a few numbers, once for each module."""
+    if experts not in _SILU:
+        h = torch.linspace(-9, 9, 48).view(4, 12)
+        gate, up = h.chunk(2, -1)
+        _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, h), F.silu(gate) * up, atol=1e-6)
+    return _SILU[experts]
 
 
 def banks(experts: Any, name: str) -> Tensor | None:

@@ -25,8 +25,8 @@ import torch
 from numba import prange, types
 from torch import Tensor
 
-from moelab.experts.tiles import (STEP, add_rows, dots, kernel, place, prefetch, read, size_of, spread, take, weight,
-                                   write)
+from moelab.experts.tiles import (STEP, add_rows, dots, kept, kernel, place, prefetch, read, size_of, spread, take,
+                                   together, weight, write)
 
 #: torch's types of weights → numba's kinds; split bytes are np.uint8
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -45,8 +45,8 @@ _ONE = threading.Lock()         # numba's simplest pool of threads, where there 
 
 
 def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, who: np.ndarray | None, R: int,
-             transposed: bool) -> Tensor:
-    """All products: fp32 [N, R].
+             transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """All products: [N, R] of `dtype`, summed in fp32.
 
     Parameters
     ----------
@@ -56,22 +56,33 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
     x : [T, n] of a type in `KINDS`. who : int64 [N], the row of x of each row of the result; None for one after the
         other.
     """
-    x, y, order = x.contiguous(), torch.empty(int(bounds[-1]), R), np.float32 if transposed else kind
-    pieces = -(-R // (OUTPUTS if transposed else PIECE))
-    job, address = _job(KINDS[x.dtype](0), order(0), matrices, bounds, x.data_ptr(), *x.shape,
-                        _IN_ORDER if who is None else who, R, y.data_ptr(), pieces)
-    of_torch = torch.get_num_threads()
-    threads = min(of_torch, len(matrices) * pieces)
-    work = _columns if transposed else _rows
-    if threads <= 1:
-        work(kind(0), address)
-    elif _GOMP is not None:
-        _GOMP(_entry(kind, transposed), address, threads, 0)
-    else:
-        with _ONE:
-            _together(threads, work, kind(0), address)
-        torch.set_num_threads(of_torch)             # numba's pool sets OpenMP's number, which may be torch's as well
-    return y
+    x, y, threads = x.contiguous(), torch.empty(int(bounds[-1]), R, dtype=dtype), torch.get_num_threads()
+    given = (KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), matrices, bounds, x.data_ptr(), *x.shape,
+             _IN_ORDER if who is None else who, R)
+    outputs = OUTPUTS if transposed else PIECE
+    if TEAM or threads == 1:
+        _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, entry(kind, transposed), TEAM, threads)
+        return y
+    wide = torch.empty(y.shape)
+    job = job_of(*given, wide.data_ptr(), outputs)
+    with _ONE:
+        _together(threads, _columns if transposed else _rows, kind(0), job.ctypes.data)
+    torch.set_num_threads(threads)                  # numba's pool sets OpenMP's number, which may be torch's as well
+    return y.copy_(wide)
+
+
+def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray, int], bounds: np.ndarray, x: Tensor,
+                 who: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
+    """Experts that are down(silu(gate) · up), weighted: `multiply`, `multiply`, `combine` in one call, [T, H].
+
+    up, down : (matrices, R) of [gate; up] and down; the rest as in these.
+    """
+    x, w, (T, n) = x.contiguous(), w.contiguous(), x.shape
+    out = torch.empty(T, down[1], dtype=x.dtype)
+    _feed_forward(KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), *up, *down, bounds, x.data_ptr(), T, n,
+                  who, rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
+                  entry(kind, transposed), TEAM, torch.get_num_threads())
+    return out
 
 
 def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,14 +121,15 @@ def arrange(ids, E):
 # --------------------------------------------------------------------------------------------------------- kernels
 
 @kernel
-def _job(x_kind, order, matrices, bounds, x, T, n, who, R, y, pieces):
+def job_of(x_kind, order, matrices, bounds, x, T, n, who, R, y, outputs=PIECE):
     """All that a kernel needs to know behind one address; of each matrix also its first and last row of the result.
 
-    At the end the inputs, in fp32 and in `place`'s order for weights of the kind `order`.
+    A thread takes `outputs` of R at a time. At the end the inputs, in fp32 and in `place`'s order for weights of the
+    kind `order`. What lies at x must be `kept` until here, what lies at y until the job is done.
     """
     M, N, whole = len(matrices), bounds[-1], n - n % STEP
     job = np.empty(HEADER + 6 * M + N + (T * n + 1) // 2, np.int64)
-    job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, pieces
+    job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs
     for m in range(M):
         at = HEADER + 6 * m
         job[at:at + 4] = matrices[m]
@@ -130,7 +142,34 @@ def _job(x_kind, order, matrices, bounds, x, T, n, who, R, y, pieces):
         spread(x_kind, order, row, whole, to)
         for i in range(whole, n):
             write(np.float32(0), to, i, weight(x_kind, row, 0, i))
-    return job, job.ctypes.data
+    return job
+
+
+@kernel
+def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, who, R, outputs, work, team, threads):
+    N, pieces = bounds[-1], len(matrices) * ((R + outputs - 1) // outputs)
+    wide = size_of(out_kind) == 4
+    y = np.empty(0 if wide else N * R, np.float32)
+    together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, who, R,
+                                                      out if wide else y.ctypes.data, outputs))
+    for i in range(len(y)):
+        write(out_kind, out, i, y[i])
+    kept(y)
+
+
+@kernel
+def _feed_forward(x_kind, order, up, two_I, down, H, bounds, x, T, n, who, rows, w_kind, w, out, outputs, work, team,
+                  threads):
+    N, I = bounds[-1], two_I // 2
+    h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
+    together(team, work, threads, job_of(x_kind, order, up, bounds, x, T, n, who, two_I, h.ctypes.data, outputs))
+    for j in range(N):
+        for i in range(I):
+            a[j, i] = h[j, i] / (np.float32(1) + np.exp(-h[j, i])) * h[j, I + i]
+    together(team, work, threads, job_of(np.float32(0), order, down, bounds, a.ctypes.data, N, I, who[:0], H,
+                                         y.ctypes.data, outputs))
+    kept(a)
+    _combine(w_kind, x_kind, y, rows, w, out)
 
 
 @kernel
@@ -254,17 +293,16 @@ def _combine(w_kind, kind, y, rows, w, out):
 
 # ------------------------------------------------------------------------------------------------- several threads
 
-def _gomp() -> Callable | None:
-    """OpenMP's "run this in the team", of the pool that torch uses: with two pools, their threads fight for cores."""
+def _team() -> int:
+    """Where OpenMP's "run this in the team" is, of the pool that torch uses: with two pools, their threads fight for
+    cores. 0: there is none, and numba's own threads do it."""
     try:
-        function = ctypes.CDLL(None).GOMP_parallel
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError, TypeError):
-        return None
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return function
+        return 0
 
 
-_GOMP = _gomp()
+TEAM = _team()
 
 
 @kernel(parallel=True)
@@ -311,12 +349,17 @@ _ALIVE: list[Any] = []           # compiled functions, which would take their co
 
 
 @lru_cache(maxsize=None)
-def _entry(kind: type, transposed: bool) -> int:
-    """The address of a C function of one address."""
-    function, signature = _ENTRIES[kind][transposed], types.void(types.int64)
+def c_function(function: Callable) -> int:
+    """The address of a function of one address, compiled as one of C."""
+    signature = types.void(types.int64)
     try:
         compiled = numba.cfunc(signature, cache=True)(function)
     except RuntimeError:
         compiled = numba.cfunc(signature)(function)
     _ALIVE.append(compiled)
     return compiled.address
+
+
+def entry(kind: type, transposed: bool = False) -> int:
+    """The address of what a thread does for a job of this kind of weights."""
+    return c_function(_ENTRIES[kind][transposed])

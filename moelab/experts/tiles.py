@@ -274,6 +274,34 @@ def take(typing, counter):
 
 
 @intrinsic
+def kept(typing, array):
+    """A use of an array: numba frees its memory after the last one, whoever still has its address."""
+    return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
+
+
+@intrinsic
+def together(typing, team, function, threads, job):
+    """Call the C function at an address with that of the array `job` in so many threads, by OpenMP's GOMP_parallel at
+    `team`; where that is 0, or with one thread, once, here."""
+    def code(context, builder, signature, args):
+        team, function, threads, job = args
+        body = ir.FunctionType(ir.VoidType(), [_I64]).as_pointer()
+        run = ir.FunctionType(ir.VoidType(), [body, _I64, _I32, _I32]).as_pointer()
+        function = builder.inttoptr(function, body)
+        address = builder.ptrtoint(context.make_array(signature.args[3])(context, builder, job).data, _I64)
+        several = builder.and_(builder.icmp_unsigned("!=", team, _all(_I64, 0)),
+                               builder.icmp_signed(">", threads, _all(_I64, 1)))
+        with builder.if_else(several) as (then, otherwise):
+            with then:
+                builder.call(builder.inttoptr(team, run),
+                             [function, address, builder.trunc(threads, _I32), _all(_I32, 0)])
+            with otherwise:
+                builder.call(function, [address])
+        return context.get_dummy_value()
+    return types.void(types.int64, types.int64, types.int64, job), code
+
+
+@intrinsic
 def read(typing, address, i):
     """The i-th int64 at an address."""
     return types.int64(types.int64, types.int64), lambda context, builder, signature, args: _load(

@@ -78,14 +78,14 @@ class Engine:
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one:
             self._check()
-            parts = {expert: (choice, tokens) for expert, choice, tokens in assignments(ids, experts.num_experts)}
+            counts = _counts(ids, experts.num_experts)
             if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
                 self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
             self._other(clock(), experts.layer)
-            step, job = self._begin(experts.layer, {e: len(tokens) for e, (_, tokens) in parts.items()})
+            step, job = self._begin(experts.layer, counts)
             if self.executor is not None:
-                return self._with_executor(x, ids, weights, experts, parts, step, job)
-            contributions = []
+                return self._with_executor(x, ids, weights, experts, step, job)
+            parts, contributions = _parts(ids, experts.num_experts), []
             # One core less for computing while others decode: two threads of a team of which one has lost its core
             # wait for each other. Only where that changes no bit.
             threads = torch.get_num_threads()
@@ -148,7 +148,7 @@ class Engine:
                 self.pipeline.free()
 
     def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
-                       parts: dict[int, tuple[Tensor, Tensor]], step: Step, job: Job) -> Tensor:
+                       step: Step, job: Job) -> Tensor:
         """The layer by `executor`: experts in memory together, then each as it becomes whole; [T, H]."""
         E, there = experts.num_experts, [request for request in step.requests if request.state is State.FULL]
         out = None
@@ -164,6 +164,7 @@ class Engine:
                 self._executed(there, start)
             out = torch.zeros_like(x) if out is None else out
             loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+            parts = _parts(ids, E) if loads else {}
             while loads:
                 request, start = loads.pop(self.pipeline.next_ready(job, self._check)), clock()
                 choice, tokens = parts[request.key.expert]
@@ -250,6 +251,21 @@ class Engine:
         if self.mark is not None:
             self.foresight.pause(now - self.mark)
             self.timeline.add(Event("compute", "other", layer, -1, self.mark, now))
+
+
+def _counts(ids: Tensor, E: int) -> dict[int, int]:
+    """{expert: tokens} of the experts that are hit."""
+    chosen = ids.flatten().tolist() if len(ids) == 1 else None          # a decode step: no choice comes twice, mostly
+    if chosen is not None and len(once := dict.fromkeys(chosen, 1)) == len(chosen):
+        once.pop(E, None)
+        return once
+    counts = torch.bincount(ids.flatten(), minlength=E).tolist()
+    return {expert: n for expert, n in enumerate(counts[:E]) if n}
+
+
+def _parts(ids: Tensor, E: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """{expert: (which choice, which token) of each of its rows}."""
+    return {expert: (choice, tokens) for expert, choice, tokens in assignments(ids, E)}
 
 
 def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

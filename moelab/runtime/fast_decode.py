@@ -1,15 +1,15 @@
-"""What a decode step does besides its experts, in one kernel each: norms and attention of a single token.
+"""What a decode step does besides its experts, in a kernel or two each: norms, attention, routers of a single token.
 
-transformers runs a token's RMSNorm as six operations on a few kilobytes, four times a layer, and attention through a
-kernel made for whole prompts: with experts out of the way, that is half of a small model's TPOT, and none of it is
-arithmetic. `fast_decode(model)` puts a numba kernel in the place of each, for one token at a time on the CPU;
-anything else (prompts, batches, masks, sliding windows, other devices) goes where it went before. A norm is replaced
-only if a probe shows that the kernel gives what the module gives; attention is registered with transformers' own
-interface. Linear layers get the kernels of the experts (`moelab.experts.dense`).
+transformers runs a token's RMSNorm as six operations on a few kilobytes, four times a layer, and its attention as
+thirty: with experts out of the way, that is half of a small model's TPOT, and none of it is arithmetic.
+`fast_decode(model)` puts numba kernels in their place, for one token at a time on the CPU; anything else (prompts,
+batches, masks, other devices) goes where it went before. A module is replaced only if a probe shows that the kernel
+gives what the module gives. Attention is `moelab.runtime.decode_attention`; linear layers get the kernels of the
+experts (`moelab.experts.dense`).
 
-    norm: x [..., H] → [..., H]    attention: q [1, heads, 1, D], k and v [1, kv heads, S, D] → [1, 1, heads, D]
+    norm: x [..., H] → [..., H]    router: x [1, H] → logits [1, E], weights [1, K], ids [1, K]
 
-The results are transformers' within the dtype's tolerance, not bit for bit. Left out: rotary embeddings and routers.
+The results are transformers' within the dtype's tolerance, not bit for bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from moelab.experts.dense import FastLinears
 
 try:
     import numba
+    from moelab.experts import products, tiles
+    from moelab.runtime.decode_attention import decode_attention, epsilon
 except ImportError:                     # nothing is replaced then
     numba = None
 
-#: transformers' name for the attention below, and the one that everything else goes to
-ATTENTION, FALLBACK = "moelab_decode", "sdpa"
-#: S · D · kv heads beyond which two threads of torch's kernel are faster than one of ours
-LARGEST = 1 << 20
 #: entries of a norm's x up to which one thread of ours is faster than torch's many operations
 LARGEST_NORM = 1 << 16
 
@@ -41,26 +39,32 @@ class FastDecode:
 
     Attributes
     ----------
-    norms, linears : how many modules were replaced.
+    norms, routers, attentions, linears : how many modules were replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._norms, self._linears = model, [], None
-        self._attention = getattr(model.config, "_attn_implementation", None)
+        self._replaced: dict[type, list[nn.Module]] = {}
+        self._linears = None
         if numba is None:
             return
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm") and _same(module):
-                module.forward = _Norm(module)
-                self._norms.append(module)
-        if self._attention == FALLBACK:
-            _register()
-            model.set_attn_implementation(ATTENTION)
+        for find in (_norm, _router, decode_attention):                     # attention's probe is of what is in it, too
+            for module in model.modules():
+                if "forward" not in vars(module) and (short := find(module)) is not None:
+                    module.forward = short
+                    self._replaced.setdefault(type(short), []).append(module)
         self._linears = FastLinears(model)
 
     @property
     def norms(self) -> int:
-        return len(self._norms)
+        return len(self._replaced.get(_Norm, ()))
+
+    @property
+    def routers(self) -> int:
+        return len(self._replaced.get(_Router, ()))
+
+    @property
+    def attentions(self) -> int:
+        return sum(map(len, self._replaced.values())) - self.norms - self.routers
 
     @property
     def linears(self) -> int:
@@ -68,14 +72,11 @@ class FastDecode:
 
     def close(self) -> None:
         """Give the model its own modules back."""
-        for module in self._norms:
+        for module in (module for modules in self._replaced.values() for module in modules):
             del module.forward
-        self._norms = []
         if self._linears is not None:
             self._linears.close()
-            if self._attention == FALLBACK:
-                self.model.set_attn_implementation(FALLBACK)
-        self._linears = None
+        self._replaced, self._linears = {}, None
 
     def __enter__(self) -> FastDecode:
         return self
@@ -95,59 +96,75 @@ class _Norm:
     """The forward of an RMSNorm: its own for many rows, the kernel for few."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.own, self.eps = module, type(module).forward, _epsilon(module)
+        self.module, self.own, self.eps = module, type(module).forward, epsilon(module)
 
     def __call__(self, x: Tensor) -> Tensor:
-        w = self.module.weight
-        if x.numel() > LARGEST_NORM or x.dtype != w.dtype or not x.is_contiguous() or x.device.type != "cpu":
+        w, n = self.module._parameters["weight"], x.numel()             # asked each time: it may be replaced or moved
+        if n > LARGEST_NORM or x.dtype != w.dtype or not x.is_cpu or not x.is_contiguous():
             return self.own(self.module, x)
         out = torch.empty_like(x)
-        H = w.shape[0]
-        _rms_norm(x.data_ptr(), w.data_ptr(), x.numel() // H, H, self.eps, x.dtype != torch.float32, out.data_ptr())
+        H = len(w)
+        _rms_norm(x.data_ptr(), w.data_ptr(), n // H, H, self.eps, x.dtype != torch.float32, out.data_ptr())
         return out
 
 
-def _epsilon(module: nn.Module) -> float | None:
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
-def _same(module: nn.Module) -> bool:
-    """Whether the kernel gives what this module gives, tried on random rows of very different sizes."""
-    w = getattr(module, "weight", None)
-    if w is None or w.ndim != 1 or _epsilon(module) is None or "forward" in vars(module) \
-            or w.device.type != "cpu" or w.dtype not in (torch.float32, torch.bfloat16):
-        return False
+@torch.inference_mode()
+def _norm(module: nn.Module) -> _Norm | None:
+    """The kernel for this module if it gives what the module gives, tried on random rows of very different sizes."""
+    w = module._parameters.get("weight")
+    if not type(module).__name__.endswith("RMSNorm") or w is None or w.ndim != 1 or epsilon(module) is None \
+            or not w.is_cpu or w.dtype not in (torch.float32, torch.bfloat16):
+        return None
     x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [30.0]])
-    x = x.to(w.dtype)
-    with torch.inference_mode():
-        wanted, got = module(x), _Norm(module)(x)
-    return got.dtype == wanted.dtype and torch.allclose(got.float(), wanted.float(), rtol=2 ** -7, atol=1e-6)
+    x, ours = x.to(w.dtype), _Norm(module)
+    wanted, got = module(x), ours(x)
+    same = got.dtype == wanted.dtype and torch.allclose(got.float(), wanted.float(), rtol=2 ** -7, atol=1e-6)
+    return ours if same else None
 
 
-# -------------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------------------------- routers
 
-def _register() -> None:
-    """Make the attention known to transformers; its masks are those of the function it falls back to."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+class _Router:
+    """The forward of a router that takes the K largest of a softmax, `normalised` or not, as weights of a `dtype`; its
+    own for several tokens."""
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                  scaling: float | None = None, **options: Any) -> tuple[Tensor, None]:
-        B, heads, T, D = query.shape
-        plain = T == 1 and B == 1 and attention_mask is None and key.numel() <= LARGEST and D == value.shape[-1] \
-            and query.dtype in (torch.float32, torch.bfloat16) and query.device.type == "cpu" \
-            and key.is_contiguous() and value.is_contiguous() and query.is_contiguous() \
-            and not any(options.get(name) is not None for name in ("softcap", "position_bias", "cache", "s_aux"))
-        if not plain:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-        out = query.new_empty(1, 1, heads, D)
-        kv_heads, S = key.shape[1:3]
-        _attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), kv_heads, heads // kv_heads, S, D,
-                scaling or 1 / math.sqrt(D), query.dtype != torch.float32, out.data_ptr())
-        return out, None
-    AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
+        self.module, self.own, self.normalised, self.dtype = module, type(module).forward, normalised, dtype
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, w = hidden_states, self.module._parameters["weight"]
+        E, H = w.shape
+        if x.numel() != H or x.dtype != w.dtype or not (x.is_cpu and w.is_cpu and w.is_contiguous()) \
+                or torch.is_grad_enabled():
+            return self.own(self.module, x)
+        x, K = x.contiguous(), self.module.top_k
+        logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
+        ids = torch.empty(1, K, dtype=torch.int64)
+        _route(products.KINDS[w.dtype](0), products.KINDS[self.dtype](0), x.data_ptr(), w.data_ptr(), E, H, K,
+               self.normalised, logits.data_ptr(), scores.data_ptr(), ids.numpy())
+        return logits, scores, ids
+
+
+@torch.inference_mode()
+def _router(module: nn.Module) -> _Router | None:
+    """The kernel for this module if it chooses as the module does (of equals any), tried on random tokens."""
+    w, K = module._parameters.get("weight"), getattr(module, "top_k", None)
+    if not type(module).__name__.endswith("Router") or not isinstance(K, int) or w is None or w.ndim != 2 \
+            or len(list(module.parameters())) > 1 or len(list(module.buffers())) or w.dtype not in products.KINDS \
+            or not (w.is_cpu and w.is_contiguous()):
+        return None
+    tokens = torch.randn(4, 1, w.shape[1], generator=torch.Generator().manual_seed(0)).to(w.dtype)
+    wanted = [module(x) for x in tokens]
+    if any(len(found) != 3 or found[1].shape != (1, K) or found[1].dtype not in products.KINDS for found in wanted):
+        return None
+
+    def agree(a: tuple, b: tuple) -> bool:
+        pairs = (a[0], b[0]), (a[1], b[1]), tuple(a[0].gather(1, found[2]) for found in (a, b))
+        return all(torch.allclose(x.float(), y.float(), rtol=2 ** -6, atol=1e-6) for x, y in pairs)
+    for ours in (_Router(module, normalised, wanted[0][1].dtype) for normalised in (False, True)):
+        if all(agree(found, ours(x)) for found, x in zip(wanted, tokens)):
+            return ours
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -214,36 +231,30 @@ if numba is not None:
                 floats[i] *= scale[i]
             _narrow(out, r * H, H, half, words, floats)
 
-    @kernel
-    def _attend(q, k, v, kv_heads, group, S, D, scaling, half, out):
-        words, many = np.empty(D, np.uint32), np.empty((2 * group, D), np.uint32)
-        row, rows = words.view(np.float32), many.view(np.float32)
-        query, sums, scores = rows[:group], rows[group:], np.empty((group, S), np.float32)
-        for h in range(kv_heads):
-            for g in range(group):
-                _widen(q, (h * group + g) * D, D, half, many[g], query[g])
-                for i in range(D):
-                    query[g, i] *= np.float32(scaling)
-            sums[:] = 0
-            for s in range(S):
-                _widen(k, (h * S + s) * D, D, half, words, row)
-                for g in range(group):
-                    total = np.float32(0)
-                    for i in range(D):
-                        total += query[g, i] * row[i]
-                    scores[g, s] = total
-            for g in range(group):
-                largest, total = scores[g].max(), np.float32(0)
-                for s in range(S):
-                    scores[g, s] = np.exp(scores[g, s] - largest)
-                    total += scores[g, s]
-                for s in range(S):
-                    scores[g, s] /= total
-            for s in range(S):
-                _widen(v, (h * S + s) * D, D, half, words, row)
-                for g in range(group):
-                    p = scores[g, s]
-                    for i in range(D):
-                        sums[g, i] += p * row[i]
-            for g in range(group):
-                _narrow(out, (h * group + g) * D, D, half, many[group + g], sums[g])
+    @tiles.kernel
+    def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids):
+        whole, size, inputs = H - H % tiles.STEP, tiles.size_of(kind), np.empty(H, np.float32)
+        tiles.spread(kind, kind, x, whole, inputs.ctypes.data)
+        for i in range(whole, H):
+            inputs[i] = tiles.weight(kind, x, 0, i)
+        p, row = np.empty(E, np.float32), np.empty(1, np.int64)
+        row[0] = inputs.ctypes.data
+        for e in range(0, E - 3, 4):
+            tiles.dots(1, 4, kind, row.ctypes.data, w + e * H * size, 0, H, whole, p.ctypes.data + 4 * e, E)
+        for e in range(E - E % 4, E):
+            tiles.dots(1, 1, kind, row.ctypes.data, w + e * H * size, 0, H, whole, p.ctypes.data + 4 * e, E)
+        for e in range(E):
+            for i in range(whole, H):
+                p[e] += inputs[i] * tiles.weight(kind, w, 0, e * H + i)
+            tiles.write(kind, logits, e, p[e])              # rounded before the softmax, as transformers does it
+            p[e] = tiles.weight(kind, logits, 0, e)
+        tiles.kept(row)
+        p = np.exp(p - p.max())
+        total = p.sum()
+        for k in range(K):
+            ids[0, k] = np.argmax(p)
+            inputs[k] = p[ids[0, k]]
+            p[ids[0, k]] = -1
+        chosen = inputs[:K].sum() if normalised else total
+        for k in range(K):
+            tiles.write(score_kind, scores, k, inputs[k] / chosen)

@@ -31,7 +31,7 @@ from moelab.runtime.delays import quick_delays, same_bits_on_one_thread
 from moelab.runtime.loads import Fetched
 from moelab.runtime.slots import Sizes, Slots
 from moelab.schedule.requests import Delays
-from moelab.store.layout import ExpertStore
+from moelab.store.layout import DTYPES, ExpertStore
 from moelab.store.reader import Reader
 from moelab.store.verify import check_weights
 
@@ -97,7 +97,9 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
                         workers, ahead, make(executor) if isinstance(executor, str) else executor)
         unless_open.callback(engine.close)
         engine.one_thread = same_bits_on_one_thread(store, model)
-        plug(model, executor=engine, source=functools.partial(engine.weights, dtype=model.dtype) if executor else None)
+        stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
+        dtype = None if stored == {DTYPES[str(model.dtype).removeprefix("torch.")]} else model.dtype    # to cast to
+        plug(model, executor=engine, source=functools.partial(engine.weights, dtype=dtype) if executor else None)
         model.moelab = Offloading(model, engine, store, pools, staging, room)
         unless_open.pop_all()
     return model

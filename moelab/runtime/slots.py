@@ -68,7 +68,9 @@ class Slots:
             self._full = torch.from_numpy(self._chunks["full"])
         else:
             self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
-        self._store, self._views = store, {}
+        self._store, self._views, kinds = store, {}, {}
+        # layer → a number that layers share whose experts have tensors of the same shapes
+        self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]
 
     @property
     def nbytes(self) -> int:
@@ -81,8 +83,7 @@ class Slots:
 
     def tensors(self, slot: int, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of an expert of this layer in a slot of joined tensors."""
-        shapes = self._store.layers[layer].tensors
-        key = slot, tuple(shapes.values())
+        key = slot, self._shapes[layer]
         if key not in self._views:
             entries = self._store.layers[layer].experts[0]
             memory = self._full[slot * self.sizes.full:(slot + 1) * self.sizes.full]

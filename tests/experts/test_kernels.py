@@ -69,7 +69,7 @@ def test_many_tokens_and_rows_on_several_threads(threads):
 
 def test_without_openmp_numbas_own_threads_do_it(monkeypatch, request):
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    monkeypatch.setattr(products, "_GOMP", None)
+    monkeypatch.setattr(products, "TEAM", 0)
     torch.set_num_threads(3)                                # numba's own are as many as there are cores
     for layout in ("gated", "transposed"):
         case = step(layout=layout)

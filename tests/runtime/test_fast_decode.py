@@ -1,7 +1,5 @@
 """The short way of a decode step against transformers' own, and its kernels against plain arithmetic."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +14,11 @@ from tests.runtime.test_offload import generate
 
 pytest.importorskip("numba")
 DTYPES = [torch.float32, torch.bfloat16]
+ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """RMSNorm as most models have it; `offset` as those that keep weight − 1."""
 
     def __init__(self, H, dtype, offset=0.0, mean=False):
@@ -40,34 +39,53 @@ class Norm(nn.Module):
 @settings(max_examples=30, deadline=None)
 def test_norms_equal_the_module(dtype, rows, H, seed):
     torch.manual_seed(seed)
-    norm, x = Norm(H, dtype), (torch.randn(1, rows, H) * 10 ** torch.randn(1)).to(dtype)
+    norm, x = RMSNorm(H, dtype), (torch.randn(1, rows, H) * 10 ** torch.randn(1)).to(dtype)
     torch.testing.assert_close(short._Norm(norm)(x), norm(x), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_only_norms_that_the_kernel_equals_are_replaced(dtype):
-    assert short._same(Norm(32, dtype))
-    assert not short._same(Norm(32, dtype, offset=1.0)) and not short._same(Norm(32, dtype, mean=True))
+    assert short._norm(RMSNorm(32, dtype))
+    assert not short._norm(RMSNorm(32, dtype, offset=1.0)) and not short._norm(RMSNorm(32, dtype, mean=True))
+
+
+class Router(nn.Module):
+    """The K largest of a softmax of rounded logits; `normalised` to a sum of one; `sharp` is another router."""
+
+    def __init__(self, E, H, K, dtype, normalised, sharp=1.0):
+        super().__init__()
+        self.weight, self.top_k = nn.Parameter(torch.randn(E, H).to(dtype), requires_grad=False), K
+        self.normalised, self.sharp = normalised, sharp
+
+    def forward(self, x):
+        logits = nn.functional.linear(x.view(-1, x.shape[-1]), self.weight)
+        values, ids = torch.softmax(logits.float() * self.sharp, -1).topk(self.top_k, -1)
+        return logits, values / (values.sum(-1, keepdim=True) if self.normalised else 1), ids
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(kv_heads=st.integers(1, 3), group=st.integers(1, 5), S=st.integers(1, 70), D=st.integers(1, 40),
+@given(E=st.integers(2, 70), H=st.integers(1, 200), K=st.integers(1, 8), normalised=st.booleans(),
        seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_attention_equals_softmax_by_hand(dtype, kv_heads, group, S, D, seed):
-    rng = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(heads, n, D, generator=rng).to(dtype) for heads, n in (
-        (kv_heads * group, 1), (kv_heads, S), (kv_heads, S)))
-    out, scaling = torch.empty(kv_heads * group, D, dtype=dtype), 1 / math.sqrt(D)
-    short._attend(q.data_ptr(), k.data_ptr(), v.data_ptr(), kv_heads, group, S, D, scaling, dtype != torch.float32,
-                  out.data_ptr())
-    for head in range(kv_heads * group):
-        scores = (k[head // group].double() @ q[head, 0].double()) * scaling
-        wanted = torch.softmax(scores, 0) @ v[head // group].double()
-        torch.testing.assert_close(out[head].double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+def test_routers_choose_as_the_module(dtype, E, H, K, normalised, seed):
+    torch.manual_seed(seed)
+    router, x = Router(E, H, min(E, K), dtype, normalised), torch.randn(1, 1, H).to(dtype)
+    wanted, got = router(x), short._Router(router, normalised, torch.float32)(x)
+    torch.testing.assert_close(got[0], wanted[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    p = torch.softmax(got[0].double(), -1)[0]               # of its own logits: a rounding may turn two of them round
+    torch.testing.assert_close(p[got[2][0]], p.topk(min(E, K)).values, rtol=1e-12, atol=0)
+    assert len(set(got[2][0].tolist())) == min(E, K)
+    share = p[got[2][0]] / (p[got[2][0]].sum() if normalised else 1)
+    torch.testing.assert_close(got[1][0].double(), share, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text"])
+def test_only_routers_that_the_kernel_equals_are_replaced():
+    for normalised in (False, True):
+        assert short._router(Router(8, 32, 2, torch.float32, normalised)).normalised == normalised
+    assert not short._router(Router(8, 32, 2, torch.float32, True, sharp=2.0))
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_path):
     if name not in tiny.ARCHITECTURES:
         pytest.skip(f"there is no tiny {name}")
@@ -75,7 +93,7 @@ def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_
     for batch in (1, 2):
         wanted = generate(model, batch=batch, prompt=3)
         with fast_decode(model) as found:
-            assert found.norms + found.linears > 0
+            assert found.norms + found.attentions > 0 and (found.attentions > 0) == (name in ATTENTION)
             tokens, logits = generate(model, batch=batch, prompt=3)
         assert torch.equal(tokens, wanted[0])
         torch.testing.assert_close(logits, wanted[1], rtol=2e-4, atol=2e-4)
@@ -87,4 +105,4 @@ def test_without_numba_nothing_changes(monkeypatch, tmp_path):
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
     monkeypatch.setattr(short, "numba", None)
     with fast_decode(model) as found:
-        assert found.norms == 0 and model.config._attn_implementation == "sdpa"
+        assert found.norms == found.routers == found.attentions == found.linears == 0
