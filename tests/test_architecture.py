@@ -13,10 +13,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets"}
+COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets", "kernels"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "progress": set(), "table": set(), "tensorfile": set(), "cards": set(), "datasets": set(),
+    "kernels": set(),
     "models": set(),
     "trace": {"models"},
     "recording": {"models", "trace"},

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import prange, types
+from numba import prange
 from torch import Tensor
 
-from moelab.experts.tiles import (STEP, add_rows, dots, kept, kernel, place, prefetch, read, size_of, spread, take,
-                                   together, weight, write)
+from moelab.experts.tiles import (STEP, add_rows, dots, kept, place, prefetch, read, size_of, spread, take, together,
+                                  weight, write)
+from moelab.kernels import c_function, kernel
 
 #: torch's types of weights → numba's kinds; split bytes are np.uint8
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -345,19 +342,6 @@ def _columns_planes(job):
 
 _ENTRIES = {np.float32: (_rows_fp32, _columns_fp32), np.uint16: (_rows_bf16, _columns_bf16),
             np.int16: (_rows_fp16, _columns_fp16), np.uint8: (_rows_planes, _columns_planes)}
-_ALIVE: list[Any] = []           # compiled functions, which would take their code with them
-
-
-@lru_cache(maxsize=None)
-def c_function(function: Callable) -> int:
-    """The address of a function of one address, compiled as one of C."""
-    signature = types.void(types.int64)
-    try:
-        compiled = numba.cfunc(signature, cache=True)(function)
-    except RuntimeError:
-        compiled = numba.cfunc(signature)(function)
-    _ALIVE.append(compiled)
-    return compiled.address
 
 
 def entry(kind: type, transposed: bool = False) -> int:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -37,16 +36,6 @@ PAIRED = (types.uint16, types.uint8)                                            
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
-
-
-def kernel(function: Callable | None = None, **options: Any) -> Callable:
-    """Compile by numba: without the GIL, cached on disk where a cache folder can be written."""
-    if function is None:
-        return lambda function: kernel(function, **options)
-    try:
-        return numba.njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:        # numba found no folder that it can write to: compile in every process
-        return numba.njit(nogil=True, **options)(function)
 
 
 # ------------------------------------------------------------------------------------------- pieces of LLVM's language

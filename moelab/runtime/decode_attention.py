@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from moelab.experts import products
-from moelab.experts.tiles import (STEP, add_rows, dots, kept, kernel, place, read, size_of, spread, take, together,
+from moelab.experts.tiles import (STEP, add_rows, dots, kept, place, read, size_of, spread, take, together,
                                   weight, write)
+from moelab.kernels import c_function, kernel
 
 #: classes of transformers whose attention is the one above; a probe must agree all the same
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
@@ -233,4 +234,4 @@ _ENTRIES = {np.float32: _heads_fp32, np.uint16: _heads_bf16, np.int16: _heads_fp
 
 
 def _entry(kind: type) -> int:
-    return products.c_function(_ENTRIES[kind])
+    return c_function(_ENTRIES[kind])

@@ -14,9 +14,6 @@ The results are transformers' within the dtype's tolerance, not bit for bit.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -26,6 +23,7 @@ from moelab.experts.dense import FastLinears
 try:
     import numba
     from moelab.experts import products, tiles
+    from moelab.kernels import kernel
     from moelab.runtime.decode_attention import decode_attention, epsilon
 except ImportError:                     # nothing is replaced then
     numba = None
@@ -104,7 +102,7 @@ class _Norm:
             return self.own(self.module, x)
         out = torch.empty_like(x)
         H = len(w)
-        _rms_norm(x.data_ptr(), w.data_ptr(), n // H, H, self.eps, x.dtype != torch.float32, out.data_ptr())
+        _rms_norm(products.KINDS[x.dtype](0), x.data_ptr(), w.data_ptr(), n // H, H, self.eps, out.data_ptr())
         return out
 
 
@@ -113,7 +111,7 @@ def _norm(module: nn.Module) -> _Norm | None:
     """The kernel for this module if it gives what the module gives, tried on random rows of very different sizes."""
     w = module._parameters.get("weight")
     if not type(module).__name__.endswith("RMSNorm") or w is None or w.ndim != 1 or epsilon(module) is None \
-            or not w.is_cpu or w.dtype not in (torch.float32, torch.bfloat16):
+            or not w.is_cpu or w.dtype not in products.KINDS:
         return None
     x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [30.0]])
     x, ours = x.to(w.dtype), _Norm(module)
@@ -170,68 +168,29 @@ def _router(module: nn.Module) -> _Router | None:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 if numba is not None:
-    from llvmlite import ir
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def _pointer(typing, address):
-        """Memory by its address: a tensor tells its own in a hundredth of the time that an array of it takes."""
-        def code(context, builder, signature, args):
-            return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        return numba.types.voidptr(numba.types.int64), code
-
-    def kernel(function: Any) -> Any:
-        """`function` compiled; sums may be taken in any order, so that they are vectors."""
-        try:
-            return numba.njit(function, nogil=True, cache=True, fastmath={"reassoc", "contract"})
-        except RuntimeError:            # numba found no folder that it can write to: compile in every process
-            return numba.njit(function, nogil=True, fastmath={"reassoc", "contract"})
-
-    @kernel
-    def _widen(address, at, n, half, words, floats):
-        """n numbers from the at-th on, bf16 if `half`, into `floats`, which is the memory of `words` as fp32."""
-        if half:
-            row = numba.carray(_pointer(address + 2 * at), n, np.uint16)
-            for i in range(n):
-                words[i] = np.uint32(row[i]) << np.uint32(16)
-        else:
-            row = numba.carray(_pointer(address + 4 * at), n, np.float32)
-            for i in range(n):
-                floats[i] = row[i]
-
-    @kernel
-    def _narrow(address, at, n, half, words, floats):
-        """The opposite; rounded to the nearest bf16, ties to even."""
-        if half:
-            row = numba.carray(_pointer(address + 2 * at), n, np.uint16)
-            for i in range(n):
-                u = words[i]
-                row[i] = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        else:
-            row = numba.carray(_pointer(address + 4 * at), n, np.float32)
-            for i in range(n):
-                row[i] = floats[i]
-
-    @kernel
-    def _rms_norm(x, w, rows, H, eps, half, out):
-        words, scale_words = np.empty(H, np.uint32), np.empty(H, np.uint32)
-        floats, scale = words.view(np.float32), scale_words.view(np.float32)
-        _widen(w, 0, H, half, scale_words, scale)
+    @kernel(fastmath={"reassoc", "contract"})               # sums may be taken in any order, so that they are vectors
+    def _rms_norm(kind, x, w, rows, H, eps, out):
+        row, scale, whole = np.empty(H, np.float32), np.empty(H, np.float32), H - H % tiles.STEP
+        _widen(kind, w, H, whole, scale)
         for r in range(rows):
-            _widen(x, r * H, H, half, words, floats)
+            at, to = x + r * H * tiles.size_of(kind), out + r * H * tiles.size_of(kind)
+            _widen(kind, at, H, whole, row)
             total = np.float32(0)
             for i in range(H):
-                total += floats[i] * floats[i]
-            inverse = np.float32(1 / math.sqrt(total / H + eps))
+                total += row[i] * row[i]
+            inverse = np.float32(1 / np.sqrt(total / H + eps))
             for i in range(H):
-                floats[i] *= inverse
-            _narrow(out, r * H, H, half, words, floats)     # rounded before the weight, as transformers does it
-            _widen(out, r * H, H, half, words, floats)
-            for i in range(H):
-                floats[i] *= scale[i]
-            _narrow(out, r * H, H, half, words, floats)
+                tiles.write(kind, to, i, row[i] * inverse)          # rounded before the weight, as transformers does it
+                tiles.write(kind, to, i, tiles.weight(kind, to, 0, i) * scale[i])
 
-    @tiles.kernel
+    @kernel
+    def _widen(kind, x, n, whole, out):
+        """n numbers as fp32; `whole` of them in vectors."""
+        tiles.spread(kind, np.float32(0), x, whole, out.ctypes.data)
+        for i in range(whole, n):
+            out[i] = tiles.weight(kind, x, 0, i)
+
+    @kernel
     def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids):
         whole, size, inputs = H - H % tiles.STEP, tiles.size_of(kind), np.empty(H, np.float32)
         tiles.spread(kind, kind, x, whole, inputs.ctypes.data)

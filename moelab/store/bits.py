@@ -21,20 +21,13 @@ import torch
 
 try:
     import numba
+    from moelab.kernels import kernel
 except ImportError:         # the numpy kernels below do the same at a quarter of the speed
     numba = None
 
 #: the name of the byte layout, recorded in every store
 LAYOUT = "rotated"
 _BLOCK = 1 << 17            # weights a step of the numpy kernels: their temporaries stay in the cache
-
-
-def kernel(function: Callable) -> Callable:
-    """`function` compiled by numba: without the GIL, cached on disk where a cache folder can be written."""
-    try:
-        return numba.njit(function, nogil=True, cache=True, no_cfunc_wrapper=True)
-    except RuntimeError:    # numba found no folder that it can write to: compile in every process
-        return numba.njit(function, nogil=True, no_cfunc_wrapper=True)
 
 
 def split(weights: Any, exponents: Any = None, sign_mantissa: Any = None) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.progress import progress
-from moelab.store.bits import as_bytes, kernel, numba
+from moelab.store.bits import as_bytes, numba
 
 SLICE = 64 << 20                # bytes read at a time
 _BLOCK = 1 << 18                # weights counted at a time by numpy, which widens them to 8 bytes
@@ -86,6 +86,7 @@ def _count_loop(words, counts):
 #: implementation → function that adds the values of `words` to `counts`; the first one is used
 KERNELS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {"numpy": _count_numpy}
 if numba is not None:
+    from moelab.kernels import kernel
     KERNELS = {"numba": kernel(_count_loop), **KERNELS}
 
 

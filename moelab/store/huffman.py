@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from moelab.store.bits import as_bytes, kernel
+from moelab.kernels import kernel
+from moelab.store.bits import as_bytes
 from moelab.store.huffman_decoder import (CODED, CODED_HEADER, CONSTANT, ERRORS, HEADER, LEADS, MAGIC, MAX_BITS, RAW,
                                           STREAMS, WORDS, canonical, decompress, segment)
 from moelab.store.memory import copy, load, load_byte, store, store_byte

@@ -142,8 +142,7 @@ def test_a_cache_folder_that_cannot_be_written():
     """numba refuses to make a cached function where no folder can be written: here, a file in /dev/null/."""
     pytest.importorskip("numba")
     python("""
-import numpy as np
-from moelab.store import bits
+from moelab.kernels import kernel
 scope = {}
 exec(compile("def double(x): return 2 * x", "/dev/null/nowhere.py", "exec"), scope)
 import numba
@@ -152,5 +151,5 @@ try:
     raise SystemExit("numba found a folder after all: this test shows nothing")
 except RuntimeError:
     pass
-assert bits.kernel(scope["double"])(21) == 42
+assert kernel(scope["double"])(21) == 42
 """, NUMBA_CACHE_DIR="/dev/null/cache", HOME="/dev/null", XDG_CACHE_HOME="/dev/null/cache", XDG_DATA_HOME="/dev/null/x")

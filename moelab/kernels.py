@@ -1,0 +1,54 @@
+"""Functions compiled by numba: without the GIL, cached on disk where a cache folder can be written.
+
+numba takes a kernel from its cache as long as the file that it is written in has not changed, but a kernel contains
+those that it calls, from other files too. So what is older than any of the files that a kernel may call is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import types
+
+_FILES: dict[Path, float] = {}          # files of kernels → when they were changed, in the order of their imports
+_ALIVE: list[Any] = []                  # compiled functions, which would take their code with them
+
+
+def kernel(function: Callable | None = None, **options: Any) -> Callable:
+    """`function`, compiled when it is called with types that are new; a decorator, with or without numba's options."""
+    if function is None:
+        return lambda function: kernel(function, **options)
+    _drop_stale(function)
+    try:
+        return numba.njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:                # numba found no folder that it can write to: compile in every process
+        return numba.njit(nogil=True, **options)(function)
+
+
+@lru_cache(maxsize=None)
+def c_function(function: Callable) -> int:
+    """The address of a function of one int64, compiled as one of C."""
+    _drop_stale(function)
+    signature = types.void(types.int64)
+    try:
+        compiled = numba.cfunc(signature, cache=True)(function)
+    except RuntimeError:
+        compiled = numba.cfunc(signature)(function)
+    _ALIVE.append(compiled)
+    return compiled.address
+
+
+def _drop_stale(function: Callable) -> None:
+    """Forget what is cached of a file's kernels if a file of kernels that was imported before has changed since."""
+    file = Path(function.__code__.co_filename)
+    if file in _FILES or not file.exists():
+        return
+    _FILES[file] = file.stat().st_mtime
+    newest = max(_FILES.values())
+    for index in (file.parent / "__pycache__").glob(f"{file.stem}.*.nbi"):
+        if index.stat().st_mtime < newest:
+            index.unlink(missing_ok=True)
