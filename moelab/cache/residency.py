@@ -114,6 +114,7 @@ class Residency:
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
+        self._holds_all = pools.F == pools.capacity >= (E if scope == "layer" else L * E)
         self.clear()
         if margin is None:
             ranked = len(self._pools[0]) > 1 or any(hasattr(pool.policy, "follow") for pool in self._pools[0].values())
@@ -139,6 +140,11 @@ class Residency:
         if experts and not (0 <= experts[0] and experts[-1] < self.E and min(tokens.values()) >= 1):
             raise ValueError(f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
                              f"each; this one is {dict(tokens)}")
+        if self._holds_all and len(self._state) == self.L * self.E:             # all are there, and none ever leaves
+            self._now, self.counters.steps = self._now + 1, self.counters.steps + 1
+            self.counters.hits[State.FULL] += len(experts)
+            keys = self._keys[layer]
+            return Step(layer, [Request(keys[e], tokens[e], State.FULL, State.FULL) for e in experts], [])
         self._scores[layer, experts] += np.array([tokens[expert] for expert in experts], np.int64) * self._scores.size
         keys = [self._keys[layer][expert] for expert in experts]
         before = [self._state.get(key, State.MISSED) for key in keys]

@@ -24,7 +24,7 @@ from moelab.experts.layout import activate, banks, names, plain, silu_gated
 from moelab.experts.sorting import Sorted
 
 try:
-    from moelab.experts import products
+    from moelab.experts import feed_forward as around, products
 except ImportError:             # no numba
     products = None
 
@@ -38,19 +38,19 @@ class GEMV(Sorted):
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts):
             return super().run(x, ids, weights, experts)
-        hit, bounds, tokens, rows = products.arrange(ids.numpy(), experts.num_experts)
+        hit, bounds, tokens, rows = around.arrange(ids.numpy(), experts.num_experts)
         matrices = self._matrices(experts, hit, x.dtype) if len(hit) else None
         if matrices is None:
             return super().run(x, ids, weights, experts)
         kind, (up, down), alive = matrices
         self.count(len(tokens), len(tokens), len(tokens))
         transposed = experts.is_transposed
-        if silu_gated(experts) and (products.TEAM or torch.get_num_threads() == 1):
-            return products.feed_forward(kind, up, down, bounds, x, tokens, rows, weights, transposed)
+        if silu_gated(experts) and (around.TEAM or torch.get_num_threads() == 1):
+            return around.feed_forward(kind, up, down, bounds, x, tokens, rows, weights, transposed)
         h = products.multiply(kind, up[0], bounds, x, tokens, up[1], transposed)
         y = products.multiply(kind, down[0], bounds, activate(experts, h), None, down[1], transposed)
         del alive                                       # the weights' owners may go only now
-        return products.combine(y, rows, weights, x.dtype)
+        return around.combine(y, rows, weights, x.dtype)
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
         """(kind, of up and down (addresses [M, 4], R), what must live), or None if these weights are not for us."""

@@ -8,6 +8,7 @@ An expert is up (`gate_up_proj` or `up_proj`), gate or activation, down, each wi
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,8 +25,12 @@ def plain(experts: Any) -> bool:
     Not so where the seam knows another arithmetic (Llama 4 weighs the input, Switch has modules of its own) or where
     a norm follows.
     """
-    seams = (getattr(type(experts), name).__qualname__ for name in ("ffn", "weighted"))
-    return all(name.startswith("SeamExperts.") for name in seams) and not experts.has_post_expert_norm
+    return _usual(type(experts)) and not experts.has_post_expert_norm
+
+
+@lru_cache(maxsize=None)
+def _usual(cls: type) -> bool:
+    return all(getattr(cls, name).__qualname__.startswith("SeamExperts.") for name in ("ffn", "weighted"))
 
 
 def names(experts: Any) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from moelab.runtime.slots import Slots
 from moelab.runtime.timeline import Timeline
 from moelab.schedule.affinity import given_order, scheduler_for
 from moelab.schedule.requests import Delays
-from moelab.specs import Event, ExpertKey, State
+from moelab.specs import Event, State
 from moelab.store.reader import Reader
 
 
@@ -70,6 +70,7 @@ class Engine:
         self.on_layer: Callable[[Step], None] | None = None
         self.on_guess: Callable[[int, list[int]], None] | None = None
         self.one_thread = self.serial = False
+        self._nothing = Job(-1, False)
         self._scheduler = scheduler_for(delays)
         self.foresight, self._announced = Foresight(), None     # (layer, experts)
         self._one = threading.Lock()                            # one layer at a time
@@ -109,7 +110,7 @@ class Engine:
 
     def weights(self, layer: int, expert: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The tensors of an expert that is whole, in the model's own dtype; a store usually has them in it already."""
-        return _cast(self.pipeline.tensors(ExpertKey(layer, expert)), dtype)
+        return _cast(self.pipeline.tensors((layer, expert)), dtype)
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
@@ -196,6 +197,8 @@ class Engine:
             if self.on_layer is not None:
                 self.on_layer(step)
             loads = [request for request in step.requests if request.state is not State.FULL]
+            if not (loads or step.evicted or self._announced or self.pipeline.ahead):   # nothing for the threads to do
+                return step, self._nothing
             job, left = self.pipeline.start(layer, loads, [key for key, _ in step.evicted])
             if left:
                 self.pipeline.load(job, left, self._scheduler(left, self.delays, self.workers))

@@ -98,6 +98,11 @@ class Pipeline(Admission):
                 self._adopt(job, None, {})
             self._ahead.clear()
 
+    @property
+    def ahead(self) -> bool:
+        """Whether anything has been announced for layers to come."""
+        return bool(self._ahead)
+
     def busy(self, job: Job) -> bool:
         """Whether threads have something to do, for this layer or for one to come."""
         return bool(job.loads) or any(ahead.loads for ahead in self._ahead.values())
@@ -128,9 +133,9 @@ class Pipeline(Admission):
                     del self.held[request.key]
                 self._admit()
 
-    def tensors(self, key: ExpertKey) -> dict[str, torch.Tensor]:
-        """The tensors of an expert that is whole."""
-        return self.slots.tensors(self.held[key].slots["full"], key.layer)
+    def tensors(self, key: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """The tensors of an expert (layer, expert) that is whole."""
+        return self.slots.tensors(self.held[key].slots["full"], key[0])
 
     def wake(self) -> None:
         """Let the engine look again whether to go on."""

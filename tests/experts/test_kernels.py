@@ -21,7 +21,7 @@ from moelab.store import bits
 
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
-products = pytest.importorskip("moelab.experts.products")
+products, around = (pytest.importorskip(f"moelab.experts.{name}") for name in ("products", "feed_forward"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -70,6 +70,7 @@ def test_many_tokens_and_rows_on_several_threads(threads):
 def test_without_openmp_numbas_own_threads_do_it(monkeypatch, request):
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(products, "TEAM", 0)
+    monkeypatch.setattr(around, "TEAM", 0)
     torch.set_num_threads(3)                                # numba's own are as many as there are cores
     for layout in ("gated", "transposed"):
         case = step(layout=layout)
@@ -81,14 +82,14 @@ def test_without_openmp_numbas_own_threads_do_it(monkeypatch, request):
 def test_results_are_rounded_as_torch_rounds(values):
     y, one = torch.tensor([values]), torch.ones(1, 1)
     for dtype in DTYPES:
-        found = products.combine(y, np.zeros((1, 1), np.int64), one, dtype)
+        found = around.combine(y, np.zeros((1, 1), np.int64), one, dtype)
         assert torch.equal(found.isnan(), y.isnan()) and torch.equal(found.nan_to_num(), y.to(dtype).nan_to_num())
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
 def test_arranged_choices(T, K, E, seed):
     ids = np.random.default_rng(seed).integers(0, E + 1, (T, K))
-    hit, bounds, tokens, rows = products.arrange(ids, E)
+    hit, bounds, tokens, rows = around.arrange(ids, E)
     assert hit.tolist() == sorted(set(ids.ravel().tolist()) - {E}) and bounds[0] == 0 and bounds[-1] == len(tokens)
     for e, begin, end in zip(hit, bounds, bounds[1:]):
         assert tokens[begin:end].tolist() == [t for t in range(T) for k in range(K) if ids[t, k] == e]
