@@ -5,14 +5,15 @@ CPU; chunked prefill) and §A.4. Tensors are (1, heads, D, S): positions on the 
 needs no transpose, and every key head is repeated for its query heads by a concat. What depends on the position in
 the prompt comes in as an input, so one graph serves all chunks:
 
-    x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 1, D, S)   mask (1, 1, S, keys), 0 or MASKED
+    x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 2, D, S)   mask (1, 1, S, keys), 0 or MASKED
     stateless   k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
     stateful    write (1, 1, S, P), keep (1, 1, 1, P), two states (1, KV, D, P)     → y
 
 P is the context length. Stateless, a chunk sees P + S keys, and the caller puts k_new and v_new into its cache;
-stateful, `cache · keep + new · write` does it inside, with P keys. The queries' rotary inputs carry the softmax
-scale, which fp16 would round. Norms of q and k (Qwen3, OLMoE) are explicit operations inside; the norm before
-attention and the residual are not here. Left out: MLA, attention sinks, partial rotary.
+stateful, `cache · keep + new · write` does it inside, with P keys. The rotary inputs are powers of two and what
+remains of the tables, those of q with the softmax scale; `moelab.ane.rounding` says why, and computes norms of q and k
+(Qwen3, OLMoE), rotation and scores. The norm before attention and the residual are not here. Left out: MLA, attention
+sinks, partial rotary.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.ane.ffn_graph import conv, half, save_program
 from moelab.ane.package import coremltools
+from moelab.ane.rounding import normalised, powers, rotated, shifted, with_ones
 
 #: what the mask adds to a hidden key's score: the smallest fp16 or fp32 turns into NaN on the device
 MASKED = -1e4
@@ -110,23 +111,25 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
     def project(x: Any, name: str, **names: str) -> Any:
         return conv(mb, x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), names.get("out", name))
 
-    def norm(x: Any, name: str, heads: int) -> Any:
-        """RMS norm of (1, heads·D, 1, S), then heads apart: (1, heads, D, S)."""
-        weight = weights[f"{name}.weight"] if shape.norm else None
-        apart = (1, heads, D, S)
+    def positioned(x: Any, name: str, heads: int, cos: Any, sin: Any, out: str) -> Any:
+        """Projection, norm and rotation of q or k: (1, H, 1, S) → (1, heads, D, S)."""
+        x, repair = project(x, f"{name}_proj"), None
         if shape.norm == "full":
-            x = _rms(mb, x, 1, shape.eps, weight[None, :, None, None], name)
-        x = mb.reshape(x=x, shape=apart)
-        return _rms(mb, x, 2, shape.eps, weight[None, None, :, None], name) if shape.norm == "head" else x
+            x, repair = normalised(mb, x, 1, shape.eps)
+        x = mb.reshape(x=x, shape=(1, heads, D, S))
+        if shape.norm == "head":
+            x, repair = normalised(mb, x, 2, shape.eps)
+        weight = weights[f"{name}_norm.weight"].reshape(1, -1, D, 1) if shape.norm else None
+        return rotated(mb, x, repair, cos, sin, weight, name=out)
 
     def body(x, q_cos, q_sin, k_cos, k_sin, mask, *cache):
-        q = _rotate(mb, norm(project(x, "q_proj"), "q_norm", shape.heads), q_cos, q_sin)
-        k = _rotate(mb, norm(project(x, "k_proj"), "k_norm", shape.kv_heads), k_cos, k_sin, "k_new")
+        q = positioned(x, "q", shape.heads, q_cos, q_sin, "q")
+        k = positioned(x, "k", shape.kv_heads, k_cos, k_sin, "k_new")
         v = mb.reshape(x=project(x, "v_proj"), shape=(1, shape.kv_heads, D, S), name="v_new")
         keys, values, outputs = _stateful(mb, k, v, *cache) if shape.stateful else _stateless(mb, k, v, *cache)
         repeats = shape.heads // shape.kv_heads
-        keys, values = _repeated(mb, keys, repeats), _repeated(mb, values, repeats)
-        scores = mb.matmul(x=q, y=keys, transpose_x=True, name="scores")            # (1, heads, S, keys)
+        keys, values, own = (_repeated(mb, each, repeats) for each in (with_ones(mb, keys), values, k))
+        scores = shifted(mb, q, keys, own)                                          # (1, heads, S, keys)
         shares = mb.softmax(x=mb.add(x=scores, y=mask), axis=-1, name="shares")
         mixed = mb.matmul(x=values, y=shares, transpose_y=True, name="mixed")       # (1, heads, D, S)
         y = project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y")
@@ -134,7 +137,7 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
 
     def tensor(*dims: int) -> Any:
         return mb.TensorSpec(shape=dims, dtype=types.fp16)
-    specs = [tensor(1, H, 1, S), *(tensor(1, 1, D, S) for _ in range(4)), tensor(1, 1, S, shape.keys)]
+    specs = [tensor(1, H, 1, S), *(tensor(1, 2, D, S) for _ in range(4)), tensor(1, 1, S, shape.keys)]
     if shape.stateful:
         specs += [tensor(1, 1, S, shape.context), tensor(1, 1, 1, shape.context)]
         specs += [mb.StateTensorSpec(shape=shape.cache, dtype=types.fp16) for _ in range(2)]
@@ -147,17 +150,6 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
         def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
             return body(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past)
     return mb.program(input_specs=specs, opset_version=coremltools().target.iOS18)(program)
-
-
-def _rms(mb: Any, x: Any, axis: int, eps: float, weight: np.ndarray, name: str) -> Any:
-    mean = mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[axis], keep_dims=True)
-    return mb.mul(x=mb.mul(x=x, y=mb.rsqrt(x=mean, epsilon=np.float16(eps))), y=weight, name=name)
-
-
-def _rotate(mb: Any, x: Any, cos: Any, sin: Any, name: str | None = None) -> Any:
-    first, second = mb.split(x=x, num_splits=2, axis=2)
-    turned = mb.concat(values=[mb.mul(x=second, y=np.float16(-1)), first], axis=2)
-    return mb.add(x=mb.mul(x=x, y=cos), y=mb.mul(x=turned, y=sin), **({"name": name} if name else {}))
 
 
 def _stateless(mb: Any, k: Any, v: Any, k_past: Any, v_past: Any) -> tuple[Any, Any, tuple]:
@@ -227,9 +219,9 @@ def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, 
     def filled(rows: Tensor) -> Tensor:
         return torch.cat([rows, rows[-1:].expand(S - n, -1)]).T.contiguous()
     scale = shape.head_dim ** -0.5
-    c, s = filled(cos)[None, None], filled(sin)[None, None]
-    inputs = {"x": filled(x)[None, :, None], "q_cos": c * scale, "q_sin": s * scale, "k_cos": c, "k_sin": s,
-              "mask": mask_of(shape, start, window).to(x.dtype)}
+    tables = {"q_cos": cos * scale, "q_sin": sin * scale, "k_cos": cos, "k_sin": sin}
+    inputs = {"x": filled(x)[None, :, None], "mask": mask_of(shape, start, window).to(x.dtype)}
+    inputs |= {name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()}
     if shape.stateful:
         write = torch.zeros(S, shape.context, dtype=x.dtype)
         write[torch.arange(n), start + torch.arange(n)] = 1

@@ -23,7 +23,7 @@ from moelab.ane.evaluator import Alarm, Evaluator
 from moelab.ane.ffn_graph import pack, unpack
 from moelab.models.checkpoint import Checkpoint
 
-FORMAT, MANIFEST = "moelab.ane.converted/1", "manifest.json"
+FORMAT, MANIFEST = "moelab.ane.converted/2", "manifest.json"
 
 #: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
 Runner = Callable[[Path, str | None], Any]

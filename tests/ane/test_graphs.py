@@ -11,11 +11,28 @@ from hypothesis import strategies as st
 
 pytest.importorskip("coremltools")
 
+from coremltools.converters.mil import Builder as mb
+from coremltools.converters.mil.mil import types
+
+import moelab
 from moelab.ane import attention_graph, ffn_graph
 from moelab.ane.attention_graph import KVCache, attention_inputs, attention_shape, mask_of, save_attention
 from moelab.ane.evaluator import Evaluator
-from moelab.ane.ffn_graph import Enumerated, Expert, Range, activation_of, expert_of, half, pack, save_ffn, unpack
-from moelab.ane.package import read_package
+from moelab.ane.ffn_graph import (
+    Enumerated,
+    Expert,
+    Range,
+    activation_of,
+    expert_of,
+    half,
+    pack,
+    save_ffn,
+    save_program,
+    unpack,
+)
+from moelab.ane.package import coremltools, read_package
+from moelab.ane.rounding import powers, shifted, with_ones
+from moelab.datasets import prompts
 from moelab.models import compat
 from tests.experts import toy
 from tests.models import tiny
@@ -173,16 +190,16 @@ def test_unpack_undoes_pack(n, width, layout):
 
 # ------------------------------------------------------------------------------------------------------------ attention
 
-def attention_case(name, **changes):
+def attention_case(name, seed=0, **changes):
     """(config, attention module, its model) of a random model with weights that are fp16 numbers."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = tiny.config(name, num_hidden_layers=1, **changes)
     config._attn_implementation = "eager"
     model = compat.model_class(config)._from_config(config).eval()
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         for parameter in attention.parameters():
-            value = torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1)
+            value = torch.randn_like(parameter) * 0.2 * (32 / config.hidden_size) ** 0.5 + (parameter.dim() == 1)
             parameter.copy_(value.half())
     return config, attention, model
 
@@ -250,7 +267,79 @@ def test_attention_over_four_chunks(name, stateful, changes, tmp_path):
     y = in_chunks(Evaluator(package), shape, x, cos, sin)
     assert float((y - expected).abs().max()) < 1e-12
     fp16 = Evaluator(package, mode="fp16")
-    assert relative_rms(in_chunks(fp16, shape, x, cos, sin), expected) < 2e-3 and not fp16.alarms
+    assert relative_rms(in_chunks(fp16, shape, x, cos, sin), expected) < 1e-3 and not fp16.alarms
+
+
+def saved_and_expected(name, folder, seed, chunk=16, T=60, scale=1.0, stateful=False, **changes):
+    """(package, shape, (x, cos, sin), expected [T, H]) of a random model's attention of T random tokens."""
+    config, attention, model = attention_case(name, seed, **changes)
+    shape, weights = attention_shape(config, chunk, 64, stateful), dict(attention.named_parameters())
+    x = (scale * torch.randn(T, shape.hidden)).half().double()
+    with torch.no_grad():
+        cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
+        expected = plain_attention(weights, x, cos, sin, shape)
+    return read_package(save_attention(folder / "a.mlpackage", shape, weights)), shape, (x, cos, sin), expected
+
+
+@pytest.mark.parametrize("name, seed, chunk, changes", [
+    ("qwen3_moe", 1, 16, {"head_dim": 64, "hidden_size": 128}), ("qwen3_moe", 2, 32, {"head_dim": 24}),
+    ("olmoe", 3, 8, {"hidden_size": 128}), ("qwen2_moe", 4, 16, {"num_key_value_heads": 1}),
+    ("mixtral", 5, 32, {"hidden_size": 256, "num_attention_heads": 8})])
+def test_attention_in_fp16_is_near_whatever_the_weights(name, seed, chunk, changes, tmp_path):
+    package, shape, tokens, expected = saved_and_expected(name, tmp_path, seed, chunk, **changes)
+    assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 8e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("scale", [30.0, 1e-3])
+def test_the_norms_epsilon_and_far_sizes(name, scale, tmp_path):
+    """At the smaller size a key's mean square is below eps, and so small that fp16 holds five bits of it."""
+    package, shape, tokens, expected = saved_and_expected(name, tmp_path, 3, scale=scale)
+    y = in_chunks(Evaluator(package), shape, *tokens)
+    assert float((y - expected).abs().max()) < 1e-12 * float(expected.abs().max())
+    assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 1e-3
+
+
+def test_shares_of_large_scores(tmp_path):
+    """q and k are fp16 numbers, so rounding the scores, at their own size or near 0, is all that differs."""
+    rng = torch.Generator().manual_seed(0)
+    q, k = (2 * torch.randn(1, 2, 24, 32, generator=rng).half().double() for _ in range(2))
+
+    @mb.program(input_specs=[mb.TensorSpec(shape=q.shape, dtype=types.fp16) for _ in (q, k)],
+                opset_version=coremltools().target.iOS18)
+    def program(q, k):
+        return mb.softmax(x=shifted(mb, q, with_ones(mb, k), k), axis=-1, name="shares")
+    evaluate = Evaluator(save_program(tmp_path / "s.mlpackage", program), mode="fp16")
+    scores = q.mT @ k
+    expected = scores.softmax(-1)
+    assert scores.abs().max() > 50
+    assert relative_rms(evaluate({"q": q, "k": k})["shares"], expected) < 5e-4
+    assert relative_rms(scores.half().double().softmax(-1), expected) > 2e-3
+
+
+def test_attention_of_the_shipped_model_in_fp16(tmp_path):
+    """Each layer, with the hidden states of a text, over four chunks."""
+    model, seen = moelab.open_model(None, dtype=torch.float32), {}
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, given, number=number: seen.update({number: given}), with_kwargs=True)
+    with torch.no_grad():
+        model(torch.tensor([model.tokenizer(prompts("needle", 1, tokens=250)[0].text)["input_ids"]]))
+    for number, given in seen.items():
+        attention = model.model.layers[number].self_attn
+        shape = attention_shape(model.config, 64, 256)
+        package = read_package(save_attention(tmp_path / f"{number}.mlpackage", shape,
+                                              dict(attention.named_parameters())))
+        tokens = given["hidden_states"][0].half().double(), *(t[0].double() for t in given["position_embeddings"])
+        expected = in_chunks(Evaluator(package), shape, *tokens)
+        assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 1e-3
+
+
+@given(st.floats(-1e4, 1e4, width=16))
+def test_a_power_of_two_and_a_rest(value):
+    power, rest = (float(part) for part in powers(torch.tensor([value], dtype=torch.float64)))
+    assert power + rest == value and abs(rest) <= abs(value) / 3
+    assert power == 0 == value or math.frexp(abs(power))[0] == 0.5
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.booleans(), st.one_of(st.none(), st.integers(1, 9)), st.data())
