@@ -41,7 +41,6 @@ class DecodeAttention:
         norms = [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
         D = self.D = module.head_dim
         self.heads, self.kv_heads = (linear.out_features // D for linear in self.linears[:2])
-        self.parameters = [p for m in (*self.linears, *norms) for p in m.parameters()]
         # of q's and k's: addresses of weights, widths, epsilon
         self.norms = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
             if len(norms) == 2 else (0, 0, D, D, 0.0)
@@ -55,7 +54,7 @@ class DecodeAttention:
         self.before = np.array(rows), np.arange(len(rows) + 1), np.zeros(len(rows), np.int64)
         self.after = np.array([[out.weight.data_ptr(), 0, 0 if out.bias is None else out.bias.data_ptr(), 0]]), \
             np.array([0, 1]), _NONE
-        self.q, self.addresses = np.empty(self.heads * D, np.float32), [p.data_ptr() for p in self.parameters]
+        self.addresses = _addresses(module)
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
                  attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
@@ -65,19 +64,25 @@ class DecodeAttention:
                 and cos is not None and x.dtype == cos.dtype == sin.dtype == dtype and x.is_cpu
                 and cos.numel() == sin.numel() == self.D and not torch.is_grad_enabled()
                 and not module.training and module.config._attn_implementation == "sdpa"
-                and [p.data_ptr() for p in self.parameters] == self.addresses):
+                and _addresses(module) == self.addresses):          # nothing was replaced or moved
             return self.own(module, hidden_states, *args, position_embeddings=position_embeddings,
                             attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
         k, v = x.new_empty(1, self.kv_heads, 1, self.D), x.new_empty(1, self.kv_heads, 1, self.D)
-        x, threads = x.contiguous(), torch.get_num_threads()
-        _project(self.kind(0), *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.contiguous().data_ptr(),
-                 sin.contiguous().data_ptr(), module.scaling, self.q, k.data_ptr(), v.data_ptr(),
-                 products.entry(self.kind), products.TEAM, threads)
+        x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
+        q = np.empty(self.heads * self.D, np.float32)
+        _project(self.kind(0), *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.data_ptr(),
+                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), products.entry(self.kind),
+                 products.TEAM, threads)
         keys, values = (t.contiguous() for t in past_key_values.update(k, v, module.layer_idx))
         S, y = keys.shape[2], torch.empty_like(x)
-        _attend(self.kind(0), *self.after, self.q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, self.D,
+        _attend(self.kind(0), *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, self.D,
                 y.data_ptr(), y.numel(), _entry(self.kind), products.entry(self.kind), products.TEAM, threads)
         return y, None
+
+
+def _addresses(module: nn.Module) -> list[int]:
+    """Where the parameters of a module's children lie."""
+    return [p.data_ptr() for child in module._modules.values() for p in child._parameters.values() if p is not None]
 
 
 def epsilon(norm: nn.Module) -> float | None:

@@ -111,3 +111,20 @@ def test_prompts_batches_masks_and_gradients_go_where_they_went(name, tmp_path, 
         out = model(ids[:1], use_cache=True)
         model(ids[:1, :1], past_key_values=out.past_key_values)
     assert len(calls) == 1
+
+
+def test_replaced_weights_are_seen(tmp_path):
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    attention = next(m for m in model.modules() if type(m).__name__ in short.ATTENTIONS)
+    ids = torch.randint(3, 90, (1, 5))
+
+    def step():
+        with torch.inference_mode():
+            return model(ids[:, :1], past_key_values=model(ids, use_cache=True).past_key_values).logits
+    attention.forward = short.decode_attention(attention)
+    before = step()
+    attention.o_proj.weight = nn.Parameter(attention.o_proj.weight.detach() * 2)
+    after = step()
+    del attention.forward
+    torch.testing.assert_close(after, step(), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before, after, rtol=1e-3, atol=1e-4)
