@@ -22,6 +22,7 @@ COMMANDS = {
     "profile": ("moelab.runtime.profile", "measure what reading, decoding and computing a store's experts costs here"),
     "generate": ("moelab.runtime.generate", "generate text, in one process or with the experts on several"),
     "bench": ("moelab.bench", "measure on this machine"),
+    "calibrate": ("moelab.bench.calibrate", "count which experts a model's tokens visit, and keep the counts"),
     "evaluate": ("moelab.bench.evaluate", "score a model's answers and language loss, mode by mode"),
     "ane": ("moelab.ane.commands", "plan, convert, lint and check models for the Apple Neural Engine"),
     "train-small": ("moelab.bench.card", "train the small model again"),

@@ -20,6 +20,7 @@ split is a score on unseen text and unseen keys. What is left out: few-shot form
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -137,10 +138,11 @@ def library(kind: str, split: str) -> tuple[str, ...]:
     neighbours are tokenised.
     """
     if kind == "code":
-        root = Path(sysconfig.get_path("stdlib"))
-        files = sorted(p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts[:-1])
-                       and p.name != "topics.py")
-        named = ((p.relative_to(root).as_posix(), p) for p in files)
+        root, files = Path(sysconfig.get_path("stdlib")), []
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+            files += [Path(folder, name) for name in names if name.endswith(".py") and name != "topics.py"]
+        named = ((p.relative_to(root).as_posix(), p) for p in sorted(files))
         texts = [p.read_text(encoding="utf-8", errors="ignore") for name, p in named if in_split(name, split)]
     else:
         from pydoc_data.topics import topics

@@ -1,8 +1,9 @@
 """What a plan does with real tokens: executed, dropped, padded, launched, as exact counts (NPUMoE §4.1, Table 3).
 
-On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes all rows of all chunks;
-on the CPU it executes all its tokens and no row more. Counting needs only how many tokens each expert got in
-each chunk: who of them is dropped does not change how many are.
+On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes all rows of every chunk
+in which any of its experts has a token; a group that nobody chose is not launched. On the CPU an expert executes all
+its tokens and no row more, and so does every expert for a chunk of a single token, as in `moelab.ane.runtime`. Counting
+needs only how many tokens each expert got in each chunk: who of them is dropped does not change how many are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Account:
     """Exact counts over all chunks, each int64 [L].
 
     routed : choices of an expert by a token. executed : those that are computed; the others are dropped.
-    slots : rows computed, padding included. launches : expert graphs run on the ANE.
+    slots : rows computed, padding included. launches : expert graphs run on the ANE, at most `plan.launches` a chunk.
     """
 
     routed: np.ndarray
@@ -49,17 +50,16 @@ def count(plan: Plan, loads: Any) -> Account:
     ValueError : loads of another model or of larger chunks.
     """
     loads = check_loads(plan, loads)
-    n = len(loads)
-    on_ane = np.zeros((plan.spec.L, plan.spec.E), dtype=bool)
-    capacity = np.zeros((plan.spec.L, plan.spec.E), dtype=np.int64)
+    executed, slots, launches = loads.sum((0, 2)), loads.sum((0, 2)), np.zeros(plan.spec.L, dtype=np.int64)
+    alone = loads.sum(2) <= plan.spec.K                     # [n, L], chunks of a single token
     for l, layer in enumerate(plan.layers):
         for group in layer.on("ane"):
-            on_ane[l, list(group.experts)] = True
-            capacity[l, list(group.experts)] = group.capacity
-    executed = np.where(on_ane, np.minimum(loads, capacity), loads)
-    slots = np.where(on_ane, n * capacity, loads.sum(0))
-    launches = np.array([n * len(layer.on("ane")) for layer in plan.layers], dtype=np.int64)
-    return Account(loads.sum((0, 2)), executed.sum((0, 2)), slots.sum(1), launches)
+            mine = loads[:, l, list(group.experts)][~alone[:, l]]                               # [≤ n, G]
+            launched = int(mine.any(1).sum())
+            executed[l] -= np.maximum(mine - group.capacity, 0).sum()
+            slots[l] += launched * group.slots - mine.sum()
+            launches[l] += launched
+    return Account(loads.sum((0, 2)), executed, slots, launches)
 
 
 def loads_of_ids(ids: Any, chunk: int, E: int) -> np.ndarray:

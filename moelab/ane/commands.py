@@ -1,6 +1,7 @@
 """`python -m moelab ane …`: plan, convert, lint and check models for the Neural Engine, and use them on a Mac.
 
     moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
+    moelab ane plan MODEL --calibration FILE                        with the counts of `moelab calibrate MODEL FILE`
     moelab ane convert MODEL folder --chunk 256                     goes on where it was cut off
     moelab ane lint folder                                          or single packages
     moelab ane parity folder --prompts 200                          the packages against the model, on any machine
@@ -33,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return one
 
     one = command("plan", plan, "tiers, groups, graphs and residency of a model, from a card or a checkpoint's config")
-    one.add_argument("model", help="a model card (moelab.cards.models() lists them), a checkpoint folder or a hub id")
+    one.add_argument("model", help="a model card (moelab.cards.models() lists them), a checkpoint folder or "
+                                  "a hub id; 'small' is the shipped model")
     _planning(one)
     one.add_argument("--layers", help="MoE layers to print, such as 0,1,47 (default: all)")
     one.add_argument("--prompt", type=int, metavar="N", help="also what a prompt of N tokens costs, as modelled")
@@ -93,8 +95,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", default="npumoe", help="cpu, naive, anemll, base, base+T, base+TG or npumoe "
                                                            "(%(default)s)")
     parser.add_argument("--max-graph-mb", type=float, metavar="MB", help="weights that one graph holds (default: 1258)")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="moelab.calibrate(trace).save(FILE) of the "
-                                                                         "model; without it, popularity is assumed")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="of the model, by `moelab calibrate MODEL "
+                                                                         "FILE`; without it, popularity is assumed")
     parser.add_argument("--skew", default="typical", help="of assumed popularity: even, typical or strong "
                                                           "(%(default)s)")
 
@@ -109,7 +111,7 @@ def _comparing(parser: argparse.ArgumentParser) -> None:
 # ------------------------------------------------------------------------------------------------ on any machine
 
 def plan(args: argparse.Namespace) -> int:
-    spec, model_id = _spec(args.model, args.calibration is not None)
+    spec, model_id = _spec(None if args.model == "small" else args.model, args.calibration is not None)
     made = _plan(spec, model_id, args)
     layers = None if args.layers is None else [int(layer) for layer in args.layers.split(",")]
     if layers is not None and not all(0 <= layer < spec.L for layer in layers):

@@ -8,11 +8,12 @@ a miss, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from moelab.ane.device_model import DeviceModel, Prefill
-from moelab.ane.plan import make_plan
+from moelab.ane.device_model import REFERENCE_BYTES, DeviceModel, Prefill
+from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
 from moelab.ane.published import CLAIMS, ENERGY_PER_TOKEN_MJ, TABLE_4, TABLE_6, TABLE_8, Claim
 from moelab.ane.skew import assumed_counts, assumed_loads
 from moelab.ane.systems import SYSTEMS, TABLE_2
@@ -70,15 +71,55 @@ def ratio(run: dict[str, Prefill], metric: str, system: str) -> float:
     return METRICS[metric](run[system]) / METRICS[metric](run["npumoe"])
 
 
-def compare_with_paper(mode: str = "serial", overlap: bool = True, skew: str = "typical") -> list[Comparison]:
-    """Everything in `published.JUDGED` beside the model."""
-    ultra = DeviceModel.of("m2-ultra", mode=mode, overlap=overlap)
-    studies = {("Phi-3.5-MoE", "m2-ultra"): study(device=ultra, skew=skew)}
-    for model, name in (("Phi-tiny-MoE", "m2-max"), ("Qwen3-30B-A3B", "m2-ultra")):
-        device = DeviceModel.of(name, mode=mode, overlap=overlap)
-        studies[model, name] = study(model, device, systems=TABLE_2, skew=skew)
-    rows = [_compare(claim, studies[claim.model, claim.device]) for claim in CLAIMS]
-    return rows + _tables(ultra, studies)
+def compare_with_paper(mode: str = "serial", overlap: bool = True, skew: str = "typical",
+                       found: dict[str, Study] | None = None) -> list[Comparison]:
+    """Everything in `published.JUDGED` beside the model; `found` are its studies, if they were made already."""
+    found = found or studies(skew=skew, mode=mode, overlap=overlap)
+    return ([_compare(claim, found[claim.model]) for claim in CLAIMS]
+            + _tables(DeviceModel.of(mode=mode, overlap=overlap), found))
+
+
+#: models and the machines that the paper ran them on
+MACHINES = {"Phi-3.5-MoE": "m2-ultra", "Phi-tiny-MoE": "m2-max", "Qwen3-30B-A3B": "m2-ultra"}
+#: the paper's "baselines": its systems but itself
+RIVALS = tuple(system for system in TABLE_2 if system != "npumoe")
+
+
+def studies(seed: int = 0, skew: str = "typical", **how: Any) -> dict[str, Study]:
+    """The study of each of `MACHINES`, all systems for PhiMoE, else those of Table 2; `how` are `DeviceModel`'s."""
+    return {model: study(model, DeviceModel.of(device, **how), skew=skew, seed=seed,
+                         systems=tuple(SYSTEMS) if model == "Phi-3.5-MoE" else TABLE_2)
+            for model, device in MACHINES.items()}
+
+
+def least_and_most(found: Study, figure: Callable[[dict[str, Prefill]], float]) -> tuple[float, float]:
+    """The range of a figure over a study's prompts and chunks."""
+    values = [figure(run) for run in found.values()]
+    return min(values), max(values)
+
+
+def baselines(found: Study, metric: str, systems: Iterable[str] = RIVALS) -> tuple[float, float]:
+    """Least and most of those systems' ratios to NPUMoE, over all runs."""
+    ratios = [ratio(run, metric, system) for run in found.values() for system in systems]
+    return min(ratios), max(ratios)
+
+
+def claimed(model: str, run: tuple[int, int], metric: str) -> dict[str, tuple[float, float]]:
+    """System → (low, high) of a published ratio to NPUMoE, where there is one for this prompt and chunk."""
+    return {claim.system: (claim.low, claim.high) for claim in CLAIMS
+            if (claim.model, claim.prompt, claim.chunk, claim.metric) == (model, *run, metric)}
+
+
+def slot_grid(device: DeviceModel, groups: Iterable[int] = (1, 2, 4, 8, 16),
+              capacities: Iterable[int] = (16, 32, 64, 96, 128, 192, 256)) -> dict[tuple[int, int], float]:
+    """(G, C) → ms an expert slot of PhiMoE, graphs one after the other."""
+    capacities = tuple(capacities)
+    return {(G, C): device.rates.graph_ms(G, C) / (G * C) for G in groups for C in capacities}
+
+
+def cheapest_slot(grid: dict[tuple[int, int], float]) -> tuple[int, int]:
+    """The (G, C) of the least ms a slot whose weights fit one graph."""
+    return min((at for at in grid if at[0] * REFERENCE_BYTES <= MAX_GRAPH_BYTES), key=grid.get)
 
 
 def order(run: dict[str, Prefill], metric: str, systems: Iterable[str] = TABLE_2) -> list[str]:
@@ -89,18 +130,18 @@ def order(run: dict[str, Prefill], metric: str, systems: Iterable[str] = TABLE_2
 def _compare(claim: Claim, found: Study) -> Comparison:
     runs = [run for (prompt, chunk), run in found.items()
             if claim.prompt in (None, prompt) and claim.chunk in (None, chunk)]
-    systems = [s for s in TABLE_2 if s != "npumoe"] if claim.system == "any baseline" else [claim.system]
+    systems = RIVALS if claim.system == "any baseline" else [claim.system]
     ratios = [ratio(run, claim.metric, system) for run in runs for system in systems]
     where = f"P={claim.prompt}, B={claim.chunk}" if claim.prompt else "all prompts and chunks"
     return Comparison(f"{claim.model}, {where}: {claim.metric} of {claim.system} ÷ ours", claim.source,
                       (claim.low, claim.high), (min(ratios), max(ratios)))
 
 
-def _tables(device: DeviceModel, studies: dict[tuple[str, str], Study]) -> list[Comparison]:
+def _tables(device: DeviceModel, found: dict[str, Study]) -> list[Comparison]:
     """Tables 4, 6 and 8, and what the text says of shares and energies."""
-    phi, qwen = MoESpec.from_card("Phi-3.5-MoE"), studies["Qwen3-30B-A3B", "m2-ultra"].values()
-    ours = [run["npumoe"] for run in studies["Phi-3.5-MoE", "m2-ultra"].values()]
-    first = studies["Phi-3.5-MoE", "m2-ultra"][RUNS[0]]["naive"]
+    phi, qwen = MoESpec.from_card("Phi-3.5-MoE"), found["Qwen3-30B-A3B"].values()
+    ours = [run["npumoe"] for run in found["Phi-3.5-MoE"].values()]
+    first = found["Phi-3.5-MoE"][RUNS[0]]["naive"]
 
     def one(name: str, source: str, paper: float, modelled: Iterable[float]) -> Comparison:
         modelled = list(modelled)

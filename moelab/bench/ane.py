@@ -14,7 +14,7 @@ from typing import Any
 from moelab.ane.accounting import count
 from moelab.ane.comparison import METRICS, compare_with_paper, order, ratio, study
 from moelab.ane.device_model import DeviceModel
-from moelab.ane.plan import make_plan
+from moelab.ane.plan import Plan, make_plan
 from moelab.ane.published import FITTED
 from moelab.ane.skew import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
@@ -51,16 +51,26 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
         f"plans from cards, popularity assumed: {skew}": {name: planned(name, skew) for name in PLANNED}}
 
 
+def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int = 0) -> tuple[Plan, float]:
+    """A card's plan for chunks of 256, and the seconds of CPU time that it took."""
+    spec = MoESpec.from_card(name)
+    counts, tokens = assumed_counts(spec, 256, skew=skew, seed=seed)
+    start = time.process_time()
+    plan = make_plan(spec, counts, tokens, group_size=group_size, popularity=f"assumed: {skew}")
+    return plan, time.process_time() - start
+
+
+def cpu_share(plan: Plan) -> float:
+    """Share of all experts that the plan leaves on the CPU."""
+    return sum(len(group.experts) for layer in plan.layers for group in layer.on("cpu")) / (plan.spec.L * plan.spec.E)
+
+
 def planned(name: str, skew: str) -> dict[str, Any]:
     """What planning a card takes and gives, for chunks of 256; drops and padding on chunks that it did not see."""
-    spec = MoESpec.from_card(name)
-    counts, tokens = assumed_counts(spec, 256, skew=skew)
-    start = time.process_time()
-    plan = make_plan(spec, counts, tokens, popularity=f"assumed: {skew}")
-    took = time.process_time() - start
-    account = count(plan, assumed_loads(spec, 256, 128, skew)[64:])
+    plan, took = plan_card(name, skew)
+    account = count(plan, assumed_loads(plan.spec, 256, 128, skew)[64:])
     return {"CPU ms to plan": 1e3 * took, "launches a chunk": plan.launches, "rows a chunk": plan.slots,
-            "experts on the CPU": sum(len(g.experts) for layer in plan.layers for g in layer.on("cpu")),
+            "experts on the CPU": round(cpu_share(plan) * plan.spec.L * plan.spec.E),
             "largest graph, MB": plan.largest_graph_bytes / 1e6, "dropped": account.drop_rate,
             "padded": account.padded_fraction, "does not fit": "; ".join(plan.problems) or "–"}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -64,8 +65,8 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
     import torch
     tasks = tasks.split(",") if isinstance(tasks, str) else list(tasks)
     live = open_model(model, dtype=torch.float32)
-    texts = [p for s in CALIBRATION for p in datasets.prompts(s, calibration, tokens=tokens, seed=seed, split="train")]
-    plan, slack, expected = fitting_plan(record(live, texts), chunk, drop, slack, group_size=group_size, system=system)
+    trace = recorded(live, calibration, tokens, "train", seed)
+    plan, slack, expected = fitting_plan(trace, chunk, drop, slack, group_size=group_size, system=system)
 
     counts: dict[str, list[LayerCount]] = {name: [] for name in MODES}
     modes = {"dense": nullcontext} | {name: partial(counted, live, plan, order, seed, counts[name])
@@ -87,15 +88,25 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
     }
 
 
+def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> RoutingTrace:
+    """The routing of n prompts of each source of `CALIBRATION`."""
+    return record(model, [p for source in CALIBRATION
+                          for p in datasets.prompts(source, n, tokens=tokens, seed=seed, split=split)], batch_size=16)
+
+
+def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:
+    """Tokens that each expert gets in each chunk of the prompts, int64 [n, L, E]; each prompt has chunks of its own."""
+    ids, sequence = (values[trace.phase == PREFILL] for values in (trace.ids, trace.sequence))
+    return np.concatenate([loads_of_ids(ids[sequence == s], chunk, trace.spec.E) for s in sequence.unique()])
+
+
 def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | None = None, **options: Any
                  ) -> tuple[Plan, float, float]:
     """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of the trace's routings.
 
     Each prompt of the trace has chunks of its own. `options` are those of `make_plan`.
     """
-    found = calibrate(trace)
-    ids, sequence = (values[trace.phase == PREFILL] for values in (trace.ids, trace.sequence))
-    loads = np.concatenate([loads_of_ids(ids[sequence == s], chunk, trace.spec.E) for s in sequence.unique()])
+    found, loads = calibrate(trace), prompt_loads(trace, chunk)
     plans = {factor: make_plan(trace.spec, found.counts(PREFILL), found.tokens[PREFILL], chunk, slack=factor, **options)
              for factor in ([slack] if slack is not None else [round(0.05 * i, 2) for i in range(4, 41)])}
     rates = {factor: count(plan, loads).drop_rate for factor, plan in plans.items()}
@@ -115,3 +126,92 @@ def counted(model: Any, plan: Plan, order: str, seed: int, into: list[LayerCount
     with prefill_through(model, plan, order=order, seed=seed) as ane:
         yield ane
     into.append(ane.total)
+
+
+# ----------------------------------------------------------------------------------------------- parts of notebook 06
+
+def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, Plan], float]:
+    """Plans from one calibration, and the slack of the third.
+
+    "printed" has the paper's capacities r·B/E, "factor_k" r·K·B/E, "plan" the same with the slack that drops about
+    `drop`, "one_capacity" that of the busiest expert for all.
+    """
+    found, how = calibrate(trace), {"chunk": chunk, "group_size": group_size}
+    counted_in = (trace.spec, found.counts(PREFILL), found.tokens[PREFILL])
+    plan, slack, _ = fitting_plan(trace, chunk, drop, group_size=group_size)
+    return {"printed": make_plan(*counted_in, rule="paper", **how), "factor_k": make_plan(*counted_in, **how),
+            "plan": plan, "one_capacity": make_plan(*counted_in, system="base", **how)}, slack
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Right answers of the model as it is and through a plan: task → row of `accuracy.compare`, and its counts."""
+
+    dense: dict[str, dict[str, Any]]
+    pruned: dict[str, dict[str, Any]]
+    counts: dict[str, LayerCount]
+
+    def points(self, task: str) -> float:
+        """What pruning changes, in points."""
+        return 100 * self.pruned[task]["difference"]
+
+    @property
+    def worst(self) -> str:
+        """The task that loses most."""
+        return min(self.pruned, key=self.points)
+
+    def guessed(self, task: str) -> bool:
+        """Whether the model as it is cannot be told from a coin, by two standard errors."""
+        row = self.dense[task]
+        return abs(row["score"] - 0.5) <= 2 * max(row["error"], 0.5 / row["n"] ** 0.5)
+
+    def spread(self, what: str) -> tuple[float, float]:
+        """Least and most of "drop_rate" or "padded_fraction" over the tasks."""
+        values = [getattr(of, what) for of in self.counts.values()]
+        return min(values), max(values)
+
+
+def pruned_answers(model: Any, plan: Plan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
+                   **how: Any) -> Answers:
+    """Ask every task of the model, dense and pruned by the plan; `how` are the sizes of `accuracy.compare`."""
+    counts: list[LayerCount] = []
+    modes = {"dense": nullcontext, "pruned": partial(counted, model, plan, order, seed, counts)}
+    scores = accuracy.compare(model, modes, tasks, seed=seed, batch_size=1, **how)["scores"]
+    return Answers({task: of["dense"] for task, of in scores.items()},
+                   {task: of["pruned"] for task, of in scores.items()}, dict(zip(scores, counts, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class LossByOrder:
+    """Language loss by whom one drops first and by the capacities' slack.
+
+    cost : mode of `MODES` → slack → (share dropped, per cent more than dense, its standard error).
+    beside_random : slack → loss by saliency less loss at random on the same windows, nats a token: (mean, low, high).
+    """
+
+    cost: dict[str, dict[float, tuple[float, float, float]]]
+    beside_random: dict[float, tuple[float, float, float]]
+
+    def at(self, slack: float) -> dict[str, tuple[float, float, float]]:
+        """Order, a key of `ORDERS`, → its cost at that slack, from the cheapest to the dearest."""
+        found = {MODES[mode]: of[slack] for mode, of in self.cost.items()}
+        return dict(sorted(found.items(), key=lambda one: one[1][1]))
+
+
+def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chunk: int, group_size: int, seed: int = 0,
+                  **how: Any) -> LossByOrder:
+    """Language loss through plans of the trace's calibration, in every order; `how` as in `pruned_answers`."""
+    plans = {s: fitting_plan(trace, chunk, 0.0, s, group_size=group_size)[0] for s in slacks}
+    counts: dict[tuple[str, float], list[LayerCount]] = {(mode, s): [] for mode in MODES for s in slacks}
+    modes = {"dense": nullcontext} | {f"{mode} @ {s:g}": partial(counted, model, plans[s], MODES[mode], seed, into)
+                                      for (mode, s), into in counts.items()}
+    found = accuracy.compare(model, modes, ["loss"], seed=seed, batch_size=1, **how)
+    rows, samples = found["scores"]["loss"], found["samples"]["loss"]
+    cost: dict[str, dict[float, tuple[float, float, float]]] = {mode: {} for mode in MODES}
+    for (mode, s), (count_of,) in counts.items():
+        row = rows[f"{mode} @ {s:g}"]
+        cost[mode][s] = count_of.drop_rate, row["relative"], row["relative error"]
+    name = {order: mode for mode, order in MODES.items()}
+    beside = {s: accuracy.paired_means(*(np.array(samples[f"{name[order]} @ {s:g}"])
+                                         for order in ("random", "saliency"))) for s in slacks}
+    return LossByOrder(cost, {s: (row["difference"], *row["interval"]) for s, row in beside.items()})

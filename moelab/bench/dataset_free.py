@@ -34,7 +34,7 @@ from moelab.recording import record
 from moelab.runtime.convert import convert
 from moelab.runtime.offload import offload
 from moelab.runtime.slots import Sizes
-from moelab.specs import ExpertKey
+from moelab.specs import ExpertKey, MoESpec
 from moelab.store.layout import ExpertStore
 
 SOURCES = ("code", "prose", "lookup")
@@ -215,6 +215,22 @@ def table(found: Mapping[str, Sequence[Mapping[str, Answer]]]) -> dict[str, dict
             "hit rate": interval([answer.hit_rate for answer in mine]),
             "lead": interval(free - [answer.utilisation for answer in mine])} for way, mine in of.items()}
     return rows
+
+
+def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[int, float]]]:
+    """Per cent of a step's experts that hit, by x experts prefetched a layer: mean over answers.
+
+    By the prompt's counts, by the answer's own ("its own future (ceiling)"), and by chance. No further run is needed:
+    what each step wanted is recorded, and residency changes no token.
+    """
+    xs = sorted({1, 2, spec.K, *(x for x in (8, 12, 16, 24, 32, 48, 64, 128) if x <= spec.E)})
+
+    def hits(answer: Answer, counts: np.ndarray, x: int) -> float:
+        return answer.wanted[:, most_used(counts, x)].sum() / answer.wanted.sum()
+    return {"dataset-free": [(x, 100 * float(np.mean([hits(a, a.counts, x) for a in answers]))) for x in xs],
+            "its own future (ceiling)": [
+                (x, 100 * float(np.mean([hits(a, a.wanted.sum(0), x) for a in answers]))) for x in xs],
+            "chance": [(x, 100 * x / spec.E) for x in xs]}
 
 
 def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> dict[str, dict[str, Any]]:

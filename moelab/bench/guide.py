@@ -12,6 +12,8 @@ import torch
 
 from moelab.cards import load_device, load_model
 from moelab.experts import blocks
+from moelab.experts.blockwise import BlockMap, block_map
+from moelab.experts.parallel.advice import Advice, advise
 from moelab.experts.selective import expected_unique, provisioned_savings
 from moelab.experts.sequence_parallel import gather_volume
 
@@ -101,3 +103,51 @@ def examples() -> list[Example]:
 def _told(p: blocks.Padding) -> str:
     return (f"{p.provisioned} blocks, {p.needed} needed; worst-case overhead {p.worst_case:.1%}, "
             f"algorithmic {p.algorithmic:.1%}").replace("%", " %")
+
+
+# ------------------------------------------------------------------------------- its advice, for models of its time
+
+@dataclass(frozen=True)
+class BlockAdvice:
+    """A device, a model, a dtype and T tokens: which block size the intensity factor advises (modelled).
+
+    reuse : whether weights are read once or for each block. real : FLOPs a byte that real tokens bring, read once.
+    """
+
+    device: str
+    model: str
+    dtype: str
+    T: int
+    reuse: bool
+    real: float
+    advice: blocks.Advice
+
+
+#: (device, dtype, tokens of a step, model) that block sizes are asked for
+ASKED = (("trn2", "bf16", 4096, "GPT-OSS-120B"), ("trn2", "bf16", 8192, "GPT-OSS-120B"),
+         ("trn2", "fp8", 8192, "GPT-OSS-120B"), ("a100-80gb", "bf16", 8192, "GPT-OSS-120B"),
+         ("trn2", "bf16", 8192, "Mixtral-8x7B"))
+#: models that a way of parallel execution is advised for
+PARALLEL = ("Mixtral-8x7B", "Phi-3.5-MoE", "GPT-OSS-20B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "DeepSeek-V3")
+
+
+def block_sizes() -> list[BlockAdvice]:
+    """The advice for each of `ASKED`, with weights read once and with weights read for each block."""
+    found = []
+    for device, dtype, T, model in ASKED:
+        card, spec = load_device(device), load_model(model)
+        real = 2 * T * spec.K / spec.E / blocks.RATES[dtype][1]
+        found += [BlockAdvice(card.name, spec.name, dtype, T, reuse, real,
+                              blocks.advise_block_size(card, T, spec.K, spec.E, dtype=dtype, reuse=reuse))
+                  for reuse in (True, False)]
+    return found
+
+
+def parallel_ways(devices: tuple[int, ...] = (8, 64)) -> dict[str, dict[int, Advice]]:
+    """Model → devices → tensor or expert parallelism, and why ("Configuring TP and EP")."""
+    return {model: {n: advise(load_model(model), n) for n in devices} for model in PARALLEL}
+
+
+def six_tokens() -> BlockMap:
+    """The guide's example of blocks of 4: tokens T0 … T5 of three experts."""
+    return block_map(torch.tensor([[0], [1], [0], [2], [1], [0]]), 3, 4)

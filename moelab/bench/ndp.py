@@ -9,26 +9,36 @@ computed twice, lost or overlapping (exact). `--sensitivity` changes one assumpt
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
 import numpy as np
+import torch
 
 from moelab.cards import load_model
+from moelab.models import plug
 from moelab.ndp.balance import balance
-from moelab.ndp.claims import CLAIMS, FIT, JUDGED
+from moelab.ndp.claims import CLAIMS, FIT, HALVES, JUDGED
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.conservation import conserve
-from moelab.ndp.costs import Costs
-from moelab.ndp.fit import error, fit, sensitivity
+from moelab.ndp.costs import Costs, NotSupported
+from moelab.ndp.event_simulation import simulate_layer
+from moelab.ndp.fit import CHOICES, error, fit, sensitivity
+from moelab.ndp.hardware import VARIANTS, Hardware
 from moelab.ndp.plans import Step, make_plan
+from moelab.ndp.routing import Routing
 from moelab.ndp.simulation import Run, event_seconds, simulate
-from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Sweep, modules_needed, paper_sweep, quantities
-from moelab.ndp.systems import PAPER
+from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, over_seeds, paper_sweep
+from moelab.ndp.systems import PAPER, System
+from moelab.ndp.tensor_parallel import NDPTensorParallel
 from moelab.progress import progress
+from moelab.runtime.metrics import metrics
+from moelab.specs import Event
 
 OURS = PAPER[4:]                                # the systems that have an improved version
 
@@ -46,7 +56,7 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
     began = time.process_time()
     sweep = paper_sweep(assumptions, seeds=range(seeds))
     took = time.process_time() - began
-    found = [quantities(sweep, seed) for seed in range(seeds)]
+    found = over_seeds(sweep)
     results = {
         "assumptions": {name: str(value) for name, value in vars(assumptions).items()}, **searched,
         "published figures (paper, modelled)": published(found) | modules(assumptions),
@@ -70,17 +80,16 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
     return results
 
 
-def published(found: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
+def published(found: dict[str, Spread]) -> dict[str, dict[str, Any]]:
     """Each published figure beside the modelled one: mean over seeds and spread."""
     rows = {}
-    for name in [*FIT, *JUDGED]:
-        values, claim = [one[name] for one in found], CLAIMS[name]
-        middle = mean(values)
-        words = isinstance(claim.value, tuple)
-        paper = f"{claim.value[0]}–{claim.value[1]}: {claim.text}" if words else claim.value
-        rows[name] = {"paper": paper, "modelled": middle, "least": min(values), "most": max(values),
-                      "error": claim.error(middle), "agrees": claim.agrees(middle),
-                      "used to": "fit" if name in FIT else "judge"}
+    for used_to, names in HALVES.items():
+        for name in names:
+            claim, (middle, least, most) = CLAIMS[name], found[name]
+            words = f": {claim.text}" if isinstance(claim.value, tuple) else ""
+            rows[name] = {"paper": f"{claim.said}{words}" if words else claim.value, "modelled": middle,
+                          "least": least, "most": most, "error": claim.error(middle), "agrees": claim.agrees(middle),
+                          "used to": used_to}
     return rows
 
 
@@ -94,25 +103,37 @@ def modules(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def agreement(found: list[dict[str, float]]) -> dict[str, Any]:
+def agreement(found: dict[str, Spread]) -> dict[str, Any]:
     """How many figures agree, those that were fitted and those that judge apart."""
-    middle = {name: mean(one[name] for one in found) for name in found[0]}
-    return {f"{kind}: within 10 % or as described": f"{sum(CLAIMS[n].agrees(middle[n]) for n in names)} of {len(names)}"
-            for kind, names in (("fitted", FIT), ("judged", JUDGED))} | {
+    middle, agree = {name: values[0] for name, values in found.items()}, agreeing(found)
+    return {f"{kind}: within 10 % or as described": f"{agree[half]} of {len(HALVES[half])}"
+            for kind, half in (("fitted", "fit"), ("judged", "judge"))} | {
         "error on fitted": error(middle, FIT), "error on judged": error(middle, JUDGED)}
 
 
+def agreeing(found: dict[str, Spread]) -> dict[str, int]:
+    """Of each half of the claims, how many the means over seeds agree with."""
+    return {half: sum(CLAIMS[name].agrees(found[name][0]) for name in names) for half, names in HALVES.items()}
+
+
+def gains(sweep: Sweep, name: str = OURS[-1]) -> dict[str, list[float]]:
+    """What the improved version of a system gains over the literal one, in every cell that the sweep has both of."""
+    return {what: [getattr(cell.result, what) / getattr(new.result, what)
+                   for (model, N, system, seed), cell in sweep.cells.items() if system == name and cell.result
+                   for new in [sweep.cells[model, N, name + ", improved", seed]] if new.result]
+            for what in ("moe_prefill", "moe_decode", "end_to_end")}
+
+
 def improved(sweep: Sweep) -> dict[str, dict[str, Any]]:
-    """What the improved version gains over the literal one, over every model, number of units and seed."""
-    better = paper_sweep(sweep.assumptions, systems=[name + ", improved" for name in OURS], seeds=sweep.seeds)
+    """What the improved versions gain over every model, number of units and seed."""
+    both = sweep.joined(paper_sweep(sweep.assumptions, systems=[name + ", improved" for name in OURS],
+                                    seeds=sweep.seeds))
     rows = {}
     for name in OURS:
-        pairs = [(cell.result, better.result(*key[:2], name + ", improved", key[3]))
-                 for key, cell in sweep.cells.items() if cell.result and key[2] == name]
-        rows[name] = {"cells": len(pairs)}
-        for what in ("moe_prefill", "moe_decode", "end_to_end"):
-            gains = [getattr(old, what) / getattr(new, what) for old, new in pairs]
-            rows[name] |= {f"{what}: least": min(gains), f"{what}: mean": mean(gains)}
+        found = gains(both, name)
+        rows[name] = {"cells": len(found["moe_decode"])}
+        for what, of in found.items():
+            rows[name] |= {f"{what}: least": min(of), f"{what}: mean": mean(of)}
     return rows
 
 
@@ -178,6 +199,113 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
         rows[name] = {f"{phase}: {what}": of(ratios[phase]) for phase in ratios
                       for what, of in (("least", min), ("mean", mean), ("most", max))}
     return rows
+
+
+# ----------------------------------------------------------------------------------------------- parts of notebook 07
+
+def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> dict[str, float]:
+    """A decode step of `timeline` on N modules: seconds, busy shares of GPU, link, modules (mean, and the least)."""
+    found = metrics(events, forwards)
+    busy = found["utilisation"]
+    shares = [busy.get(f"unit {u}", 0.0) for u in range(N)]
+    return {"seconds": found["tpot_s"], "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
+            "modules": mean(shares), "least": min(shares)}
+
+
+#: what `sensitivity` changes in the notebook: assumption → other choices
+OTHERWISE = {"mapping": CHOICES["mapping"][1:2], "clock_ghz": (0.64, 1.0), "zipf": (0.0, 1.0), "bias": (0.0, 0.6),
+             "monde_rounding": ("floor", "ceil"), "rounding": ("ceil",), "eq2_tokens": ("prompt",),
+             "limit": ("memory",)}
+#: claims that do not need an answer of full length
+SHORT_ANSWERS = tuple(name for name in (*FIT, *JUDGED) if not name.startswith("end to end"))
+
+
+def moved(table: dict[str, dict[str, float]], names: Sequence[str] = SHORT_ANSWERS) -> dict[str, float]:
+    """Changed assumption of `sensitivity` → by how much it moves any of those figures, relative; the largest first."""
+    fitted = table["as fitted"]
+    found = {what: math.expm1(max(abs(math.log(row[n] / fitted[n])) for n in names)) for what, row in table.items()}
+    return {what: found[what] for what in sorted(found, key=found.get, reverse=True) if found[what]}
+
+
+def distances(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, Spread]]:
+    """Of `engines`: phase → system → per cent that the simulation is longer than the formula, (mean, least, most)."""
+    return {phase: {name: tuple(100 * (row[f"{phase}: {what}"] - 1) for what in ("mean", "least", "most"))
+                    for name, row in rows.items()} for phase in ("prefill", "decode")}
+
+
+def prefill_seconds(model: str, systems: dict[str, str], lengths: Sequence[int], assumptions: Assumptions, N: int = 6,
+                    seed: int = 0) -> dict[str, list[tuple[int, float]]]:
+    """Label → (prompt length, seconds of the experts); `systems` are label → name."""
+    found: dict[str, list[tuple[int, float]]] = {label: [] for label in systems}
+    for S in lengths:
+        routing = assumptions.routing(model, seed, S, 1)
+        for label, name in systems.items():
+            found[label].append((S, simulate(routing.spec, assumptions.hardware(N), assumptions.system(name),
+                                             routing).moe_prefill))
+    return found
+
+
+def never_slower(found: dict[str, list[tuple[int, float]]], label: str) -> bool:
+    """Whether one series is at or below all others everywhere, but for rounding."""
+    return all(own * (1 - 1e-9) <= other for points in found.values()
+               for (_, own), (_, other) in zip(found[label], points, strict=True))
+
+
+def filling(sweep: Sweep, seed: int, prompt: int, answer: int, name: str = OURS[-1]) -> float:
+    """What the experts' decode would gain on average if the literal rules filled the GPU's memory (§III-D)."""
+    assumed = replace(sweep.assumptions, limit="memory")
+    filled = paper_sweep(assumed, sweep.models, sweep.units, (name,), (seed,), prompt, answer)
+    return mean(sweep.result(model, N, name, seed).moe_decode / cell.result.moe_decode
+                for (model, N, *_), cell in filled.cells.items() if cell.result)
+
+
+def design_space(units: Sequence[int], assumptions: Assumptions, system: str = OURS[-1], seed: int = 0
+                 ) -> dict[str, dict[str, dict[int, float]]]:
+    """Model → machine of `VARIANTS` → units → seconds of a decode step in a short context; nan where not supported."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for model in progress(MODELS, "machines", unit="model"):
+        routing = assumptions.routing(model, seed, 16, 8)
+        found[model] = {variant: {} for variant in VARIANTS}
+        for variant, by_units in found[model].items():
+            for N in units:
+                try:
+                    by_units[N] = simulate(routing.spec, assumptions.variant(variant, N), assumptions.system(system),
+                                           routing).decode / 8
+                except NotSupported:
+                    by_units[N] = math.nan
+    return found
+
+
+def tensor_parallel_error(model: Any, ids: Sequence[int], units: Sequence[int] = (1, 3, 6)) -> dict[int, float]:
+    """Modules → largest difference of a logit, relative to the largest, of a float32 copy whose experts are cut."""
+    whole, ids = copy.deepcopy(model).float(), torch.tensor([list(ids)])
+    with torch.inference_mode():
+        expected, found = whole(input_ids=ids).logits, {}
+        for N in units:
+            plug(whole, executor=NDPTensorParallel(N))
+            found[N] = float((whole(input_ids=ids).logits - expected).abs().max() / expected.abs().max())
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class OneLayer:
+    """One MoE layer of a decode step: seconds and events, simulated; closed : of some layers and tokens, modelled."""
+
+    seconds: float
+    events: list[Event]
+    closed: list[float]
+
+
+def one_layer(machine: Hardware, system: System, routing: Routing, placement: str = "id") -> OneLayer:
+    """The first layer and token by the event simulation, and two layers of four tokens by the closed form.
+
+    Raises
+    ------
+    NotSupported : the experts do not fit.
+    """
+    run = Run(routing.spec, machine, system, routing, placement)
+    plans = [system.plan(run.decode_step(l, routing.decode[t, l]), run.costs) for l in range(2) for t in range(4)]
+    return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moelab.experts.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
-from moelab.experts.parallel.eplb import balance, measure
+from moelab.experts.parallel.eplb import Balance, balance, measure
 from moelab.models import eager, plug
 
 E, K, H, I = 64, 8, 512, 256
@@ -128,6 +128,16 @@ def eplb(seed: int) -> dict[str, dict[str, float]]:
         rows[f"Zipf {s}"] = {"in order": measure(load, Placement.consecutive(64, 8)).ratio,
                              **{f"EPLB, {spare} spare": balance(load, 8, spare).ratio for spare in (0, 8, 16, 64)}}
     return rows
+
+
+def placed(known: torch.Tensor, seen: torch.Tensor, devices: int = 8, spare: int = 8) -> dict[str, list[Balance]]:
+    """How even devices are under counts `seen` [L, E] if experts are placed by counts `known`: way → layer by layer."""
+    L, E = known.shape
+    ways = {"in order": lambda load: Placement.consecutive(E, devices),
+            "EPLB, none spare": lambda load: balance(load, devices).placement,
+            f"EPLB, {spare} spare": lambda load: balance(load, devices, spare).placement}
+    return {name: [measure(seen[l].double().tolist(), way(known[l].double().tolist())) for l in range(L)]
+            for name, way in ways.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

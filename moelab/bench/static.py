@@ -1,21 +1,166 @@
-"""What static shapes cost a model: `limited` is a mode for `moelab.bench.accuracy.compare`, whose executor counts.
+"""What static shapes cost a model: padding by block size, drops by capacity, and what dropping changes in accuracy.
 
-Beside it what notebook 05 needs for its figures: logits of texts that share no capacity, routings of a wanted skew, and
-the two limits of a layer's time. Times themselves are `moelab.bench.experts`.
+Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model whose executors
+drop, each way on the same texts (`moelab.bench.accuracy.compare`), one text a forward pass, as capacities hold for a
+call and texts of a batch would compete for them. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication",
+"Dropping MoE", "Future Optimizations"), NPUMoE §3.2, §4.1, §4.2, §5.6. Times are `moelab.bench.roofline`.
+
+    counts [E] or loads [n, L, E]: tokens of each expert    ids [T, L, K]    capacity [L][E]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moelab import datasets
+from moelab.bench.accuracy import compare, paired_means
+from moelab.bench.experts import Layers
+from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
+from moelab.experts import blocks
+from moelab.experts.blockwise import Blockwise
+from moelab.experts.capacity import CapacityFactor
+from moelab.experts.executor import Tally
+from moelab.experts.grouped import Grouped
+from moelab.experts.overflow import ORDERS
 from moelab.experts.saliency import Saliency
+from moelab.experts.selective import expected_unique
+from moelab.experts.tiered import Tiered
+from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.models import discover, plugged
+from moelab.trace import PREFILL, RoutingTrace
 
+SOURCES = ("code", "prose", "needle_multikey", "lookup")
+#: block sizes that are looked at, tokens
+SIZES = (8, 16, 32, 64, 128, 256, 512)
+TASKS = ("loss", "needle_multikey", "needle")
+BASELINE, NOBODY = "nothing dropped", "no experts at all"
+#: the series of `padding_curves` that skips no block
+ALL_BLOCKS = "all N blocks, any routing"
+
+Points = list[tuple[float, float]]
+Interval = tuple[float, float, float]           # value, and the ends of its 95 % interval
+Ways = Mapping[str, Callable[[Saliency], Any]]  # name → what makes the executor that drops, or pads
+
+
+def texts(split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
+    """n prompts of each of `SOURCES`, source by source."""
+    return [prompt.text for source in SOURCES
+            for prompt in datasets.prompts(source, n, tokens=tokens, seed=seed, split=split)]
+
+
+def chunk_texts(tokenizer: Any, n: int, tokens: int, seed: int = 0) -> list[str]:
+    """The first 2n test prompts, of n a source, that fill more than half a chunk of `tokens`."""
+    return [text for text in texts("test", n, tokens, seed) if len(tokenizer(text)["input_ids"]) > tokens // 2][:2 * n]
+
+
+# ----------------------------------------------------------------------------------------------------------- blocks
+
+def routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> Tensor:
+    """ids [T, K]: K distinct experts a token, popularity of expert e falling like (e + 1)^−skew."""
+    generator = torch.Generator().manual_seed(seed)
+    gumbel = -torch.log(-torch.log(torch.rand(T, E, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)))
+    return (gumbel - skew * torch.arange(1, E + 1).double().log()).topk(K).indices
+
+
+@lru_cache(maxsize=64)
+def routed(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> tuple[int, ...]:
+    """Tokens of each expert [E] under such a routing; remembered, so that a knob answers at once."""
+    return tuple(torch.bincount(routing(T, E, K, skew, seed).flatten(), minlength=E).tolist())
+
+
+def block_paddings(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> dict[int, blocks.Padding]:
+    """The padding of one such routing for each block size of `SIZES`."""
+    return {B: blocks.padding(routed(T, E, K, skew, seed), T, K, B) for B in SIZES}
+
+
+def padded_share(counts: Iterable[Sequence[int]], T: int, K: int, B: int, skip: bool = True) -> float:
+    """Share of the slots that hold no token, over routings of T tokens; `skip`: of the filled blocks only."""
+    made = [blocks.padding(of, T, K, B) for of in counts]
+    return 1 - sum(p.pairs for p in made) / sum(B * (p.needed if skip else p.provisioned) for p in made)
+
+
+def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> dict[str, Points]:
+    """Padded share by block size of `SIZES`, a series a routing: uniform, two of Zipf popularity, and real loads.
+
+    loads : [n, L, E], steps of T tokens of the model of that name; the last series has them without skipping blocks.
+    """
+    real, zipf = loads.reshape(-1, loads.shape[-1]).tolist(), {"uniform": 0.0, "Zipf 0.6": 0.6, "Zipf 1.2": 1.2}
+    drawn = {title: [routed(T, loads.shape[-1], K, skew, seed + i) for i in range(8)] for title, skew in zipf.items()}
+    curves = {title: [(B, padded_share(of, T, K, B)) for B in SIZES]
+              for title, of in {**drawn, f"{name}: real": real}.items()}
+    return curves | {ALL_BLOCKS: [(B, padded_share(real, T, K, B, skip=False)) for B in SIZES]}
+
+
+def apart(curves: Mapping[str, Points], one: str, other: str) -> tuple[float, float]:
+    """(largest distance, where) of two series over the same points."""
+    return max((abs(a - b), x) for (x, a), (_, b) in zip(curves[one], curves[other], strict=True))
+
+
+@dataclass(frozen=True)
+class BlockCount:
+    """What blocks of B slots did to one step of all layers, counted while the executor ran.
+
+    by_text, by_code : the two formulas' N of a layer. filled : blocks with a token, mean of layers.
+    padded, padded_all : share of slots without a token, of the filled and of all N blocks.
+    weights_skipped, rows_skipped : share of the loads that skipping saves.
+    as_formula : whether the slots are those of `moelab.experts.blocks.padding`, and no choice was dropped.
+    """
+
+    B: int
+    by_text: int
+    by_code: int
+    filled: float
+    padded: float
+    padded_all: float
+    weights_skipped: float
+    rows_skipped: float
+    as_formula: bool
+
+
+def count_blocks(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> list[BlockCount]:
+    """Run ids [T, L, K] through tiny experts in blocks of each size, with and without skipping empty blocks."""
+    T, L, K = ids.shape
+    x, weights, found = torch.randn(T, 16), torch.full((T, K), 1 / K), []
+    experts = Layers(E, K, 16, 8, torch.float32, 0).seam[0]
+    for B in sizes:
+        skipping, whole = Blockwise(B), Blockwise(B, skip_blocks=False)
+        for layer in ids.long().unbind(1):
+            skipping(x, layer, weights, experts)
+            whole(x, layer, weights, experts)
+        formula = [blocks.padding(torch.bincount(layer.flatten(), minlength=E).tolist(), T, K, B)
+                   for layer in ids.long().unbind(1)]
+        as_formula = (skipping.tally.slots == sum(B * p.needed for p in formula)
+                      and whole.tally.slots == sum(p.slots for p in formula)
+                      and skipping.tally.dropped == whole.tally.dropped == 0)
+        found.append(BlockCount(B, blocks.blocks_by_text(T, K, E, B), blocks.blocks_by_code(T, K, E, B),
+                                skipping.live / L, skipping.tally.padded_fraction, whole.tally.padded_fraction,
+                                skipping.weight_loads.savings, skipping.row_loads.savings, as_formula))
+    return found
+
+
+def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Points]:
+    """Distinct experts of a decode step by the batch, mean of layers: counted in the trace, and what formulas say.
+
+    "counted" from sequences that decode together; the others for tokens that are independent, by the trace's own
+    popularity or evenly, and the guide's worst case.
+    """
+    E, K, alone = trace.spec.E, trace.spec.K, inclusion_probabilities(trace, 1)                 # [L, E]
+    return {"counted": [(b, float(inclusion_probabilities(trace, b).sum(1).mean())) for b in batches],
+            "independent, own popularity": [
+                (b, float(np.mean([expected_unique(b, of.tolist()) for of in alone]))) for b in batches],
+            "independent, even": [(b, expected_unique(b, [K / E] * E)) for b in batches],
+            "provisioned: min(bK, E)": [(b, min(b * K, E)) for b in batches]}
+
+
+# ------------------------------------------------------------------------------------------------ drops and accuracy
 
 @contextmanager
 def limited(model: Any, make: Callable[[Saliency], Any], into: list[Any]) -> Iterator[Any]:
@@ -25,6 +170,107 @@ def limited(model: Any, make: Callable[[Saliency], Any], into: list[Any]) -> Ite
     into.append(executor)
 
 
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What ways of dropping cost one model, each against `BASELINE`.
+
+    scores, samples : those of `moelab.bench.accuracy.compare`. tallies : way → task → what its executor did.
+    """
+
+    scores: dict[str, dict[str, dict[str, Any]]]
+    samples: dict[str, dict[str, list[float]]]
+    tallies: dict[str, dict[str, Tally]]
+
+    def tally(self, way: str, task: str = "loss") -> Tally:
+        return self.tallies[way][task]
+
+    def loss(self, way: str) -> Interval:
+        """Language loss, per cent more than the baseline's."""
+        row = self.scores["loss"][way]
+        return row["relative"], *(row["relative"] + side * 1.96 * row["relative error"] for side in (-1, 1))
+
+    def points(self, task: str, way: str) -> Interval:
+        """Right answers, difference in points."""
+        row = self.scores[task][way]
+        return 100 * row["difference"], *(100 * side for side in row["interval"])
+
+    def against(self, other: str, way: str) -> Interval:
+        """Loss of a way less another's on the same windows, nats a token."""
+        row = paired_means(*(np.array(self.samples["loss"][name]) for name in (other, way)))
+        return row["difference"], *row["interval"]
+
+    def verdict(self, way: str, other: str = "random") -> str:
+        """Whether the loss of a way can be told from another's, in words."""
+        _, low, high = self.against(other, way)
+        how = "better than" if high < 0 else "worse than" if low > 0 else "not to be told from"
+        return f"{how} {other}"
+
+    def nearest(self, drop: float) -> str:
+        """The way whose drop rate on the loss's windows is nearest to `drop`."""
+        return min(self.tallies, key=lambda way: abs(self.tally(way).drop_rate - drop))
+
+
+def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> Costs:
+    """Score every way on the same windows and prompts; `how` are the sizes of `accuracy.compare`."""
+    ran: dict[str, list[Any]] = {way: [] for way in ways}
+    modes = {BASELINE: nullcontext} | {way: partial(limited, model, make, ran[way]) for way, make in ways.items()}
+    found = compare(model, modes, tasks, batch_size=1, **how)
+    tallies = {way: {task: executor.tally for task, executor in zip(tasks, of, strict=True)} for way, of in ran.items()}
+    return Costs(found["scores"], found["samples"], tallies)
+
+
+def capacity_factors(factors: Sequence[float]) -> Ways:
+    """A way for each capacity factor, named by it."""
+    return {f"{factor:g}": lambda _, factor=factor: CapacityFactor(factor) for factor in factors}
+
+
+def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
+    """A way for each of `ORDERS` under the same capacities, and one that runs no expert."""
+    capacity = [list(layer.capacity) for layer in tiers]
+    ways = {order: lambda saliency, order=order: Tiered(capacity, order=order, saliency=saliency, seed=seed)
+            for order in ORDERS}
+    return ways | {NOBODY: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
+
+
+# -------------------------------------------------------------------------------------------------- tiers and groups
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Capacities of every layer from a calibration: with the factor K, as the paper prints them, and in groups."""
+
+    tiers: tuple[Tiers, ...]
+    printed: tuple[Tiers, ...]
+    groups: tuple[tuple[Group, ...], ...]
+
+    @classmethod
+    def of(cls, calibration: Calibration, chunk: int, G: int = 8) -> TierPlan:
+        counts, tokens = calibration.counts(PREFILL), calibration.tokens[PREFILL]
+        tiers = capacity_tiers(counts, tokens, chunk)
+        groups = tuple(tuple(form_groups(layer, counts[l], G)) for l, layer in enumerate(tiers))
+        return cls(tuple(tiers), tuple(capacity_tiers(counts, tokens, chunk, rule="paper")), groups)
+
+    @property
+    def launches(self) -> float:
+        """Graphs of a layer and chunk, mean of layers."""
+        return sum(map(len, self.groups)) / len(self.groups)
+
+    def ways(self) -> Ways:
+        """The ways of running it, beside one capacity for all experts."""
+        own, printed = ([layer.capacity for layer in tiers] for tiers in (self.tiers, self.printed))
+        largest = [[max(of)] * len(of) for of in own]
+        return {"one capacity, 1.25": lambda _: CapacityFactor(1.25), "tiers, prune": lambda s: Tiered(own, saliency=s),
+                "groups of 8, prune": lambda s: Grouped(self.groups, saliency=s),
+                "tiers, pad": lambda _: Tiered(own, "pad"),
+                "largest tier for all": lambda s: Tiered(largest, saliency=s),
+                "tiers, literal B/E": lambda s: Tiered(printed, saliency=s)}
+
+
+def chunk_imbalance(trace: RoutingTrace, chunk: int) -> Tensor:
+    """The busiest expert's load over the mean within a chunk, mean of chunks: float64 [L]."""
+    loads = chunk_loads(trace, chunk).double()
+    return (loads.amax(-1) / loads.mean(-1)).mean(0)
+
+
 def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:
     """Logits [S, V], float32, of each text in a forward pass of its own: prompts share no capacity."""
     with torch.no_grad():
@@ -32,15 +278,27 @@ def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:
                 for text in texts]
 
 
-def routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> Tensor:
-    """ids [T, K]: K distinct experts a token, popularity of expert e falling like (e + 1)^−skew."""
-    generator = torch.Generator().manual_seed(seed)
-    gumbel = -torch.log(-torch.log(torch.rand(T, E, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)))
-    return (gumbel - skew * torch.arange(1, E + 1).double().log()).topk(K).indices
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What one way did with some texts.
+
+    total, by_layer : counts. changed : largest change of a logit. agree : share of places whose most likely token is
+    the same, mean of texts.
+    """
+
+    total: Tally
+    by_layer: list[Tally]
+    changed: float
+    agree: float
 
 
-def least_seconds(unique: float, T: int, K: int, H: int, I: int, weight_bytes: int, bandwidth: float, rate: float
-                  ) -> dict[str, float]:
-    """The roofline of one gated layer: reading the weights of `unique` experts once, and computing T·K of them."""
-    return {"weights ÷ bandwidth": unique * 3 * H * I * weight_bytes / bandwidth,
-            "FLOPs ÷ rate": T * K * 2 * 3 * H * I / rate}
+def run_ways(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Ran]:
+    """Read the texts in every way, beside the model as it is."""
+    plain, found = read_all(model, texts), {}
+    for name, make in ways.items():
+        with limited(model, make, []) as executor:
+            pairs = list(zip(plain, read_all(model, texts)))
+        found[name] = Ran(executor.tally, [executor.by_layer[l] for l in range(model.spec.L)],
+                          max(float((a - b).abs().max()) for a, b in pairs),
+                          float(np.mean([float((a.argmax(-1) == b.argmax(-1)).double().mean()) for a, b in pairs])))
+    return found

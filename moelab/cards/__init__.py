@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -36,6 +37,7 @@ def load_card(name: str) -> dict[str, Any]:
     return _read("models", name) if name in models() else _read("devices", name, known=models() + devices())
 
 
+@lru_cache(maxsize=None)
 def load_model(name: str) -> MoESpec:
     """The spec of a model card. Raises ValueError for an unknown name, as `load_card` does."""
     card = _read("models", name)
@@ -45,6 +47,7 @@ def load_model(name: str) -> MoESpec:
     return MoESpec(name=card["name"], moe_layers=tuple(layers), **geometry)
 
 
+@lru_cache(maxsize=None)
 def load_device(name: str) -> DeviceSpec:
     """The spec of a device card. Raises ValueError for an unknown name, as `load_card` does."""
     card = _read("devices", name)

@@ -49,6 +49,31 @@ def _never_miss_a_reply() -> None:
     AsyncZMQSocketChannel.get_msg = get_msg
 
 
+def import_nbformat() -> Any:
+    """nbformat, without the seconds in which jsonschema builds grammars of web addresses that no notebook has."""
+    sys.modules.setdefault("rfc3987_syntax", None)      # an optional package: jsonschema goes on without it
+    import nbformat
+    return nbformat
+
+
+def _save_now_and_then(engine: type) -> type:
+    """A papermill engine that saves a notebook twice a minute, not before and after each cell; and at its end."""
+    class NowAndThen(engine):
+        @classmethod
+        def execute_managed_notebook(cls, manager: Any, *args: Any, **kwargs: Any) -> Any:
+            save = manager.save
+
+            def save_if_due(**_: Any) -> None:
+                if (manager.now() - manager.last_save_time).total_seconds() >= manager.autosave_cell_every:
+                    save()
+            manager.save = save_if_due
+            try:
+                return super().execute_managed_notebook(manager, *args, **kwargs)
+            finally:
+                manager.save = save
+    return NowAndThen
+
+
 class _Watch:
     """Which cell is running, told every ten seconds even when it takes long."""
 
@@ -88,11 +113,12 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
     timeout : seconds that one cell may take.
     pictures : also draw the figures as PNG, where that works.
     """
-    import nbformat
+    nbformat = import_nbformat()
     import papermill
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
+    from papermill.engines import NBClientEngine, papermill_engines
 
     class ThisInterpreter(AsyncKernelManager):
         """The kernel of the running Python, whatever kernelspecs are installed for the user."""
@@ -101,6 +127,7 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         def kernel_spec(self) -> KernelSpec:
             return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=50"]))
 
+    papermill_engines.register("moelab", _save_now_and_then(NBClientEngine))
     source, output = Path(notebook), Path(directory) / Path(notebook).name
     cells = sum(cell.cell_type == "code" for cell in nbformat.read(source, 4).cells) + bool(parameters)
     error = None
@@ -109,9 +136,10 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
             watch = _Watch(bar)
             try:
                 papermill.execute_notebook(
-                    str(source), str(output), parameters, kernel_name="python3", language="python",
-                    progress_bar=False, execution_timeout=timeout, kernel_manager_class=ThisInterpreter,
-                    on_cell_start=watch.started, on_cell_executed=watch.executed)
+                    str(source), str(output), parameters, engine_name="moelab", kernel_name="python3",
+                    language="python", progress_bar=False, execution_timeout=timeout,
+                    kernel_manager_class=ThisInterpreter, on_cell_start=watch.started,
+                    on_cell_executed=watch.executed)
                 error = None
             except Exception as failure:
                 error = explain(failure, watch.cell, timeout)

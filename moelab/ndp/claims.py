@@ -25,6 +25,11 @@ class Claim:
             return self.value[0] <= found <= self.value[1]
         return abs(found - self.value) <= self.tolerance * self.value
 
+    @property
+    def said(self) -> str:
+        """The value as text."""
+        return f"{self.value[0]}–{self.value[1]}" if isinstance(self.value, tuple) else f"{self.value}"
+
     def error(self, found: float) -> float:
         """Relative distance from the value, or from the nearer end of the range; 0 inside it."""
         if not isinstance(self.value, tuple):
@@ -59,6 +64,9 @@ CLAIMS = {
 FIT = ("prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE", "end to end ÷ MoE-OnDemand",
        "Qwen3, N=2, decode NDP+TP")
 JUDGED = tuple(name for name in CLAIMS if name not in FIT and not name.startswith("modules"))
+
+#: what a figure was used to → its names
+HALVES = {"fit": FIT, "judge": JUDGED}
 
 #: what the paper's text contradicts itself in, or what cannot be as it says
 ODDITIES = (

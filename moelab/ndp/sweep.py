@@ -15,15 +15,20 @@ from typing import Any
 
 from moelab.cards import load_model
 from moelab.ndp.costs import Costs, NotSupported
-from moelab.ndp.hardware import Hardware, hardware
+from moelab.ndp.hardware import VARIANTS, Hardware, hardware
 from moelab.ndp.routing import Routing, simulated_routing
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, GPUNDP, MoNDE, System
 from moelab.progress import progress
 
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
+#: their names in figures and tables
+SHORT = dict(zip(MODELS, ("DeepSeek-MoE", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")))
 UNITS = (1, 2, 3, 4, 5, 6)
 SEEDS = (0, 1, 2)
+
+
+Spread = tuple[float, float, float]             # mean, least, most
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class Assumptions:
         """The paper's machine under these assumptions; `changes` are other arguments of `hardware`."""
         options = {"mapping": self.mapping, "clock_ghz": self.clock_ghz, "efficiency": self.efficiency}
         return hardware(N, **(options | changes))
+
+    def variant(self, name: str, N: int) -> Hardware:
+        """Another machine, of `moelab.ndp.hardware.VARIANTS`; its units have their own clock."""
+        return self.hardware(N, **({"clock_ghz": None} | VARIANTS[name]))
 
     def system(self, name: str) -> System:
         """The system of that name (of `SYSTEMS`) under these assumptions."""
@@ -105,6 +114,33 @@ class Sweep:
     def seeds(self) -> list[int]:
         return sorted({seed for *_, seed in self.cells})
 
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(model for model, *_ in self.cells))
+
+    @property
+    def units(self) -> list[int]:
+        return sorted({N for _, N, *_ in self.cells})
+
+    def joined(self, other: Sweep) -> Sweep:
+        """This sweep with another's cells beside its own."""
+        return Sweep(self.assumptions, self.cells | other.cells)
+
+    def gain(self, model: str, units: int, system: str, over: str, what: str) -> Spread | None:
+        """How much faster `system` is, in `what`: (mean, least, most) over the seeds; None where not supported."""
+        pairs = [(self.result(model, units, system, s), self.result(model, units, over, s)) for s in self.seeds]
+        return spread([getattr(other, what) / getattr(own, what) for own, other in pairs if own and other])
+
+    def mean_gains(self, system: str, over: str, what: str, model: str = "", averaged: bool = True
+                   ) -> dict[tuple[str, int], float]:
+        """(model, units) → the mean over the seeds of `gain`, where both are supported; of one model if it is named.
+
+        averaged : only numbers of units that the assumptions average over.
+        """
+        cells = [(name, N) for name in ([model] if model else self.models) for N in self.units
+                 if not averaged or N in self.assumptions.averaged]
+        return {cell: gain[0] for cell in cells if (gain := self.gain(*cell, system, over, what))}
+
     def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
         """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as "moe_decode".
 
@@ -139,6 +175,17 @@ def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] 
                 by_host[key] = result
         sweep.cells[model, N, name, seed] = Cell(model, N, name, seed, result, why)
     return sweep
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """(mean, least, most), or None of nothing."""
+    return (mean(values), min(values), max(values)) if values else None
+
+
+def over_seeds(sweep: Sweep) -> dict[str, Spread]:
+    """The quantities of `claims.CLAIMS`: (mean, least, most) over the sweep's seeds."""
+    found = [quantities(sweep, seed) for seed in sweep.seeds]
+    return {name: spread([one[name] for one in found]) for name in found[0]}
 
 
 def quantities(sweep: Sweep, seed: int, version: str = "") -> dict[str, float]:

@@ -13,10 +13,16 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from moelab.ane.comparison import MACHINES, RIVALS, TOLERANCE, Comparison, Study, claimed, ratio
+from moelab.ane.device_model import Prefill
 from moelab.ane.plan import Plan
 from moelab.ane.published import Sample
 from moelab.ane.rates import Rates
+from moelab.ane.settings import Outcome, Setting
+from moelab.ane.systems import SYSTEMS, TABLE_2
+from moelab.cards import load_device
 from moelab.viz import theme
+from moelab.viz.ane_tables import label
 from moelab.viz.figures import GREY, _line, _reference, _styled, _whole_steps
 from moelab.viz.store_figures import _bar
 
@@ -95,6 +101,15 @@ def ratios(ours: Mapping[str, Mapping[str, float]], paper: Mapping[str, Mapping[
     return _styled(figure)
 
 
+def systems(found: Study, metric: str, title: str) -> go.Figure:
+    """`ratios` of one metric of `moelab.ane.comparison.METRICS` in every run of PhiMoE's study, beside the claims."""
+    name = {system: SYSTEMS[system].title for system in RIVALS}
+    ours = {label(run): {name[s]: ratio(of, metric, s) for s in RIVALS} for run, of in found.items()}
+    paper = {label(run): {name[s]: claim for s, claim in claimed("Phi-3.5-MoE", run, metric).items() if s in name}
+             for run in found}
+    return ratios(ours, paper, title)
+
+
 def sweep(rates: Rates, samples: Sequence[Sample], mode: str = "serial") -> go.Figure:
     """Latency of an expert slot against its capacity, a line a group size from the fit; points are the samples."""
     figure, timed = go.Figure(), [s for s in samples if s.mode == mode]
@@ -166,6 +181,21 @@ def breakdown(by_system: Mapping[str, Mapping[str, float]]) -> go.Figure:
     return _styled(figure).update_layout(barmode="stack", legend={"traceorder": "normal"})
 
 
+def parts(run: Mapping[str, Prefill]) -> go.Figure:
+    """`breakdown` of one run's systems."""
+    return breakdown({SYSTEMS[system].title: {
+        "attention": p.attention.ms / 1e3, "experts": (p.experts.ms - p.dispatch_ms) / 1e3,
+        "launches and placing": p.dispatch_ms / 1e3, "router, moving": p.host.ms / 1e3} for system, p in run.items()})
+
+
+def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> go.Figure:
+    """`trade_off` of the four systems in one run of each model, on the machine that the paper ran it on."""
+    return trade_off({
+        f"{model}, {load_device(MACHINES[model]).name.removeprefix('Apple ')}": {
+            SYSTEMS[system].title: (of[run][system].ttft_s, of[run][system].mj_per_token) for system in TABLE_2}
+        for model, of in found.items()})
+
+
 def trade_off(by_model: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.Figure:
     """TTFT against energy, a panel a model and a marker a system: {"Phi": {"cpu": (s, mJ a prompt token), …}, …}."""
     figure = make_subplots(rows=1, cols=len(by_model), subplot_titles=list(by_model), horizontal_spacing=0.09)
@@ -181,6 +211,16 @@ def trade_off(by_model: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.F
         figure.update_yaxes(rangemode="tozero", row=1, col=column)
     figure.update_yaxes(title="energy (mJ a prompt token)", row=1, col=1)
     return _styled(figure).update_layout(legend={"y": 1.12}, margin={"r": 24, "t": 84})
+
+
+def misses(rows: Sequence[Comparison]) -> go.Figure:
+    """`errors` of all published figures that only judge, by kind."""
+    kinds = {": ttft": "TTFT", ": energy": "energy", ": cpu cycles": "CPU cycles", ": communication": "communication",
+             "": "tables, shares"}                          # part of a figure's name → its kind
+    by_kind: dict[str, dict[str, float]] = {kind: {} for kind in kinds.values()}
+    for row in rows:
+        by_kind[next(kind for part, kind in kinds.items() if part in row.name)][row.name] = row.error
+    return errors(by_kind, TOLERANCE)
 
 
 def errors(by_group: Mapping[str, Mapping[str, float]], tolerance: float) -> go.Figure:
@@ -206,6 +246,11 @@ def errors(by_group: Mapping[str, Mapping[str, float]], tolerance: float) -> go.
     figure.update_yaxes(title="", tickvals=list(range(len(groups))), ticktext=groups, autorange="reversed",
                         range=[-0.5, len(groups) - 0.5], showgrid=False)
     return _styled(figure)
+
+
+def around(found: Mapping[Setting, Outcome], setting: Setting) -> go.Figure:
+    """`settings` of all with the setting's chunk, the setting itself marked."""
+    return settings({str(one): of.point for one, of in found.items() if one.chunk == setting.chunk}, str(setting))
 
 
 def settings(points: Mapping[str, tuple[float, float, float, float]], chosen: str) -> go.Figure:

@@ -8,13 +8,15 @@ seconds and are drawn in milliseconds, shares come from 0 to 1 and are drawn in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 from plotly.subplots import make_subplots
 
+from moelab.bench.static import NOBODY, Costs, Ran
+from moelab.experts.blocks import Padding
 from moelab.viz import theme
 from moelab.viz.engine_figures import _beside
 from moelab.viz.figures import GREY, _line, _whole_steps
@@ -34,6 +36,12 @@ def padding(series: Mapping[str, Points], kind: str = "exact") -> go.Figure:
     figure.update_xaxes(title="block size B (tokens, log scale)")
     figure.update_yaxes(title="padding (% of the computed slots)", range=[0, 102])
     return _styled(figure, kind)
+
+
+def block_sizes(made: Mapping[int, Padding]) -> go.Figure:
+    """`padding` of one routing, by block size: of the filled blocks, and of all that are provided."""
+    return padding({"filled blocks": [(B, 1 - p.pairs / (p.needed * B)) for B, p in made.items()],
+                    "all N blocks": [(B, p.padded / p.slots) for B, p in made.items()]})
 
 
 def dropping(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]],
@@ -63,6 +71,24 @@ def dropping(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, floa
     return _styled(figure, kind, height=140 + 190 * len(panels))
 
 
+def capacity(costs: Costs) -> go.Figure:
+    """What capacity factors drop, pad and cost, a panel each for counts, language loss and right answers.
+
+    costs : ways named by their factor, e.g. of `moelab.bench.static.capacity_factors`.
+    """
+    tasks = [task for task in costs.scores if task != "loss"]
+
+    def over_factors(values: Callable[[str], Sequence[float]]) -> list[tuple[float, float, float, float]]:
+        return [(float(way), *values(way)) for way in costs.tallies]
+    return dropping({
+        "of choices or slots (%)": {
+            "dropped": over_factors(lambda way: [100 * costs.tally(way).drop_rate] * 3),
+            "padding": over_factors(lambda way: [100 * costs.tally(way).padded_fraction] * 3)},
+        "language loss (% more)": {"language loss": over_factors(costs.loss)},
+        "right answers<br>(points, difference)": {
+            task: over_factors(lambda way, task=task: costs.points(task, way)) for task in tasks}})
+
+
 def differences(panels: Mapping[str, Mapping[str, tuple[float, float, float]]], title: Mapping[str, str] | str,
                 kind: str = "measured") -> go.Figure:
     """Each way's difference from a baseline with its interval, a panel a task: {panel: {way: (value, low, high)}}.
@@ -84,6 +110,15 @@ def differences(panels: Mapping[str, Mapping[str, tuple[float, float, float]]], 
         figure.update_xaxes(title=title if isinstance(title, str) else title[panel], row=1, col=column)
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
     return _styled(figure, kind, height=150 + 38 * len(names), left=130)
+
+
+def drop_orders(costs: Costs) -> go.Figure:
+    """What each order of dropping costs in language loss and right answers; no experts at all in the latter only."""
+    tasks = [task for task in costs.scores if task != "loss"]
+    loss = {way: costs.loss(way) for way in costs.tallies if way != NOBODY}
+    return differences(
+        {"language loss": loss} | {task: {way: costs.points(task, way) for way in costs.tallies} for task in tasks},
+        {"language loss": "more loss (%)"} | dict.fromkeys(tasks, "difference (points)"))
 
 
 def by_layer(dropped: Mapping[str, ArrayLike], padded: Mapping[str, ArrayLike],
@@ -111,6 +146,14 @@ def by_layer(dropped: Mapping[str, ArrayLike], padded: Mapping[str, ArrayLike],
     figure.update_yaxes(title="dropped (% of choices)", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="padding (% of slots)", rangemode="tozero", row=2, col=1)
     return _styled(figure, kind, height=540)
+
+
+def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
+    """`by_layer` of ways of running tiers; the literal ones drop too much to share an axis, padding drops none."""
+    shown = {name: of.by_layer for name, of in ran.items() if "literal" not in name}
+    dropped = {name: [layer.drop_rate for layer in of] for name, of in shown.items() if not name.endswith("pad")}
+    return by_layer(dropped, {name: [layer.padded_fraction for layer in of] for name, of in shown.items()}, paper,
+                    "plan (exact)")
 
 
 def executors(found: Mapping[str, Mapping[str, Sequence[float]]],

@@ -15,13 +15,15 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 from plotly.subplots import make_subplots
 
+from moelab.ndp.claims import CLAIMS
+from moelab.ndp.sweep import SHORT, Spread, Sweep
 from moelab.specs import Event
 from moelab.viz import theme
 from moelab.viz.engine_figures import KINDS, _beside, _span
 from moelab.viz.figures import GREY, _line
 from moelab.viz.store_figures import _bar
 
-Spread = tuple[float, float, float]
+SEEN = "modelled<br>whiskers: seeds"
 #: kinds of events → colour, pattern, colour of the expert's number on it
 LOOKS = {"read weights": KINDS["read E"], "read activations": KINDS["read SM"], "expert": KINDS["expert"],
          "other": KINDS["other"]}
@@ -86,6 +88,64 @@ def bars(panels: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], title:
     legend = kind + (f"<br>dashed: {line[1]}" if line else "")
     return figure.update_layout(template="moelab", barmode="group", scattermode="group", bargap=0.18, height=height,
                                 margin={"l": 72, "r": 24, "t": 36, "b": 56}, legend=_beside(legend))
+
+
+def speedups(sweep: Sweep, systems: Mapping[str, str], over: str, what: str, *, models: Sequence[str] = (),
+             means: Mapping[str, Spread] | None = None, title: str = "speedup over MoNDE (×)", columns: int = 2
+             ) -> go.Figure:
+    """`bars` of a sweep, a panel a model: how much faster systems are, by number of units; whiskers run over the seeds.
+
+    Parameters
+    ----------
+    systems : label → name. over, what : as in `Sweep.gain`. models : all of the sweep's, if none are named.
+    means : name of a claim → (mean, least, most) over the seeds; a panel "all" then has the phase's averages with what
+        the paper says.
+    """
+    panels = {SHORT[model]: {label: {str(N): sweep.gain(model, N, name, over, what) for N in sweep.units}
+                             for label, name in systems.items()} for model in models or sweep.models}
+    paper = None
+    if means:
+        of = {label: f"{what.removeprefix('moe_')} {name}" for label, name in systems.items()}
+        panels["all"] = {label: {"mean": means[claim]} for label, claim in of.items()}
+        paper = {"all": {label: {"mean": CLAIMS[claim].value} for label, claim in of.items()}}
+    return bars(panels, title, "NDP-DIMMs N", columns=columns, paper=paper, line=(1, over), kind=SEEN)
+
+
+def by_phase(sweep: Sweep, model: str, label: str, system: str, means: Mapping[str, Spread]) -> go.Figure:
+    """`bars` of one model's experts over MoNDE, a panel a phase, with its mean and what the paper says; Fig. 8.
+
+    means : phase → (mean, least, most) of all units.
+    """
+    name = SHORT[model].split("-")[0]
+    return bars({phase: {label: {str(N): sweep.gain(model, N, system, "MoNDE", f"moe_{phase}") for N in sweep.units}
+                         | {"mean": mean}} for phase, mean in means.items()},
+                "speedup over MoNDE (×)", "NDP-DIMMs N", line=(1, "MoNDE"), kind=SEEN,
+                paper={phase: {label: {"mean": CLAIMS[f"{name} {phase}"].value}} for phase in means})
+
+
+def improvements(sweep: Sweep, systems: Sequence[str], phases: Mapping[str, str]) -> go.Figure:
+    """`bars` of what the second of two systems gains over the first, a panel a phase, a series a model.
+
+    phases : title → property of a `Result`.
+    """
+    old, new = systems
+    return bars({title: {SHORT[model]: {str(N): sweep.gain(model, N, new, old, what) for N in sweep.units}
+                         for model in sweep.models} for title, what in phases.items()},
+                "literal ÷ improved (×)", "NDP-DIMMs N", line=(1, "literal"), kind=SEEN)
+
+
+def additions(sweep: Sweep, systems: Mapping[str, str], over: str, what: str = "moe_decode") -> go.Figure:
+    """`lines` of what systems add to another one by number of units, a panel a model."""
+    gained = {SHORT[model]: {label: [(N, gain[0]) for N in sweep.units if (gain := sweep.gain(
+        model, N, name, over, what))] for label, name in systems.items()} for model in sweep.models}
+    return lines(gained, "speedup over +TP alone (×)", "NDP-DIMMs N")
+
+
+def machines(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> go.Figure:
+    """`lines` of seconds of a decode step, a panel a model, a line a machine: {model: {machine: {units: seconds}}}."""
+    return lines({SHORT[model]: {machine: [(N, 1e3 * seconds) for N, seconds in of.items()]
+                                 for machine, of in by_machine.items()} for model, by_machine in found.items()},
+                 "decode step (ms)", "units N", log="xy")
 
 
 def schedules(acts: Mapping[str, Sequence[Event]]) -> go.Figure:

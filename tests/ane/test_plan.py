@@ -38,7 +38,7 @@ def naive(plan, ids):
             came = [e for token in ids[start:start + plan.chunk] for e in token[l] if e < plan.spec.E]
             for group in layer.groups:
                 tokens = [came.count(e) for e in group.experts]
-                if group.unit == "ane":
+                if group.unit == "ane" and sum(tokens):
                     launches[l] += 1
                     slots[l] += group.capacity * len(tokens)
                     executed[l] += sum(min(n, group.capacity) for n in tokens)

@@ -49,3 +49,48 @@ def test_every_mode_answers_the_same_prompts():
         assert row["dropped"] == pytest.approx(first["dropped"], abs=0.05)      # later layers route what is left
     assert set(results["NPUMoE Table 3 (paper), PhiMoE"]) == set(TABLE_3)
     json.dumps(results, allow_nan=False)
+
+
+def test_prompts_have_chunks_of_their_own(trace):
+    loads = ane_accuracy.prompt_loads(trace, 64)
+    wanted = []
+    for s in range(4):
+        ids = trace.ids[trace.sequence == s].numpy()
+        wanted += [[[(chunk[:, l] == e).sum() for e in range(trace.spec.E)] for l in range(trace.spec.L)]
+                   for chunk in np.split(ids, range(64, len(ids), 64))]
+    assert loads.tolist() == np.array(wanted).tolist()
+
+
+def test_candidates_differ_as_they_should(trace):
+    plans, slack = ane_accuracy.candidates(trace, 64, 0.12, 8)
+    assert list(plans) == ["printed", "factor_k", "plan", "one_capacity"]
+    assert plans["plan"] == ane_accuracy.fitting_plan(trace, 64, 0.12, group_size=8)[0] and 0 < slack < 2.1
+    assert {layer.tiers.levels for layer in plans["printed"].layers} == {(16,)}     # 64/32 tokens, rounded up
+    assert all(len(layer.tiers.levels) == 1 for layer in plans["one_capacity"].layers)
+
+
+def test_answers_and_losses_of_a_plan():
+    model = open_model()
+    with_drops = ane_accuracy.recorded(model, 1, 96, "train")
+    plan, *_ = ane_accuracy.fitting_plan(with_drops, 64, 0.2)
+    answers = ane_accuracy.pruned_answers(model, plan, ("needle", "yesno"), n=2, windows=2, tokens=96)
+    for task in ("needle", "yesno"):
+        assert answers.points(task) == pytest.approx(
+            100 * (answers.pruned[task]["score"] - answers.dense[task]["score"]))
+        assert 0 < answers.counts[task].drop_rate < 1
+    assert answers.points(answers.worst) == min(map(answers.points, ("needle", "yesno")))
+    assert answers.spread("drop_rate") == tuple(sorted(of.drop_rate for of in answers.counts.values()))
+    found = ane_accuracy.loss_by_order(model, with_drops, (0.4, 1.5), 256, 8, windows=2, tokens=96)
+    assert set(found.cost) == set(ane_accuracy.MODES)
+    for of in found.cost.values():
+        assert of[0.4][0] > of[1.5][0]                      # less room, more dropped
+    ranked = [loss for _, loss, _ in found.at(0.4).values()]
+    assert ranked == sorted(ranked) and set(found.at(0.4)) == set(ane_accuracy.MODES.values())
+    mean, low, high = found.beside_random[0.4]
+    assert low <= mean <= high
+
+
+def test_a_coin_cannot_be_told_from_guessing():
+    row = {"score": 0.56, "error": 0.05, "n": 100}
+    answers = ane_accuracy.Answers({"coin": row, "sure": row | {"score": 0.9, "error": 0.03}}, {}, {})
+    assert answers.guessed("coin") and not answers.guessed("sure")

@@ -106,3 +106,19 @@ def test_the_table_pairs_prompts():
 def test_x_must_be_possible(store):
     with pytest.raises(ValueError, match="1 to 32"):
         bench.Prefetcher(store, 33)
+
+
+def test_the_hit_curve_is_a_naive_loops(small):
+    rng, spec = np.random.default_rng(0), small.spec
+    answers = [bench.Answer(None, rng.integers(0, 9, (spec.L, spec.E)), None,
+                                   rng.random((3, spec.L, spec.E)) < 0.2, 0, 1, 0) for _ in range(2)]
+    curve = bench.hit_curve(answers, spec)
+    for x, percent in curve["dataset-free"]:
+        shares = []
+        for answer in answers:
+            hits = sum(sum(answer.wanted[:, l, e].sum() for e in sorted(
+                range(spec.E), key=lambda e: (-answer.counts[l, e], e))[:x]) for l in range(spec.L))
+            shares.append(hits / answer.wanted.sum())
+        assert percent == pytest.approx(100 * np.mean(shares))
+    assert all(free <= ceiling for (_, free), (_, ceiling) in zip(*list(curve.values())[:2]))
+    assert dict(curve["chance"])[spec.K] == pytest.approx(100 * spec.K / spec.E) and dict(curve["chance"])[spec.E] == 100

@@ -22,3 +22,21 @@ def test_gathering_ids_costs_too():
     bytes_before, weights = 128 * 2, 8 * 2
     assert guide.gather_ratios() == {name: bytes_before / (weights + 8 * size)
                                      for name, size in (("int64", 8), ("int32", 4), ("uint8", 1))}
+
+
+def test_block_sizes_by_hand():
+    first, again, *others = guide.block_sizes()
+    assert (first.device, first.model, first.T, first.reuse, again.reuse) == (again.device, again.model, 4096, True, False)
+    assert first.real == 4096 * 4 / 128                         # FLOPs a byte of a bf16 weight that T·K/E tokens use
+    assert {one.dtype for one in others} == {"bf16", "fp8"} and len(others) == 2 * len(guide.ASKED) - 2
+    fp8 = next(one for one in others if one.dtype == "fp8")
+    assert fp8.real == 2 * 8192 * 4 / 128
+
+
+def test_ways_of_parallel_execution_use_all_devices():
+    for of in guide.parallel_ways((8, 64)).values():
+        assert all(advice.tp * advice.ep == n for n, advice in of.items())
+
+
+def test_the_guides_six_tokens():
+    assert guide.six_tokens().tokens.tolist()[:3] == [[0, 2, 5, -1], [1, 4, -1, -1], [3, -1, -1, -1]]

@@ -79,3 +79,24 @@ def test_what_is_missed_is_explained():
     """At the paper's size with one seed: what disagrees is what `MISSES` explains, and nothing else."""
     found = quantities(paper_sweep(units=(2, 3, 4, 5, 6), seeds=(0,)), 0)
     assert {name for name in found if not CLAIMS[name].agrees(found[name])} == set(MISSES)
+
+
+def test_gains_are_over_the_seeds_and_only_where_both_are_supported():
+    sweep = paper_sweep(models=MODELS[:2], units=(1, 2), systems=("MoNDE", "NDP+TP"), seeds=(0, 1), prompt=16, answer=4)
+    ratios = [sweep.result(MODELS[0], 2, "MoNDE", s).moe_decode / sweep.result(MODELS[0], 2, "NDP+TP", s).moe_decode
+              for s in (0, 1)]
+    gain = sweep.gain(MODELS[0], 2, "NDP+TP", "MoNDE", "moe_decode")
+    assert gain == pytest.approx((sum(ratios) / 2, min(ratios), max(ratios)))
+    assert sweep.gain(MODELS[1], 1, "NDP+TP", "MoNDE", "moe_decode") is None        # 58 GB on one module
+    every = sweep.mean_gains("NDP+TP", "MoNDE", "moe_decode", averaged=False)
+    assert set(every) == {(MODELS[0], 1), (MODELS[0], 2), (MODELS[1], 2)} and every[MODELS[0], 2] == gain[0]
+    assert set(sweep.mean_gains("NDP+TP", "MoNDE", "moe_decode", MODELS[0])) == {(MODELS[0], 2)}
+    assert (sweep.models, sweep.units) == (list(MODELS[:2]), [1, 2])
+
+
+def test_joined_sweeps_have_both_cells():
+    a, b = (paper_sweep(models=MODELS[:1], units=(2,), systems=(name,), seeds=(0,), prompt=8, answer=2)
+            for name in ("MoNDE", "NDP+TP"))
+    both = a.joined(b)
+    assert both.result(MODELS[0], 2, "MoNDE") is a.result(MODELS[0], 2, "MoNDE") and len(both.cells) == 2
+    assert len(a.cells) == 1

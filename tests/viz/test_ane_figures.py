@@ -10,22 +10,26 @@ from moelab.ane.rates import fit  # noqa: E402
 from moelab.ane.skew import assumed_counts  # noqa: E402
 from moelab.specs import MoESpec  # noqa: E402
 from moelab.viz import ane_figures as figures  # noqa: E402
+from tests.viz.lazily import Lazily  # noqa: E402
 
 SPEC = MoESpec.from_card("Phi-3.5-MoE")
 PLAN = make_plan(SPEC, *assumed_counts(SPEC))
 RUNS = {"P=1024": {"cpu": 1.8, "naive": 5.5}, "P=4096": {"cpu": 1.6, "naive": 3.4}}
-MADE = {
-    "tiers": figures.tiers(PLAN), "residency": figures.residency(PLAN),
-    "ratios": figures.ratios(RUNS, {"P=4096": {"naive": (3.0, 4.0)}}, "TTFT over ours (modelled)"),
-    "sweep": figures.sweep(fit(), TABLE_5),
-    "graph_weights": figures.graph_weights({"Phi": {1: 0.16, 8: 1.26}, "Qwen": {1: 0.009, 8: 0.075}}, 1.258),
-    "parity": figures.parity({"double": [1e-6, 2e-6], "fp16": [1e-3, 2e-3]}, 0.01),
-    "dropping": figures.dropping({"weakest": [(0.3, 2.0, 0.1), (0.1, 0.5, 0.1)], "random": [(0.1, 1.0, 0.2)]}, "%"),
-    "breakdown": figures.breakdown({"ANEMLL": {"attention": 1.0, "experts": 3.0}, "ours": {"attention": 1.5}}),
-    "trade_off": figures.trade_off({"Phi": {"cpu": (3.0, 9.0), "ours": (1.0, 2.0)}, "Qwen": {"ours": (4.0, 5.0)}}),
-    "errors": figures.errors({"TTFT": {"a": 0.1, "b": -0.3}, "energy": {"c": 0.0}}, 0.2),
-    "settings": figures.settings({"a": (0.1, 0.3, 5.0, 70.0), "b": (0.2, 0.2, 4.0, 60.0)}, "b"),
-}
+MADE = Lazily({
+    "tiers": lambda: figures.tiers(PLAN),
+    "residency": lambda: figures.residency(PLAN),
+    "ratios": lambda: figures.ratios(RUNS, {"P=4096": {"naive": (3.0, 4.0)}}, "TTFT over ours (modelled)"),
+    "sweep": lambda: figures.sweep(fit(), TABLE_5),
+    "graph_weights": lambda: figures.graph_weights({"Phi": {1: 0.16, 8: 1.26}, "Qwen": {1: 0.009, 8: 0.075}}, 1.258),
+    "parity": lambda: figures.parity({"double": [1e-6, 2e-6], "fp16": [1e-3, 2e-3]}, 0.01),
+    "dropping": lambda:
+        figures.dropping({"weakest": [(0.3, 2.0, 0.1), (0.1, 0.5, 0.1)], "random": [(0.1, 1.0, 0.2)]}, "%"),
+    "breakdown": lambda: figures.breakdown({"ANEMLL": {"attention": 1.0, "experts": 3.0}, "ours": {"attention": 1.5}}),
+    "trade_off": lambda:
+        figures.trade_off({"Phi": {"cpu": (3.0, 9.0), "ours": (1.0, 2.0)}, "Qwen": {"ours": (4.0, 5.0)}}),
+    "errors": lambda: figures.errors({"TTFT": {"a": 0.1, "b": -0.3}, "energy": {"c": 0.0}}, 0.2),
+    "settings": lambda: figures.settings({"a": (0.1, 0.3, 5.0, 70.0), "b": (0.2, 0.2, 4.0, 60.0)}, "b"),
+})
 NO_Y_TITLE = ("breakdown", "errors")        # rows that are named
 
 

@@ -7,6 +7,7 @@ pio = pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
 from moelab.viz import engine_figures as figures  # noqa: E402
+from tests.viz.lazily import Lazily  # noqa: E402
 
 LAYER = [Event("disk", "read E", 3, 5, 1.000, 1.002, 9), Event("disk", "read SM", 3, 5, 1.002, 1.006, 20),
          Event("worker 0", "decompress", 3, 5, 1.002, 1.005), Event("worker 10", "recover", 3, 5, 1.006, 1.007),
@@ -16,17 +17,19 @@ LATER = [event._replace(start=event.start + 5, end=event.end + 5) for event in L
 CURVES = {"LRU": [(2e9, 0.2, 0.4), (1e9, 0.3, 0.1)], "LFU": [(1e9, 0.25, 0.2), (2e9, 0.1, 0.5)]}
 SYSTEMS = {"moelab": {1: 8.0, 4: 14.5}, "accelerate": {1: 0.9, 4: 1.1}}
 LENGTHS = {"moelab": [(64, 7, 6, 9), (16, 2, 1, 3)], "accelerate": [(16, 8, 7, 9), (64, 30, 28, 33)]}
-MADE = {
-    "gantt": figures.gantt(LAYER, LATER),
-    "budget_curve": figures.budget_curve(CURVES, [(1e9, 0.2, 0.3), (2e9, 0.1, 0.6)], {"reads": [(1e9, 0.1), (2e9, 0)]},
-                                         {"one token": 0.5e9}),
-    "pools_chart": figures.pools_chart({"1 GB": {"F": 0.6e9, "C": 0.4e9}, "2 GB": {"F": 2e9}},
-                                       {"1 GB": 0.21, "2 GB": 0.1}, {"1 GB": 0.23}),
-    "ablation": figures.ablation({"planned": (4, 12), "LRU": (6, 9), "FIFO": (6.5, 8)}),
-    "batches": figures.batches(SYSTEMS),
-    "output_lengths": figures.output_lengths(LENGTHS),
-    "simulated_vs_measured": figures.simulated_vs_measured({"full": [(0.1, 0.11)], "pools": [(0.2, 0.15), (0.4, 0.4)]}),
-}
+MADE = Lazily({
+    "gantt": lambda: figures.gantt(LAYER, LATER),
+    "budget_curve": lambda:
+        figures.budget_curve(CURVES, [(1e9, 0.2, 0.3), (2e9, 0.1, 0.6)], {"reads": [(1e9, 0.1), (2e9, 0)]},
+                             {"one token": 0.5e9}),
+    "pools_chart": lambda: figures.pools_chart({"1 GB": {"F": 0.6e9, "C": 0.4e9}, "2 GB": {"F": 2e9}},
+                                               {"1 GB": 0.21, "2 GB": 0.1}, {"1 GB": 0.23}),
+    "ablation": lambda: figures.ablation({"planned": (4, 12), "LRU": (6, 9), "FIFO": (6.5, 8)}),
+    "batches": lambda: figures.batches(SYSTEMS),
+    "output_lengths": lambda: figures.output_lengths(LENGTHS),
+    "simulated_vs_measured": lambda:
+        figures.simulated_vs_measured({"full": [(0.1, 0.11)], "pools": [(0.2, 0.15), (0.4, 0.4)]}),
+})
 
 
 def named(figure, name):

@@ -6,26 +6,29 @@ import pytest
 pio = pytest.importorskip("plotly.io")
 
 from moelab.viz import expert_figures as figures  # noqa: E402
+from tests.viz.lazily import Lazily  # noqa: E402
 
 SAMPLES = {"prefill": {"reference": [0.01, 0.02, 0.03], "packed": [0.01, 0.01, 0.02]},
            "decode": {"gemv": [0.001, 0.002], "reference": [0.004, 0.002]}}
-MADE = {
-    "padding": figures.padding({"uniform": [(128, 0.2), (64, 0.1)], "Zipf 1": [(64, 0.3), (128, 0.5)]}),
-    "dropping": figures.dropping({
-        "of choices (%)": {"dropped": [(2.0, 0, 0, 0), (1.0, 20, 20, 20)]},
-        "right answers (%)": {"needle": [(1.0, 80, 70, 85), (2.0, 90, 88, 92)], "dropped": [(1.0, 3, 3, 3)]}}),
-    "differences": figures.differences({"loss": {"random": (3.0, 1.0, 6.0), "router": (1.0, 0.5, 1.5)},
-                                        "needle": {"router": (0.0, -2.0, 2.0)}}, {"loss": "(%)", "needle": "(points)"}),
-    "by_layer": figures.by_layer({"tiers": [0.1, 0.2], "groups": [0.1, 0.3]}, {"tiers": [0.3, 0.2], "pad": [0.5, 0.6]},
-                                 {"BoolQ": (0.1466, 0.3173)}),
-    "executors": figures.executors(SAMPLES, {"decode": {"memory bandwidth": 0.0008}}),
-    "selective": figures.selective({"measured": [(1, 8), (4, 20)]}, {"independent": [(1, 8), (4, 25)],
-                                                                     "worst case": [(1, 8), (4, 32)]}, 64,
-                                   {"selective": [(1, [0.001, 0.003])], "all experts": [(1, [0.005, 0.006])]}),
-    "volumes": figures.volumes({"all-gather": [(2, 100), (4, 300)], "all-to-all": [(2, 50), (4, 75)]},
-                               {"all-gather": [(2, 100)], "all-to-all": [(2, 50)]}),
-    "balance": figures.balance({"as they are": [3, 1, 1, 1], "8 spare": [1.5, 1.5, 1.5, 1.5]}),
-}
+MADE = Lazily({
+    "padding": lambda: figures.padding({"uniform": [(128, 0.2), (64, 0.1)], "Zipf 1": [(64, 0.3), (128, 0.5)]}),
+    "dropping": lambda: figures.dropping({
+                "of choices (%)": {"dropped": [(2.0, 0, 0, 0), (1.0, 20, 20, 20)]},
+                "right answers (%)": {"needle": [(1.0, 80, 70, 85), (2.0, 90, 88, 92)], "dropped": [(1.0, 3, 3, 3)]}}),
+    "differences": lambda:
+        figures.differences({"loss": {"random": (3.0, 1.0, 6.0), "router": (1.0, 0.5, 1.5)},
+                             "needle": {"router": (0.0, -2.0, 2.0)}}, {"loss": "(%)", "needle": "(points)"}),
+    "by_layer": lambda:
+        figures.by_layer({"tiers": [0.1, 0.2], "groups": [0.1, 0.3]}, {"tiers": [0.3, 0.2], "pad": [0.5, 0.6]},
+                         {"BoolQ": (0.1466, 0.3173)}),
+    "executors": lambda: figures.executors(SAMPLES, {"decode": {"memory bandwidth": 0.0008}}),
+    "selective": lambda: figures.selective({"measured": [(1, 8), (4, 20)]}, {"independent": [(1, 8), (4, 25)],
+                                                                             "worst case": [(1, 8), (4, 32)]}, 64,
+                                           {"selective": [(1, [0.001, 0.003])], "all experts": [(1, [0.005, 0.006])]}),
+    "volumes": lambda: figures.volumes({"all-gather": [(2, 100), (4, 300)], "all-to-all": [(2, 50), (4, 75)]},
+                                       {"all-gather": [(2, 100)], "all-to-all": [(2, 50)]}),
+    "balance": lambda: figures.balance({"as they are": [3, 1, 1, 1], "8 spare": [1.5, 1.5, 1.5, 1.5]}),
+})
 
 
 def named(figure, name):

@@ -7,18 +7,20 @@ import torch
 pio = pytest.importorskip("plotly.io")
 
 from moelab.viz import figures  # noqa: E402
+from tests.viz.lazily import Lazily  # noqa: E402
 
 COUNTS = torch.tensor([[6, 0, 2], [1, 1, 2]])
 LOADS = torch.tensor([[1, 9], [3, 5], [2, 7]])
-MADE = {
-    "heatmap": figures.heatmap(COUNTS),
-    "heatmap sorted": figures.heatmap(COUNTS, sort=True),
-    "imbalance": figures.imbalance({"prefill": [2.25, 1.5], "decode": [1.0, 3.0]}),
-    "overlap": figures.overlap({f"series {i}": [0.5, i / 10] for i in range(6)}, {"top-4": 0.86}, {"top-4": 0.125}),
-    "agreement": figures.agreement([[1, 0.5], [0.25, 1]], ["needle", "code"], ["code", "prose"]),
-    "load distribution": figures.load_distribution(LOADS, {"K·B/E": 6}),
-    "inclusion": figures.inclusion({"batch 1": [0.9, 0.1], "batch 2": torch.tensor([1.0, 0.4])}),
-}
+MADE = Lazily({
+    "heatmap": lambda: figures.heatmap(COUNTS),
+    "heatmap sorted": lambda: figures.heatmap(COUNTS, sort=True),
+    "imbalance": lambda: figures.imbalance({"prefill": [2.25, 1.5], "decode": [1.0, 3.0]}),
+    "overlap": lambda:
+        figures.overlap({f"series {i}": [0.5, i / 10] for i in range(6)}, {"top-4": 0.86}, {"top-4": 0.125}),
+    "agreement": lambda: figures.agreement([[1, 0.5], [0.25, 1]], ["needle", "code"], ["code", "prose"]),
+    "load distribution": lambda: figures.load_distribution(LOADS, {"K·B/E": 6}),
+    "inclusion": lambda: figures.inclusion({"batch 1": [0.9, 0.1], "batch 2": torch.tensor([1.0, 0.4])}),
+})
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -7,6 +7,7 @@ pio = pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
 from moelab.viz import ndp_figures as figures  # noqa: E402
+from tests.viz.lazily import Lazily  # noqa: E402
 
 LAYER = [Event("gpu", "other", 0, -1, 1.000, 1.001), Event("link", "read activations", 0, -1, 1.001, 1.0011, 8),
          Event("unit 10", "expert", 0, 3, 1.0011, 1.004), Event("unit 2", "expert", 0, 3, 1.0011, 1.004),
@@ -17,15 +18,16 @@ PANELS = {"Qwen3": {"+TP": {"1": None, "2": (1.5, 1.4, 1.7)}, "+TP+LB": {"1": No
 ERRORS = {"fit": {"a": (0.05, 0.04, 0.06)}, "judge": {"b": (-0.2, -0.25, -0.1), "c": (0.0, 0.0, 0.0)}}
 SPACE = {"Qwen3": {"DDR4": [(1, np.nan), (2, 30.0), (4, 15.0)]}, "Phi": {"DDR4": [(4, 9.0)], "HBM": [(4, 2.0)]}}
 SIDES = {"Eq. 1": {"GPU": ([0, 1, 2], [0.001, np.nan, 0.003]), "modules": ([0, 2], [0.004, 0.0])}}
-MADE = {
-    "bars": figures.bars(PANELS, "speedup (×)", "N", paper={"all": {"+TP": {"mean": 1.26}}}, line=(1, "MoNDE")),
-    "percent": figures.bars({"": {"free": {"code": (0.2, 0.1, 0.4)}, "known": {"code": (0.1, 0.1, 0.1)}}}, "used (%)",
-                            percent=True, line=(0.125, "chance")),
-    "schedules": figures.schedules({"MoNDE": LAYER, "+TP": LATER}),
-    "balance": figures.balance(SIDES, {"Eq. 1": {"balanced": (1.2, 0.0016), "whole": (1, 0.002)}}),
-    "agreement": figures.agreement(ERRORS),
-    "lines": figures.lines(SPACE, "step (ms)", "units N", log="xy", at=3),
-}
+MADE = Lazily({
+    "bars": lambda: figures.bars(PANELS, "speedup (×)", "N", paper={"all": {"+TP": {"mean": 1.26}}}, line=(1, "MoNDE")),
+    "percent": lambda:
+        figures.bars({"": {"free": {"code": (0.2, 0.1, 0.4)}, "known": {"code": (0.1, 0.1, 0.1)}}}, "used (%)",
+                     percent=True, line=(0.125, "chance")),
+    "schedules": lambda: figures.schedules({"MoNDE": LAYER, "+TP": LATER}),
+    "balance": lambda: figures.balance(SIDES, {"Eq. 1": {"balanced": (1.2, 0.0016), "whole": (1, 0.002)}}),
+    "agreement": lambda: figures.agreement(ERRORS),
+    "lines": lambda: figures.lines(SPACE, "step (ms)", "units N", log="xy", at=3),
+})
 
 
 def named(figure, name):
@@ -103,3 +105,27 @@ def test_lines_look_alike_in_every_panel_and_stand_in_the_legend_once():
     assert MADE["lines"].layout.yaxis.type == "log" and 10 in MADE["lines"].layout.yaxis.tickvals
     low, high = MADE["lines"].layout.yaxis.range
     assert 10 ** low < 2 and 10 ** high > 30
+
+
+def test_a_sweep_is_drawn_by_number_of_units():
+    from moelab.ndp.sweep import MODELS, over_seeds, paper_sweep
+    ours = "NDP+TP+LB+PRE"
+    sweep = paper_sweep(units=(2, 6), seeds=(0, 1), prompt=16, answer=4)
+    means = over_seeds(sweep)
+    figure = figures.speedups(sweep, {"+TP": "NDP+TP"}, "MoNDE", "moe_decode", means=means, columns=3)
+    value, low, high = sweep.gain(MODELS[0], 6, "NDP+TP", "MoNDE", "moe_decode")
+    bar = figure.data[0]
+    assert bar.x == ("2", "6") and bar.y[1] == pytest.approx(value)
+    assert (bar.error_y.array[1], bar.error_y.arrayminus[1]) == pytest.approx((high - value, value - low))
+    assert [note.text for note in figure.layout.annotations][-1] == "all"
+    diamonds = [trace for trace in figure.data if trace.name == "the paper"]
+    assert [trace.y for trace in diamonds] == [(1.99,)]
+    assert sum(trace.name == "not supported" for trace in figure.data) == 2         # Phi and Mixtral on two modules
+    figure = figures.by_phase(sweep, MODELS[1], "ours", ours, {p: means[f"Qwen3 {p}"] for p in ("prefill", "decode")})
+    assert figure.data[0].x == ("2", "6", "mean") and figure.data[0].y[2] == pytest.approx(means["Qwen3 prefill"][0])
+    figure = figures.additions(sweep, {"+LB": "NDP+TP+LB"}, "NDP+TP")
+    assert list(figure.data[2].x) == [6]
+    figure = figures.improvements(sweep, ("NDP+TP", ours), {"decode": "moe_decode"})
+    assert len(figure.data) == 4 + 1                        # a bar a model, and one N.S.
+    figure = figures.machines({MODELS[0]: {"a": {1: 0.001, 2: 0.002}}})
+    assert figure.data[0].y == pytest.approx((1, 2))

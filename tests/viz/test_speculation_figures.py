@@ -7,6 +7,7 @@ pio = pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
 from moelab.viz import speculation_figures as figures  # noqa: E402
+from tests.viz.lazily import Lazily  # noqa: E402
 
 #: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router has run
 TOKEN = [Event("compute", "other", 0, -1, 1.000, 1.001), Event("disk", "read", 0, 3, 1.001, 1.003, 9),
@@ -21,17 +22,18 @@ SAMPLES = {"1 ×": {"on demand": [0.01, 0.02, 0.03], "speculative": [0.01, 0.01,
            "3 ×": {"on demand": [0.04, 0.05], "speculative": [0.03, 0.02]}}
 PARTS = dict(zip(figures.OCCUPIED, (0.003, 0.001, 0.004, 0.002)))
 LINES = {"on demand": [(1, 0.02), (0, 0.01)], "speculative": [(0, 0.01), (1, 0.01)]}
-MADE = {
-    "by_layer": figures.by_layer(PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}),
-    "training": figures.training({"mean": [(0, 0.1), (5000, 0.7)], "hardest": [(0, 0.1), (5000, 0.5)]},
-                                 {"router on s": 0.6, "router on q": 0.61}),
-    "price": figures.price({"loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)}, "lookup": {
-        "quasi": (-1.0, -3.0, 1.0)}}, {"loss": "change (%)", "lookup": "points (%)"}, {"loss": 1}),
-    "tpot": figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
-    "breakdown": figures.breakdown({"on demand": PARTS, "speculative": PARTS}),
-    "theatre": figures.theatre({"on demand": TOKEN, "speculative": LATER}),
-    "what_if": figures.what_if(LINES, 0.5, {"speculative": [(0.5, 0.011)]}),
-}
+MADE = Lazily({
+    "by_layer": lambda:
+        figures.by_layer(PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}),
+    "training": lambda: figures.training({"mean": [(0, 0.1), (5000, 0.7)], "hardest": [(0, 0.1), (5000, 0.5)]},
+                                         {"router on s": 0.6, "router on q": 0.61}),
+    "price": lambda: figures.price({"loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)}, "lookup": {
+                "quasi": (-1.0, -3.0, 1.0)}}, {"loss": "change (%)", "lookup": "points (%)"}, {"loss": 1}),
+    "tpot": lambda: figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
+    "breakdown": lambda: figures.breakdown({"on demand": PARTS, "speculative": PARTS}),
+    "theatre": lambda: figures.theatre({"on demand": TOKEN, "speculative": LATER}),
+    "what_if": lambda: figures.what_if(LINES, 0.5, {"speculative": [(0.5, 0.011)]}),
+})
 
 
 def named(figure, name):

@@ -7,20 +7,22 @@ pio = pytest.importorskip("plotly.io")
 
 from moelab.store.entropy import joint_counts  # noqa: E402
 from moelab.viz import store_figures as figures  # noqa: E402
+from tests.viz.lazily import Lazily  # noqa: E402
 
 EXPONENTS = np.zeros(256)
 EXPONENTS[[120, 121, 123]] = 2, 1, 1            # 2^-7, 2^-6, 2^-4: 1.5 bits
 WEIGHTS = np.array([0x3F80, 0x3F80, 0xBF80, 0x4040], np.uint16)                  # 1, 1, -1 and 3 in bf16
 RATES = {"1 thread": {"zstd": 0.7, "huffman": 12.0}, "2 threads": {"zstd": 1.4, "huffman": 24.0}}
-MADE = {
-    "exponents": figures.exponents({"experts": EXPONENTS, "flat": np.ones(256)}),
-    "fractions": figures.fractions({"lz4hc": 0.75, "huffman": 0.6671}, 0.665, {"lz4hc": 0.74, "entropy bound": 0.66}),
-    "rates": figures.rates(RATES, {"memcpy": 30}),
-    "delivery": figures.delivery([0.5, 1, 8], {"as it is": [0.5, 1, 8], "huffman": [0.75, 1.5, 4]},
-                                 {"huffman": [(0.9, 1.2)]}),
-    "timeline": figures.timeline({"disk": [("read", 0, 5), ("read", 5, 9)], "thread": [("decode", 5, 8)]}),
-    "microscope": figures.microscope(joint_counts(WEIGHTS)),
-}
+MADE = Lazily({
+    "exponents": lambda: figures.exponents({"experts": EXPONENTS, "flat": np.ones(256)}),
+    "fractions": lambda:
+        figures.fractions({"lz4hc": 0.75, "huffman": 0.6671}, 0.665, {"lz4hc": 0.74, "entropy bound": 0.66}),
+    "rates": lambda: figures.rates(RATES, {"memcpy": 30}),
+    "delivery": lambda: figures.delivery([0.5, 1, 8], {"as it is": [0.5, 1, 8], "huffman": [0.75, 1.5, 4]},
+                                         {"huffman": [(0.9, 1.2)]}),
+    "timeline": lambda: figures.timeline({"disk": [("read", 0, 5), ("read", 5, 9)], "thread": [("decode", 5, 8)]}),
+    "microscope": lambda: figures.microscope(joint_counts(WEIGHTS)),
+})
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -1,0 +1,118 @@
+"""`python -m moelab calibrate MODEL FILE`: who is busy in a model, counted once, for whatever must guess (NPUMoE §3.3).
+
+    moelab calibrate small small.calibration.safetensors
+    moelab calibrate Qwen/Qwen3-30B-A3B qwen.safetensors --prompts 64 --new-tokens 32 --external
+    moelab ane plan small --calibration small.calibration.safetensors
+
+Prompts of several sources (the training split) run through the model, and of the routing of their tokens only counts
+are kept, a few kilobytes that know which model they belong to: a `moelab.calibration.Calibration`. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moelab import datasets
+from moelab.calibration import Calibration, calibrate
+from moelab.models import open_model
+from moelab.recording import record
+from moelab.trace import DECODE, PREFILL
+
+SOURCES = ("code", "prose", "needle_multikey", "lookup")
+#: share of a layer's experts that are called hot
+HOT = 0.25
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a checkpoint folder or a hub id; 'small' is the shipped model")
+    parser.add_argument("file", type=Path, help="the new file, FILE.safetensors")
+    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="of each source (%(default)s)")
+    parser.add_argument("--sources", default=",".join(SOURCES), help=f"of {', '.join(datasets.SOURCES)} (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of a prompt, in tokens of the model "
+                                                                "(%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=17, metavar="N", help="generated after each prompt; n tokens "
+                        "are n - 1 decode steps, 0 leaves decode out (%(default)s)")
+    parser.add_argument("--batch", type=int, default=8, metavar="B", help="prompts a forward pass (%(default)s)")
+    parser.add_argument("--external", action="store_true", help="read experts one by one where they are needed: "
+                                                                "slower, and a fraction of the memory")
+    parser.add_argument("--seed", type=int, default=0, help="picks the prompts (%(default)s)")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+
+
+def main(args: argparse.Namespace) -> int:
+    sources = checked(args)
+    model = open_model(None if args.model == "small" else args.model,
+                       experts="external" if args.external else "resident")
+    found = calibration(model, sources, args.prompts, args.tokens, args.new_tokens, args.batch, args.seed)
+    print(f"{found.save(args.file)}\n{summary(found)}")
+    return 0
+
+
+def checked(args: argparse.Namespace) -> Sequence[str]:
+    """The sources; everything that can be known to be wrong before a model is opened.
+
+    Raises
+    ------
+    FileExistsError, NotADirectoryError, PermissionError : the file is there, or cannot be written.
+    ValueError : a number below what it must be, or an unknown source.
+    """
+    sources = [name for name in args.sources.split(",") if name]
+    if unknown := [name for name in sources if name not in datasets.SOURCES] or not sources:
+        raise ValueError(f"--sources {args.sources}: {'none is named' if not sources else f'no {unknown[0]!r}'}; the "
+                         f"sources are {', '.join(datasets.SOURCES)}")
+    for name, value, least in (("--prompts", args.prompts, 1), ("--batch", args.batch, 1),
+                               ("--new-tokens", args.new_tokens, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if args.file.is_dir() or args.file.exists() and not args.force:
+        raise FileExistsError(f"{args.file} is there already; choose another name"
+                              + ("" if args.file.is_dir() else ", or replace it with --force"))
+    folder = next(parent for parent in args.file.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{args.file} cannot be written: {folder} is no folder")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{args.file} cannot be written: no permission in {folder}")
+    return sources
+
+
+def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, tokens: int = 256, new_tokens: int = 17,
+                batch_size: int = 8, seed: int = 0) -> Calibration:
+    """Calibrate a model on n prompts of each source, of `tokens` in its own tokens.
+
+    Raises
+    ------
+    ValueError : the model has no tokenizer.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer, so no prompts can be made for it; put one beside its weights")
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    texts = [prompt.text for source in sources
+             for prompt in datasets.prompts(source, n, tokens=tokens, seed=seed, split="train", count=count)]
+    trace = record(model, texts, max_new_tokens=new_tokens, batch_size=batch_size)
+    return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
+
+
+def hot_share(found: Calibration, phase: int) -> float:
+    """Share of the routings that go to the most popular `HOT` of each layer's experts; nan without tokens."""
+    counts = found.counts(phase).double().sort(1, descending=True).values
+    return float(counts[:, :max(round(HOT * found.spec.E), 1)].sum() / counts.sum())
+
+
+def summary(found: Calibration) -> str:
+    """What was counted, in a few lines."""
+    spec, hot = found.spec, max(round(HOT * found.spec.E), 1)
+    lines = [f"{spec.name}: {spec.L} MoE layers of {spec.E} experts, top-{spec.K}; {found.source}"]
+    for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
+        if found.tokens[phase]:
+            r = found.imbalance(phase)
+            lines.append(f"{name}: {found.tokens[phase]:,} tokens; the {hot} most popular experts of a layer get "
+                         f"{hot_share(found, phase):.0%} of the routings ({hot / spec.E:.0%} if all were alike), the "
+                         f"busiest one {r.nanquantile(0):.2f} to {r.nanquantile(1):.2f} times the mean")
+    return "\n".join(lines)

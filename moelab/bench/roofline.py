@@ -1,0 +1,151 @@
+"""What this machine's memory and arithmetic allow a layer's experts, and how near executors come.
+
+A `Bench` holds layers of random bf16 experts, more of them than any cache, and two limits that are timed in turn with
+the executors: reading a layer's weights once, and one large product, in bf16 and fp32, the faster of which counts (a
+CPU without bf16 instructions computes in fp32). `contest` times every executor beside them; `loading` the guide's two
+ways of loading a decode step's experts. All figures are measured. The same executors beside transformers' own, with
+aims, are `moelab.bench.experts`.
+
+Sources: Williams et al. 2009 (roofline); AWS Neuron's MoE guide, "Selective loading", "All-Experts algorithm".
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from moelab.bench.experts import Layers, readers, rounds_of
+from moelab.bench.store import Samples
+from moelab.experts import EXECUTORS
+from moelab.specs import DeviceSpec, Figure
+
+#: executors that take no part: a naive loop, a choice of others, other weights
+LEFT_OUT = ("reference", "neuron", "int8")
+LOADING = ("selective", "all_experts")
+WIDE = 2048                                     # rows of the large product
+
+
+@contextmanager
+def torch_threads(n: int) -> Iterator[None]:
+    """torch uses n threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def least_seconds(unique: float, T: int, K: int, H: int, I: int, weight_bytes: int, bandwidth: float, rate: float
+                  ) -> dict[str, float]:
+    """The roofline of one gated layer: reading the weights of `unique` experts once, and computing T·K of them."""
+    return {"weights ÷ bandwidth": unique * 3 * H * I * weight_bytes / bandwidth,
+            "FLOPs ÷ rate": T * K * 2 * 3 * H * I / rate}
+
+
+@dataclass(frozen=True, eq=False)
+class Contest:
+    """A layer's experts on T tokens: samples of every executor in seconds, and the two limits in the same rounds.
+
+    bandwidth, rate : bytes/s of the reader, FLOP/s of the large product. limits : what limits → seconds.
+    """
+
+    samples: Samples
+    bandwidth: float
+    rate: float
+    limits: dict[str, float]
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Seconds of each executor."""
+        return {name: statistics.median(of) for name, of in self.samples.items()}
+
+    @property
+    def ours(self) -> tuple[float, str]:
+        """(seconds, name) of the fastest executor of the registry."""
+        return min((seconds, name) for name, seconds in self.medians.items() if name in EXECUTORS)
+
+    @property
+    def stock(self) -> tuple[float, str]:
+        """(seconds, name) of the fastest of transformers' own."""
+        return min((seconds, name) for name, seconds in self.medians.items() if "transformers" in name)
+
+    @property
+    def speedup(self) -> float:
+        return self.stock[0] / self.ours[0]
+
+    @property
+    def reached(self) -> float:
+        """Share of what the roofline allows that the fastest executor reaches."""
+        return max(self.limits.values()) / self.ours[0]
+
+    @property
+    def bound(self) -> str:
+        """The limit that counts."""
+        return max(self.limits, key=self.limits.get)
+
+
+class Bench:
+    """A layer of E experts, top-K, H × I, in as many copies as `cold` bytes take; `close` ends its threads."""
+
+    def __init__(self, E: int, K: int, H: int, I: int, threads: int = 0, cold: float = 400e6) -> None:
+        self.E, self.K, self.H, self.I, self.threads = E, K, H, I, threads or os.cpu_count() or 1
+        self.layers = Layers(E, K, H, I, torch.bfloat16, cold)
+        self._pool = ThreadPoolExecutor(self.threads)
+        with torch_threads(self.threads):
+            reader, self._bytes = readers(self.layers, self._pool)
+        product = torch.nn.functional.linear
+        self._limits = {"memory": reader} | {
+            f"product {dtype}": lambda _, x=torch.randn(WIDE, H).to(dtype), w=torch.randn(2 * I, H).to(dtype):
+            product(x, w) for dtype in (torch.bfloat16, torch.float32)}
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def machine(self, rounds: int) -> DeviceSpec:
+        """This machine as a card: the bandwidth and the rate of the two limits."""
+        with torch_threads(self.threads), torch.inference_mode():
+            bandwidth, rate = self._rates(rounds_of(self._limits, rounds + 1, "limits"))
+        return DeviceSpec(f"this machine ({self.threads} thread(s))", {
+            "memory_bandwidth_gbs": Figure(bandwidth / 1e9, "GB/s", "measured", "reading a layer's weights"),
+            "bf16_tflops": Figure(rate / 1e12, "TFLOPS", "measured", "a large product, bf16 or fp32")})
+
+    def contest(self, T: int, rounds: int) -> Contest:
+        """Every executor on T tokens, in turn, another routing and layer in each round."""
+        with torch_threads(self.threads), torch.inference_mode():
+            arms, read = self.layers.arms(T, rounds + 1)
+            arms = {name: arm for name, arm in arms.items() if name not in LEFT_OUT}
+            title = f"{T} token{'s' * (T > 1)}"
+            samples = rounds_of(self._limits | arms, rounds + 1, title)
+        bandwidth, rate = self._rates(samples)
+        limits = least_seconds(read / self.layers.expert_bytes, T, self.K, self.H, self.I, 2, bandwidth, rate)
+        return Contest({name: samples[name] for name in arms}, bandwidth, rate, limits)
+
+    def loading(self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING) -> dict[int, Samples]:
+        """Decode steps of each batch with the needed experts' weights, and with all: batch → executor → seconds."""
+        found = {}
+        with torch_threads(self.threads), torch.inference_mode():
+            for b in batches:
+                arms, _ = self.layers.arms(b, rounds + 1)
+                found[b] = rounds_of({name: arms[name] for name in names}, rounds + 1, f"batch {b}")
+        return found
+
+    def _rates(self, samples: Samples) -> tuple[float, float]:
+        read, *products = (statistics.median(samples[name]) for name in self._limits)
+        return self._bytes / read, 2 * WIDE * self.H * 2 * self.I / min(products)
+
+
+def all_over_selective(raced: dict[int, Samples]) -> dict[int, float]:
+    """Batch → how many times as long all experts take as only those that are needed, of medians."""
+    return {b: statistics.median(of["all_experts"]) / statistics.median(of["selective"]) for b, of in raced.items()}
+
+
+def crossing(ratios: dict[int, float]) -> int | None:
+    """The first batch at which loading all is faster; None where there is none."""
+    return next((b for b, ratio in ratios.items() if ratio < 1), None)

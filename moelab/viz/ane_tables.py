@@ -1,0 +1,266 @@
+"""The tables of the Neural Engine, as rows for `moelab.viz.markdown.table`: plans, conversions, drops, modelled costs.
+
+Nothing is computed here beyond what a cell shows; where a row quotes the paper, it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moelab.ane.accounting import Account
+from moelab.ane.comparison import MACHINES, RUNS, TOLERANCE, Comparison, Study, least_and_most, ratio
+from moelab.ane.contradictions import SLOTS, Contradiction
+from moelab.ane.device_model import REFERENCE_BYTES, REFERENCE_PARAMS, DeviceModel, Prefill
+from moelab.ane.linter import Report
+from moelab.ane.operators import Operator
+from moelab.ane.parity import LOGITS, Parity
+from moelab.ane.plan import MAX_GRAPH_BYTES, Plan
+from moelab.ane.published import TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7
+from moelab.ane.settings import Outcome, Setting
+from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.bench.ane import cpu_share
+from moelab.bench.ane_accuracy import Answers, LossByOrder
+from moelab.bench.ane_conversion import Conversion
+from moelab.cards import load_device
+from moelab.specs import MoESpec
+from moelab.viz.markdown import span
+
+Row = dict[str, Any]
+#: name of a plan of `moelab.bench.ane_accuracy.candidates` → what it is
+CANDIDATES = {"printed": "tiers as printed, r·B/E", "factor_k": "tiers with the factor K, r·K·B/E",
+              "plan": "the same, slack {:g}: **our plan**",
+              "one_capacity": "one capacity for all, the busiest expert's"}
+#: what Fig. 17 says of the ablation's steps: TTFT over Ours-all, and energy over Ours-TG
+FIGURE_17 = {"base": ("2.89", "3.74"), "base+T": ("–", "1.31"), "base+TG": ("1.09", "1"), "npumoe": ("1", "> 1")}
+#: Table 9, one block of ours on PhiMoE: seconds, joules, watts
+TABLE_9 = (1.26, 12.21, 9.61)
+
+
+def label(run: tuple[int, int]) -> str:
+    """A prompt and a chunk."""
+    return f"P={run[0]}, B={run[1]}"
+
+
+def operators(of: Sequence[Operator]) -> list[Row]:
+    """What runs where, and why."""
+    return [{"operator": one.name, "runs on": one.unit.upper(), "because": one.reason, "source": one.source}
+            for one in of]
+
+
+def plans(of: Mapping[str, Plan], slack: float, accounts: Mapping[str, tuple[Account, Account]]) -> list[Row]:
+    """`candidates` of one model, with what they drop and pad: (on the calibration, on test prompts)."""
+    return [{"plan": CANDIDATES[name].format(slack),
+             "tiers of layer 0": ", ".join(map(str, plan.layers[0].tiers.levels)),
+             "launches a chunk": str(plan.launches), "rows a chunk": f"{plan.slots:,}",
+             "dropped: calibration": f"{accounts[name][0].drop_rate:.1%}",
+             "test": f"{accounts[name][1].drop_rate:.1%}", "padded: test": f"{accounts[name][1].padded_fraction:.1%}"}
+            for name, plan in of.items()]
+
+
+def cards(of: Mapping[str, Plan]) -> list[Row]:
+    """What fits of each model."""
+    rows = []
+    for name, plan in of.items():
+        mb = 2 * plan.spec.expert_params / 1e6
+        fit = {kind: int(MAX_GRAPH_BYTES // (1e6 * mb * part)) for kind, part in (("fp16", 1), ("int8", 0.5))}
+        rows.append({"model": name, "L × E, top-K": f"{plan.spec.L} × {plan.spec.E}, {plan.spec.K}",
+                     "an expert, MB": f"{mb:.1f}", "fit one graph: fp16": str(fit["fp16"]), "int8": str(fit["int8"]),
+                     "launches a chunk": str(plan.launches),
+                     "largest graph, MB": f"{plan.largest_graph_bytes / 1e6:,.0f}",
+                     "experts on the CPU": f"{cpu_share(plan):.0%}",
+                     "what does not fit": "; ".join(plan.problems) or "–"})
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------- conversion
+
+def packages(conversion: Conversion) -> list[Row]:
+    """The written packages by kind, with the linter's verdict."""
+    rows = []
+    for kind, of in conversion.kinds().items():
+        sizes, differences = [one.report.weight_bytes / 1e3 for one in of], [one.difference for one in of]
+        rows.append({"graph (G×C)": kind, "packages": str(len(of)), "weights each, kB": span(min(sizes), max(sizes)),
+                     "operations": ", ".join(f"{op.count} {op.type}" for op in of[0].report.ops),
+                     "lint": _clean(all(one.report.clean for one in of)),
+                     "largest difference to torch": "by parity, below" if None in differences
+                     else f"{max(differences):g}"})
+    return rows
+
+
+def findings(good: Report, bad: Mapping[str, Report]) -> list[Row]:
+    """What the linter says of each graph, each rule once."""
+    rows = [{"graph": "as converted above", "rule": "–", "severity": _clean(good.clean), "what it says": "",
+             "source": ""}]
+    for name, report in bad.items():
+        rows += [{"graph": name, "rule": found.rule, "severity": found.severity, "what it says": found.text,
+                  "source": found.source} for found in {one.rule: one for one in report.findings}.values()]
+    return rows
+
+
+def parity(found: Mapping[str, Parity], chunks: Sequence[int], shaken: Sequence[Any]) -> list[Row]:
+    """Logits of the packages beside the model's, by the evaluator's mode, and those of the model with noise.
+
+    chunks : of each prompt. shaken : differences [S] of each prompt (`moelab.bench.ane_conversion.shaken`).
+    """
+    rows = [{"evaluator": mode, "prompts": str(len(of.same)), "chunks each": span(min(chunks), max(chunks)),
+             "expert graphs run": str(of.counts.launches), "same next token": f"{of.same.mean():.0%}",
+             "logits of the next token": f"{of.last.max():.1e}", "logits of any token": f"{of.worst.max():.1e}",
+             f"next token within {LOGITS:g}": f"{(of.last <= LOGITS).mean():.0%}", "alarms": str(len(of.alarms))}
+            for mode, of in found.items()]
+    return [*rows, {"evaluator": "*no packages, noise on experts*", "prompts": str(len(shaken)), "chunks each": "1",
+                    "logits of the next token": f"{max(float(one[-1]) for one in shaken):.1e}",
+                    "logits of any token": f"{max(float(one.max()) for one in shaken):.1e}"}]
+
+
+# --------------------------------------------------------------------------------------------------------- dropping
+
+def answers(found: Answers) -> list[Row]:
+    """Right answers, dense and pruned, with the paper's Table 3 below."""
+    rows = []
+    for task, dense in found.dense.items():
+        pruned, count = found.pruned[task], found.counts[task]
+        low, high = (100 * side for side in pruned["interval"])
+        rows.append({"task": f"{task} (measured)", "prompts": str(dense["n"]), "dropped": f"{count.drop_rate:.1%}",
+                     "padded": f"{count.padded_fraction:.1%}", "dense": f"{dense['score']:.1%} ± {dense['error']:.1%}",
+                     "pruned": f"{pruned['score']:.1%} ± {pruned['error']:.1%}",
+                     "difference, points": f"{found.points(task):+.1f}", "95 %": f"{low:+.1f} to {high:+.1f}",
+                     "lost, gained": f"{pruned['lost']}, {pruned['gained']}"})
+    for task, (dropped, padded) in TABLE_3.items():
+        before, after = TABLE_3_ACCURACY[task]
+        rows.append({"task": f"*{task} (paper, PhiMoE)*", "dropped": f"{dropped:.1%}", "padded": f"{padded:.1%}",
+                     "dense": f"{before:.1f} %", "pruned": f"{after:.1f} %",
+                     "difference, points": f"{after - before:+.1f}"})
+    return rows
+
+
+def orders(found: LossByOrder) -> list[Row]:
+    """Dropped share and language loss by order and slack; the last row: saliency less random, nats a token."""
+    rows = [{"order of dropping": mode} | {f"slack {s:g}: dropped, loss": f"{dropped:.1%}, {loss:+.2f} % ± {error:.2f}"
+                                           for s, (dropped, loss, error) in of.items()}
+            for mode, of in found.cost.items()]
+    return [*rows, {"order of dropping": "*saliency − random, nats a token, 95 %*"} | {
+        f"slack {s:g}: dropped, loss": f"{mean:+.3f}, {low:+.3f} to {high:+.3f}"
+        for s, (mean, low, high) in found.beside_random.items()}]
+
+
+# ------------------------------------------------------------------------------------------------------------- rates
+
+def fit(device: DeviceModel) -> list[Row]:
+    """Errors of the fit to Table 5."""
+    return [{"Table 5 (modelled)": name, "samples": str(of["n"]), "RMS error": f"{of['RMS']:.1%}",
+             "worst": f"{of['worst']:.1%}", "at": of["worst at"],
+             "leaving one out: RMS": f"{of['leave-one-out RMS']:.1%}",
+             "leaving one out: worst": f"{of['leave-one-out worst']:.1%}"} for name, of in device.fit_table().items()]
+
+
+def achieved(device: DeviceModel) -> tuple[float, float]:
+    """(TFLOPS, GB/s) of a graph, as the fitted rates of rows and weights say."""
+    return 2 * REFERENCE_PARAMS / device.rates.row / 1e9, REFERENCE_BYTES / device.rates.expert / 1e6
+
+
+def parameters(device: DeviceModel) -> list[Row]:
+    """The fitted rates beside what is published of the machine."""
+    rates, card, (tflops, gbs) = device.rates, load_device(device.device), achieved(device)
+    rows = (("a, a launch", f"{rates.launch:.2f} ms", "for each graph, whatever is in it"),
+            ("b, an expert's weights", f"{rates.expert:.2f} ms",
+             f"{gbs:.0f} GB/s; the memory's {card['memory_bandwidth_gbs']:g} are published"),
+            ("c, a row", f"{rates.row:.3f} ms", f"{tflops:.1f} TFLOPS; {card['npu_tops']:g} TOPS are published"),
+            ("s, a row beyond 1024", f"{rates.spill:.3f} ms", "on top of c"))
+    return [dict(zip(("fitted parameter", "value", "that is"), row)) for row in rows]
+
+
+def slots(grid: Mapping[tuple[int, int], float]) -> list[Row]:
+    """ms an expert slot by G and C, modelled, serial, with Table 5's in brackets."""
+    def told(at: tuple[int, int]) -> str:
+        return f"{grid[at]:.3f}" + (f" ({SLOTS['serial'][at]:.2f})" if at in SLOTS["serial"] else "")
+    return [{"ms a slot, serial: modelled (Table 5)":
+             f"G = {G}" + (", too large for one graph" if G * REFERENCE_BYTES > MAX_GRAPH_BYTES else "")}
+            | {f"C = {C}": told((G, C)) for G_, C in grid if G_ == G} for G in dict.fromkeys(G for G, _ in grid)]
+
+
+def contradictions(found: Sequence[Contradiction]) -> list[Row]:
+    """What the source says, and what else it says."""
+    return [{"what does not fit together in the source": one.where, "it says": one.says, "but": one.but}
+            for one in found]
+
+
+# ----------------------------------------------------------------------------------------------------------- systems
+
+def systems(found: Study) -> list[Row]:
+    """The four systems' modelled figures in the first and the last run."""
+    return [{"PhiMoE, modelled": f"{SYSTEMS[system].title}, {label(run)}", "TTFT, s": f"{p.ttft_s:.1f}",
+             "mJ a prompt token": f"{p.mj_per_token:.0f}", "mean power, W": f"{_watts(p):.1f}",
+             "whole CPU busy, s": f"{p.cpu_s:.1f}",
+             "rows computed a prompt token and layer": f"{p.slots_per_token:.2f}"}
+            for run in (RUNS[0], RUNS[-1]) for system in TABLE_2 for p in [found[run][system]]]
+
+
+def ablation(found: dict[str, Prefill], apart: dict[str, Prefill]) -> list[Row]:
+    """The ablation's steps in one run, with CPU and ANE at work at once and one after the other."""
+    least = found["base+TG"].total.mj
+    return [{f"ablation, {label(RUNS[0])}": SYSTEMS[system].title,
+             "TTFT over Ours-all, modelled": f"{ratio(found, 'ttft', system):.2f}",
+             "without CPU and ANE at once": f"{ratio(apart, 'ttft', system):.2f}",
+             "TTFT: paper, Fig. 17": FIGURE_17[system][0],
+             "energy over Ours-TG, modelled": f"{found[system].total.mj / least:.2f}",
+             "energy: paper, Fig. 17": FIGURE_17[system][1]} for system in ABLATION]
+
+
+def unsaid(found: Mapping[str, Study]) -> list[Row]:
+    """Tables 6, 7 and 9, whose prompt and chunk the paper does not say, beside all four runs."""
+    def row(what: str, paper: str, model: str, figure: Callable[[dict[str, Prefill]], float], source: str) -> Row:
+        return {"tables whose prompt is not said": what, "paper": paper,
+                "modelled, four runs": span(*least_and_most(found[model], figure)), "source": source}
+
+    phi, _, qwen = MACHINES
+    L, (seconds, joules, watts), rows = MoESpec.from_card(phi).L, TABLE_9, []
+    for system in ("cpu", "anemll"):
+        title = SYSTEMS[system].title
+        rows += [row(f"{qwen}, {title} ÷ ours: wall", f"{TABLE_6[system][0] / TABLE_6['npumoe'][0]:.2f}", qwen,
+                     lambda run, s=system: ratio(run, "ttft", s), "Table 6"),
+                 row(f"{qwen}, {title} ÷ ours: energy", f"{TABLE_7[system][0] / TABLE_7['npumoe'][0]:.2f}", qwen,
+                     lambda run, s=system: ratio(run, "energy", s), "Table 7")]
+    return [*rows,
+            row(f"{qwen}, mean power of ours, W", f"{TABLE_7['npumoe'][0] / TABLE_6['npumoe'][0]:.1f}", qwen,
+                lambda run: _watts(run["npumoe"]), "Tables 6, 7"),
+            row("PhiMoE, one block of ours, s", f"{seconds}", phi, lambda run: run["npumoe"].ttft_s / L, "Table 9"),
+            row("PhiMoE, one block of ours, J", f"{joules}", phi, lambda run: run["npumoe"].total.mj / 1e3 / L,
+                "Table 9"),
+            row("PhiMoE, mean power of ours, W", f"{watts}", phi, lambda run: _watts(run["npumoe"]), "Table 9")]
+
+
+def compared(rows: Sequence[Comparison]) -> list[Row]:
+    """Published figures beside the modelled ones, the worst first."""
+    return [{"verdict": "**miss**" if one.miss else f"within {TOLERANCE:.0%}",
+             "published figure": one.name, "paper": span(*one.paper), "modelled": span(*one.modelled),
+             "error": f"{one.error:+.0%}", "source": one.source}
+            for one in sorted(rows, key=lambda one: -abs(one.error))]
+
+
+def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> list[Row]:
+    """The fastest setting of each chunk, and the default below it."""
+    return [{"chunk": str(chunk), "setting": f"*{setting}*" if usual else str(setting), "dropped": f"{of.dropped:.1%}",
+             "padded": f"{of.padded:.1%}", "graphs a chunk": str(of.plan.launches),
+             "experts on the CPU": f"{cpu_share(of.plan):.0%}", "TTFT, s": f"{of.ttft_s:.1f}",
+             "mJ a token": f"{of.mj_per_token:.0f}"}
+            for chunk, fastest in best.items() for usual, setting in enumerate((fastest, Setting(chunk=chunk)))
+            for of in [found[setting]]]
+
+
+def knob(card: str, setting: Setting, of: Outcome, device: DeviceModel) -> str:
+    """One setting in a sentence."""
+    errors = [f"{device.fit_error(quantity):.0%}" for quantity in ("latency", "energy")]
+    return (f"{card}, chunks of {setting.chunk}, {setting}: {of.dropped:.1%} of the choices dropped, {of.padded:.1%} "
+            f"of the rows padded (exact, assumed popularity), {of.plan.launches} graphs a chunk, the largest "
+            f"{of.plan.largest_graph_bytes / 1e6:,.0f} MB; a prompt of 1024 takes {of.ttft_s:.1f} s and "
+            f"{of.mj_per_token:.0f} mJ a token (modelled, fit error {errors[0]} and {errors[1]}). "
+            + "; ".join(of.plan.problems))
+
+
+def _watts(p: Prefill) -> float:
+    return p.total.mj / p.total.ms
+
+
+def _clean(clean: bool) -> str:
+    return "clean" if clean else "**not clean**"

@@ -1,0 +1,142 @@
+"""The tables of GPU-NDP, as rows for `moelab.viz.markdown.table`: costs, balance, speedups beside what is published.
+
+Nothing is computed here beyond what a cell shows; "N.S." is not supported, as the experts do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moelab.bench.dataset_free import Answer, Interval
+from moelab.bench.ndp import OneLayer
+from moelab.cards import load_model
+from moelab.ndp.claims import CLAIMS, HALVES, MISSES
+from moelab.ndp.costs import Costs
+from moelab.ndp.fit import error
+from moelab.ndp.hardware import Hardware
+from moelab.ndp.simulation import Result
+from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_needed
+from moelab.specs import MoESpec
+from moelab.viz.markdown import ms
+
+Row = dict[str, Any]
+
+
+def times(ratio: float) -> str:
+    """A speedup."""
+    return f"{ratio:.2f}×"
+
+
+def machine(hw: Hardware) -> str:
+    """A machine's rates in a sentence."""
+    return (f"times modelled; {hw.name}: link {hw.link / 1e9:.1f} GB/s, a module {hw.unit_bandwidth / 1e9:.1f} GB/s "
+            f"and {2 * hw.unit_macs / 1e9:.0f} GFLOP/s, GPU {hw.gpu_bandwidth / 1e9:.0f} GB/s and "
+            f"{hw.gpu_flops / 1e12:.0f} TFLOP/s")
+
+
+def costs(of: Mapping[str, Costs], assumptions: Assumptions) -> list[Row]:
+    """What an expert costs in each place; costs on six modules."""
+    return [{"model": SHORT[name], "an expert, MB (exact)": f"{c.spec.expert_bytes / 1e6:.1f}",
+             "T_w, ms": ms(c.transfer()), "T_g, ms": ms(c.gpu(1)), "T_n at N = 1, ms": ms(c.unit(1)),
+             "T_n at N = 6, ms": ms(c.unit(1) / 6), "T_n, 32 tokens, N = 6": ms(c.unit(32) / 6),
+             "T_a, µs": f"{1e6 * c.activation:.2f}", "all experts, GB (exact)": f"{c.spec.experts_bytes / 1e9:.1f}",
+             "modules needed (exact)": modules_needed(name, assumptions),
+             "paper": CLAIMS[f"modules needed, {name}"].value} for name, c in of.items()]
+
+
+def answers(found: Mapping[tuple[str, int], float]) -> list[Row]:
+    """E_g of Eq. 1 by model and modules, with the whole experts below it."""
+    return [{"model": SHORT[name], "K": load_model(name).K}
+            | {f"E_g of Eq. 1, N = {N}": f"{found[name, N]:.2f} → {int(found[name, N])}" if (name, N) in found else
+               "N.S." for N in UNITS} for name in MODELS]
+
+
+def steps(figures: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """One decode step under each schedule: time, and who is busy."""
+    heads = {"gpu": "GPU busy", "link": "link busy", "modules": "modules busy, mean", "least": "least busy module"}
+    return [{"schedule": label, "the step, ms (simulated)": ms(of["seconds"])}
+            | {head: f"{of[name]:.0%}" for name, head in heads.items()} for label, of in figures.items()]
+
+
+def end_to_end(gains: Mapping[str, Mapping[tuple[str, int], float]]) -> list[Row]:
+    """Speedups over each other system: over → (model, units) → ×."""
+    rows = []
+    for over, of in gains.items():
+        model, N = max(of, key=of.get)
+        rows.append({"end to end over": over, "mean of all cells": times(sum(of.values()) / len(of)),
+                     "largest": times(of[model, N]), "where": f"{SHORT[model]}, N = {N}",
+                     "paper: largest": times(CLAIMS[f"end to end ÷ {over}"].value)})
+    return rows
+
+
+def published(found: Mapping[str, Spread]) -> list[Row]:
+    """Each published figure beside ours over the seeds."""
+    return [{"published figure": name, "where": CLAIMS[name].where, "paper": CLAIMS[name].said}
+            | {head: f"{value:.3f}" for head, value in zip(("ours, mean", "least", "most"), found[name])}
+            | {"used to": half, "agrees": "yes" if CLAIMS[name].agrees(found[name][0]) else "**no**"}
+            for half, names in HALVES.items() for name in names]
+
+
+def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -> list[Row]:
+    """The figures that disagree, and why: what is known in general, and `seen` in this run; else `unknown`."""
+    return [{"miss": CLAIMS[name].text, "paper": CLAIMS[name].said, "ours": f"{found[name][0]:.2f}",
+             "why, as far as we can tell": f"{MISSES[name]} {seen.get(name, '')}" if name in MISSES else unknown}
+            for names in HALVES.values() for name in names if not CLAIMS[name].agrees(found[name][0])]
+
+
+def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> list[Row]:
+    """What each changed assumption does to those figures."""
+    return [{"changed": what} | {name: f"{row[name]:.2f}" for name in names}
+            | {"error, all these": f"{error(row, names):.3f}"} for what, row in table.items()]
+
+
+def conservation(checked: Mapping[str, Any]) -> list[Row]:
+    """What random configurations gave."""
+    return [{"random configurations": what, "found": str(len(value)) if isinstance(value, list) else f"{value:.6g}"}
+            for what, value in checked.items()]
+
+
+def gains(found: Mapping[str, Sequence[float]]) -> list[Row]:
+    """What the improved version gains."""
+    return [{"improved over literal": what, "cells": str(len(of)), "least": f"{min(of):.3f}",
+             "mean": f"{sum(of) / len(of):.3f}", "most": f"{max(of):.3f}"} for what, of in found.items()]
+
+
+def space(found: Mapping[str, Mapping[str, Mapping[int, float]]], N: int) -> list[Row]:
+    """ms of a decode step on N units, by model and machine."""
+    return [{f"model, {N} units": SHORT[model]}
+            | {variant: "N.S." if math.isnan(of[N]) else f"{1e3 * of[N]:.1f} ms" for variant, of in by_machine.items()}
+            for model, by_machine in found.items()]
+
+
+def prefetching(rows: Mapping[str, Mapping[str, Mapping[str, Interval]]],
+                answered: Mapping[str, Sequence[Mapping[str, Answer]]]) -> list[Row]:
+    """Utilisation by source and way, the lead of dataset-free, and what was read; `rows` of `dataset_free.table`."""
+    every = {**answered, "all": [ways for of in answered.values() for ways in of]}
+    made = []
+    for source, by_way in rows.items():
+        for way, row in by_way.items():
+            used, low, high = row["utilisation"]
+            lead, least, most = (100 * value for value in row["lead"])
+            steps = [one[way].read_bytes / len(one[way].wanted) / 1e6 for one in every[source]]
+            made.append({"source": source, "way": way, "utilisation": f"{used:.1%}", "95 %": f"{low:.1%} to {high:.1%}",
+                         "dataset-free leads by, points": f"{lead:+.1f}", "its 95 %": f"{least:+.1f} to {most:+.1f}",
+                         "MB read a step": f"{sum(steps) / len(steps):.2f}"})
+    return made
+
+
+def knob(model: str, N: int, machine: str, system: str, found: OneLayer) -> str:
+    """One layer in a sentence."""
+    return (f"{system}, {SHORT[model]} on {N} units ({machine}): this layer {1e3 * found.seconds:.3f} ms (simulated); "
+            f"mean of {len(found.closed)} layers {1e3 * sum(found.closed) / len(found.closed):.3f} ms (closed form, "
+            "modelled).")
+
+
+def hit_rates(simulated: Mapping[str, Result], spec: MoESpec, hit_rate: float) -> list[Row]:
+    """Hit rates of the popularity model, model by model, and that of the engine, beside chance."""
+    rows = [(f"{SHORT[name]}, popularity model (simulated)", of.prefetched, of.hit_rate, load_model(name).E)
+            for name, of in simulated.items()]
+    return [{"": what, "x": x, "hit rate": f"{rate:.1%}", "chance": f"{x / E:.1%}"}
+            for what, x, rate, E in [*rows, (f"{spec.name}, engine (exact)", spec.K, hit_rate, spec.E)]]

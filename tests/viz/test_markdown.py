@@ -1,0 +1,18 @@
+"""Tables and short numbers in notebooks."""
+
+import pytest
+
+from moelab.viz.markdown import lines, ms, percent, slug, span
+
+
+def test_a_table_has_the_columns_of_all_rows():
+    assert lines([{"a": "x", "n": 1234}, {"n": 2.5, "ok": True}]).splitlines() == [
+        "| a | n | ok |", "| --- | --- | --- |", "| x | 1,234 | – |", "| – | 2.5 | yes |"]
+
+
+@pytest.mark.parametrize("text, wanted", [
+    (percent(0.1234), "12.3 %"), (percent(0.5, 0), "50 %"), (ms(0.0123456), "12.35"), (span(0.123456, 2), "0.123–2"),
+    (span(1.0001, 1.0002), "1"), (slug("groups of 8, prune"), "groups_of_8_prune"),
+    (slug("tiers, literal B/E"), "tiers_literal_B_E"), (slug("one capacity, 1.25"), "one_capacity_1_25")])
+def test_short_numbers_and_names(text, wanted):
+    assert text == wanted

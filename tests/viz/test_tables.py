@@ -1,0 +1,169 @@
+"""Tables show what they are given: every row once, figures in the units of their heads, and no empty head but one."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("plotly")
+
+from moelab.ane import comparison  # noqa: E402
+from moelab.ane.accounting import count  # noqa: E402
+from moelab.ane.contradictions import contradictions  # noqa: E402
+from moelab.ane.device_model import DeviceModel  # noqa: E402
+from moelab.ane.operators import OPERATORS  # noqa: E402
+from moelab.ane.published import TABLE_3, TABLE_5  # noqa: E402
+from moelab.ane.settings import Setting, fastest, settings  # noqa: E402
+from moelab.ane.skew import assumed_loads  # noqa: E402
+from moelab.ane.systems import ABLATION, SYSTEMS  # noqa: E402
+from moelab.bench import ane, guide, parallel, static  # noqa: E402
+from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
+from moelab.bench.roofline import Contest  # noqa: E402
+from moelab.experts.executor import Tally  # noqa: E402
+from moelab.ndp import conditions  # noqa: E402
+from moelab.ndp.claims import CLAIMS, FIT, JUDGED  # noqa: E402
+from moelab.ndp.sweep import MODELS, Assumptions  # noqa: E402
+from moelab.viz import ane_figures, ane_tables, expert_figures, expert_tables, ndp_tables  # noqa: E402
+from moelab.viz.markdown import lines  # noqa: E402
+
+
+def row(rows, head, value):
+    return next(one for one in rows if one[head] == value)
+
+
+def shown(rows, n):
+    """The Markdown of rows, of which there are n."""
+    rows = list(rows)
+    assert len(rows) == n
+    text = lines(rows)
+    assert len({line.count("|") for line in text.splitlines()}) == 1, "a cell holds a bar"
+    return rows
+
+
+@pytest.fixture(scope="module")
+def costs():
+    answer = {"score": 0.5, "error": 0.1, "difference": -0.02, "difference error": 0.01, "interval": [-0.04, 0.0]}
+    loss = {"score": 2.0, "error": 0.1, "relative": 3.0, "relative error": 0.5}
+    scores = {"loss": {"nothing dropped": loss, "1": loss, "2": loss},
+              "needle": {"nothing dropped": answer, "1": answer, "2": answer}}
+    return static.Costs(scores, {"loss": {"1": [1.0, 2.0], "2": [1.0, 2.5], "random": [1.5, 2.0]}},
+                        {"1": {"loss": Tally(10, 8, 16)}, "2": {"loss": Tally(10, 10, 40)}})
+
+
+def test_of_static_shapes(costs):
+    assert row(shown(expert_tables.guide(guide.examples()), 16), "its value", "~0.07 MB")["follows?"] == "no"
+    assert shown(expert_tables.block_map(guide.six_tokens()), 3)[0] == {
+        "block": "0", "expert": "E0", "slots": "T0 T2 T5 –", "real": "3", "padding": "1"}
+    ids = static.routing(16, 4, 2)[:, None]
+    of = shown(expert_tables.blocks(static.count_blocks(ids, 4, (8,))), 1)[0]
+    assert of["B"] == "8" and of["padding: filled blocks"].endswith(" %")
+    shown(expert_tables.block_sizes(guide.block_sizes()), 10)
+    rows = shown(expert_tables.capacity(costs), 3 + len(TABLE_3))
+    assert (rows[1]["dropped"], rows[1]["padding"], rows[1]["needle, points"]) == ("20.0 %", "50.0 %", "-2.0 ± 1.0")
+    assert row(shown(expert_tables.orders(costs), 2), "who is dropped first", "2")["against random, nats"] == "+0.0000"
+    assert expert_tables.knob(static.block_paddings(16, 4, 2)[8], 16, 4, 2, 0).startswith("B = 8, 16 tokens, Zipf 0:")
+    contest = Contest({"transformers eager": [0.004], "gemv": [0.002]}, 1e9, 1e9, {"FLOPs": 0.001})
+    assert shown(expert_tables.contests({"decode": contest}), 1)[0] == {
+        "phase": "decode", "best of transformers, ms": "4.00 (eager)", "best here, ms": "2.00 (gemv)",
+        "times as fast": "2.00", "share of the roofline that it reaches": "50 %"}
+    raced = {1: {"selective": [0.001, 0.003], "all_experts": [0.004]}}
+    assert shown(expert_tables.loading(raced, {1: 2.0}, 8, 2), 1)[0]["selective, ms"] == "2.00"
+    placed = parallel.placed(torch.ones(2, 8), torch.ones(2, 8), 4, 4)
+    assert shown(expert_tables.placements(placed, "toy"), 3)[0]["layer 1"] == "1.00"
+    shown(expert_tables.zipf(parallel.eplb(0)), 4)
+    shown(expert_tables.parallel_ways(guide.parallel_ways()), len(guide.PARALLEL))
+
+
+def test_figures_of_costs(costs):
+    figure = expert_figures.capacity(costs)
+    dropped = next(trace for trace in figure.data if trace.name == "dropped")
+    np.testing.assert_allclose([dropped.x, dropped.y], [[1, 2], [20, 0]])
+    figure = expert_figures.drop_orders(costs)
+    assert {trace.name for trace in figure.data} == {"language loss", "needle"}
+    figure = expert_figures.block_sizes(static.block_paddings(16, 4, 2))
+    assert [trace.name for trace in figure.data] == ["filled blocks", "all N blocks"]
+    ran = {name: static.Ran(Tally(4, 4, 8), [Tally(4, 3, 4)], 0.0, 1.0) for name in ("tiers, prune", "tiers, pad")}
+    names = [trace.name for trace in expert_figures.plans(ran | {"tiers, literal B/E": ran["tiers, pad"]}).data]
+    assert names == ["tiers, prune", "tiers, prune", "tiers, pad"]
+    assert shown(expert_tables.plans(ran), 2)[0]["rows computed ÷ routed"] == "2.00"
+
+
+def test_of_the_neural_engine():
+    plan, _ = ane.plan_card("Phi-tiny-MoE")
+    account = count(plan, assumed_loads(plan.spec, 256, 4))
+    shown(ane_tables.operators(OPERATORS), len(OPERATORS))
+    rows = shown(ane_tables.plans({"plan": plan}, 0.8, {"plan": (account, account)}), 1)
+    assert rows[0]["plan"].startswith("the same, slack 0.8:")
+    assert rows[0]["dropped: calibration"] == f"{account.drop_rate:.1%}" == rows[0]["test"]
+    rows = shown(ane_tables.cards({"Phi-tiny-MoE": plan}), 1)
+    assert rows[0]["L × E, top-K"] == f"{plan.spec.L} × {plan.spec.E}, {plan.spec.K}"
+    device = DeviceModel.of()
+    shown(ane_tables.fit(device), 4)
+    shown(ane_tables.parameters(device), 4)
+    rows = shown(ane_tables.slots(comparison.slot_grid(device)), 5)
+    sample = next(s for s in TABLE_5 if (s.G, s.C, s.mode) == (8, 32, "serial"))
+    assert row(rows, "ms a slot, serial: modelled (Table 5)", "G = 8")["C = 32"].endswith(f"({sample.ms:.2f})")
+    shown(ane_tables.contradictions(contradictions()), 8)
+    found = settings("Phi-tiny-MoE", levels=(3,), slacks=(1.0,), groups=(8,), chunks=(256,))
+    best = fastest(found, 1.0)
+    shown(ane_tables.settings(found, best), 2)
+    assert "fit error" in ane_tables.knob("Phi", Setting(), found[Setting()], device)
+    stars = [trace for trace in ane_figures.around(found, Setting()).data if trace.name == str(Setting())]
+    assert [trace.marker.symbol for trace in stars] == ["star", "star"]
+
+
+def test_of_systems():
+    found = comparison.studies()
+    phi = found["Phi-3.5-MoE"]
+    first = phi[comparison.RUNS[0]]
+    shown(ane_tables.systems(phi), 8)
+    rows = shown(ane_tables.ablation(first, first), len(ABLATION))
+    assert row(rows, f"ablation, {ane_tables.label(comparison.RUNS[0])}", SYSTEMS["base+TG"].title)[
+        "energy over Ours-TG, modelled"] == "1.00"
+    shown(ane_tables.unsaid(found), 8)
+    compared = comparison.compare_with_paper(found=found)
+    rows = shown(ane_tables.compared(compared), len(compared))
+    assert sum(one["verdict"] == "**miss**" for one in rows) == sum(one.miss for one in compared)
+    figure = ane_figures.misses(compared)
+    assert sum(len(trace.x) for trace in figure.data) == len(compared)
+    bars = {trace.name: trace for trace in ane_figures.systems(phi, "ttft", "TTFT (×)").data}
+    assert bars[SYSTEMS["cpu"].title].y[0] == pytest.approx(comparison.ratio(first, "ttft", "cpu"))
+    assert len(ane_figures.time_and_energy(found, comparison.RUNS[0]).layout.annotations) == 3
+    sums = ane_figures.parts(first).data[-1]
+    assert sums.x == pytest.approx([p.ttft_s for p in first.values()])
+
+
+def test_of_drops():
+    counted = type("Counted", (), {"drop_rate": 0.1, "padded_fraction": 0.3})()
+    dense = {"score": 0.9, "error": 0.01, "n": 10}
+    pruned = dense | {"difference": -0.1, "interval": [-0.2, 0.0], "lost": 1, "gained": 0}
+    rows = shown(ane_tables.answers(Answers({"needle": dense}, {"needle": pruned}, {"needle": counted})),
+                 1 + len(TABLE_3))
+    assert rows[0]["difference, points"] == "-10.0" and rows[0]["dropped"] == "10.0%"
+    rows = shown(ane_tables.orders(LossByOrder({"random": {0.5: (0.2, 3.0, 0.1)}}, {0.5: (0.01, -0.01, 0.03)})), 2)
+    assert rows[0]["slack 0.5: dropped, loss"] == "20.0%, +3.00 % ± 0.10"
+
+
+def test_of_ndp():
+    from moelab.cards import load_model
+    from moelab.ndp.costs import Costs
+    assumed = Assumptions()
+    costs = {name: Costs(load_model(name), assumed.hardware(6)) for name in MODELS}
+    assert [one["modules needed (exact)"] for one in shown(ndp_tables.costs(costs, assumed), 4)] == [1, 2, 3, 3]
+    assert "GB/s" in ndp_tables.machine(assumed.hardware(6))
+    rows = shown(ndp_tables.answers(conditions.answers(units=(1, 6))), 4)
+    assert rows[3]["E_g of Eq. 1, N = 1"] == "N.S." and "→" in rows[0]["E_g of Eq. 1, N = 1"]
+    found = dict.fromkeys((*FIT, *JUDGED), (9.0, 8.0, 10.0))
+    shown(ndp_tables.published(found), len(FIT) + len(JUDGED))
+    rows = shown(ndp_tables.misses(found, {"Qwen3 prefill": "Seen."}, "unknown"), len(FIT) + len(JUDGED))
+    told = row(rows, "miss", CLAIMS["Qwen3 prefill"].text)
+    assert told["why, as far as we can tell"].endswith("Seen.") and rows[0]["why, as far as we can tell"] == "unknown"
+    rows = shown(ndp_tables.end_to_end({"MoNDE": {(MODELS[0], 2): 1.0, (MODELS[1], 3): 3.0}}), 1)
+    assert (rows[0]["mean of all cells"], rows[0]["where"]) == ("2.00×", "Qwen3-30B-A3B, N = 3")
+    rows = shown(ndp_tables.space({MODELS[0]: {"a": {6: math.nan}, "b": {6: 0.002}}}, 6), 1)
+    assert rows[0]["a"] == "N.S." and rows[0]["b"] == "2.0 ms"
+    assert shown(ndp_tables.gains({"decode": [1.0, 3.0]}), 1)[0]["mean"] == "2.000"
+    assert shown(ndp_tables.conservation({"problems": [], "layers": 3}), 2)[0]["found"] == "0"
+    steps = {"MoNDE": {"seconds": 0.001, "gpu": 0.5, "link": 0.0, "modules": 0.25, "least": 0.1}}
+    assert shown(ndp_tables.steps(steps), 1)[0]["modules busy, mean"] == "25%"
