@@ -1,12 +1,14 @@
 """What every test shares: results go to a temporary folder, torch uses one thread, hypothesis takes its time."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch is loaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.modules.setdefault("rfc3987_syntax", None)      # optional, and seconds of work where nbformat is imported
 
 # How long an example takes depends on the machine, and says nothing about the code. In CI the examples are the same
 # for the same code, so that its verdict is on the commit; everywhere else each run tries new ones.
@@ -18,9 +20,10 @@ settings.load_profile("moelab")
 def threads_stay_as_they_were():
     """How many threads torch uses is the process's: a test that leaves another number changes the next one."""
     import torch
-    before = torch.get_num_threads()
+    get = torch.get_num_threads         # as it is before a test puts its own there
+    before = get()
     yield
-    after = torch.get_num_threads()
+    after = get()
     torch.set_num_threads(before)
     assert after == before
 

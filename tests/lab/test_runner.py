@@ -88,8 +88,9 @@ def test_a_cell_that_takes_too_long_is_ended(notebook):
 
 
 def test_a_killed_kernel_is_told_in_a_sentence(notebook):
-    with pytest.raises(NotebookFailed, match="the kernel died in the cell that begins `import os"):
-        run_notebook(notebook("dies", "import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(NotebookFailed, match="the kernel died in the cell that begins `import os") as failure:
+        run_notebook(notebook("dies", "print('before')", "import os; os.kill(os.getpid(), 9)"))
+    assert printed(failure.value.directory / "dies.ipynb") == "before\n"
 
 
 def test_a_killed_runner_leaves_only_a_part_that_later_runs_remove(notebook, results):
