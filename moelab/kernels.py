@@ -7,6 +7,7 @@ those that it calls, from other files too. So what is older than any of the file
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,5 +51,6 @@ def _drop_stale(function: Callable) -> None:
     _FILES[file] = file.stat().st_mtime
     newest = max(_FILES.values())
     for index in (file.parent / "__pycache__").glob(f"{file.stem}.*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
+        with suppress(OSError):         # another process has dropped it already, or it is not ours to drop
+            if index.stat().st_mtime < newest:
+                index.unlink()
