@@ -69,9 +69,21 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+    _align(model)
     model.spec = spec
     model.tokenizer = _load_tokenizer(checkpoint.folder)
     return model.to(device).eval() if device is not None else model.eval()
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Move fp32 weights to multiples of 64 bytes; mapped from a file they lie wherever its header happens to end.
+
+    On some processors the last bits of a product with one row depend on that, and a store's file is another than its
+    checkpoint's.
+    """
+    for weight in model.parameters():
+        if weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.data_ptr() % 64:
+            weight.data = weight.data.clone()
 
 
 def find(name_or_path: str | Path | None) -> Path:

@@ -22,7 +22,10 @@ from tests.runtime.test_offload import DELAYS, assert_equal, generate_interrupte
 
 def nothing_is_lost(model):
     """Every slot is either free or held by an expert that residency keeps."""
-    slots, held = model.moelab.engine.pipeline.slots, model.moelab.engine.pipeline.held
+    pipeline = model.moelab.engine.pipeline
+    slots, held = pipeline.slots, pipeline.held
+    with pipeline._lock:                                # what nobody wants any more is still read to its end
+        pipeline._main.wait_for(lambda: not pipeline._flying, timeout=10)
     for kind in ("full", "e", "sm"):
         taken = [one.slots[kind] for one in held.values() if kind in one.slots]
         assert sorted([*slots.free[kind], *taken]) == list(range(slots.count[kind]))
