@@ -53,7 +53,13 @@ class GEMV(Sorted):
         return around.combine(y, rows, weights, x.dtype)
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
-        """(kind, of up and down (addresses [M, 4], R), what must live), or None if these weights are not for us."""
+        """(kind, of up and down (addresses [M, 4], R), what must live), or None if these weights are not for us.
+
+        A source may have `addresses(layer, experts, dtype)`, which says at once where its contiguous tensors lie.
+        """
+        find = getattr(experts.source, "addresses", None)
+        if find is not None and (places := find(experts.layer, hit.tolist(), dtype)) is not None:
+            return products.KINDS[dtype], [_table(experts, name, places) for name in names(experts)], places
         given = None if banks(experts, "down_proj") is not None else [experts.weights(e) for e in hit.tolist()]
         tables, alive = [], [given]
         for name in names(experts):
@@ -72,6 +78,14 @@ class GEMV(Sorted):
                     R = w.shape[-1 if experts.is_transposed else -2]
             tables.append((table, R))
         return products.KINDS[dtype], tables, alive
+
+
+def _table(experts: Any, name: str, places: dict[str, np.ndarray]) -> tuple[np.ndarray, int]:
+    table = np.zeros((len(places[name]), 4), np.int64)
+    table[:, 0] = places[name]
+    if experts.has_bias:
+        table[:, 2] = places[name + "_bias"]
+    return table, experts.shapes[name][-1 if experts.is_transposed else -2]
 
 
 class PlanesGEMV(GEMV):

@@ -44,7 +44,8 @@ class DecodeAttention:
         # of q's and k's: addresses of weights, widths, epsilon
         self.norms = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
             if len(norms) == 2 else (0, 0, D, D, 0.0)
-        self.kind = products.KINDS[self.linears[0].weight.dtype]
+        kind = products.KINDS[self.linears[0].weight.dtype]
+        self.kind, self.work, self.heads_work = kind(0), products.entry(kind), c_function(_HEADS[kind])
         size, rows = self.linears[0].weight.element_size(), []
         for linear in self.linears[:3]:                             # a matrix for each head
             bias, width = linear.bias, linear.in_features * D * size
@@ -70,13 +71,13 @@ class DecodeAttention:
         k, v = x.new_empty(1, self.kv_heads, 1, self.D), x.new_empty(1, self.kv_heads, 1, self.D)
         x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
         q = np.empty(self.heads * self.D, np.float32)
-        _project(self.kind(0), *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.data_ptr(),
-                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), products.entry(self.kind),
+        _project(self.kind, *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.data_ptr(),
+                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), self.work,
                  products.TEAM, threads)
         keys, values = (t.contiguous() for t in past_key_values.update(k, v, module.layer_idx))
         S, y = keys.shape[2], torch.empty_like(x)
-        _attend(self.kind(0), *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, self.D,
-                y.data_ptr(), y.numel(), _entry(self.kind), products.entry(self.kind), products.TEAM, threads)
+        _attend(self.kind, *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, self.D,
+                y.data_ptr(), y.numel(), self.heads_work, self.work, products.TEAM, threads)
         return y, None
 
 
@@ -235,8 +236,4 @@ def _heads_fp16(job):
     _heads(np.int16(0), job)
 
 
-_ENTRIES = {np.float32: _heads_fp32, np.uint16: _heads_bf16, np.int16: _heads_fp16}
-
-
-def _entry(kind: type) -> int:
-    return c_function(_ENTRIES[kind])
+_HEADS = {np.float32: _heads_fp32, np.uint16: _heads_bf16, np.int16: _heads_fp16}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,7 @@ class Engine:
     ----------
     timeline : what every resource did.
     mark : since when the model has been doing something else than experts; None outside a forward pass.
-    on_layer, on_guess : called with every step; with every layer and the experts announced for it.
+    on_layer, on_guess : called with every layer and its {expert: tokens}; with every layer and the experts announced.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
         on-demand engine of Speculating Experts, to compare with.
@@ -67,7 +68,7 @@ class Engine:
         self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
         self.timeline, self.mark = Timeline(), None
         self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
-        self.on_layer: Callable[[Step], None] | None = None
+        self.on_layer: Callable[[int, dict[int, int]], None] | None = None
         self.on_guess: Callable[[int, list[int]], None] | None = None
         self.one_thread = self.serial = False
         self._nothing = Job(-1, False)
@@ -154,14 +155,16 @@ class Engine:
         E, there = experts.num_experts, [request for request in step.requests if request.state is State.FULL]
         out = None
         try:
+            if len(there) == len(step.requests) > 0:                    # nothing to wait for
+                start = clock()
+                out = self.executor(x, ids, weights, experts)
+                self._executed(there, start)
+                return out
             if there:
                 self._check()
-                start, mine = clock(), ids
-                if len(there) < len(step.requests):
-                    kept = torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
-                    kept[[request.key.expert for request in there]] = True
-                    mine = torch.where(kept[ids], ids, E)
-                out = self.executor(x, mine, weights, experts)
+                start, kept = clock(), torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
+                kept[[request.key.expert for request in there]] = True
+                out = self.executor(x, torch.where(kept[ids], ids, E), weights, experts)
                 self._executed(there, start)
             out = torch.zeros_like(x) if out is None else out
             loads = {request.key: request for request in step.requests if request.state is not State.FULL}
@@ -180,7 +183,8 @@ class Engine:
     def _executed(self, requests: list[Request], start: float) -> None:
         """Let go of experts that have been computed since `start`, and say so; several at once are one event."""
         for request in requests:
-            self.pipeline.executed(request)
+            if request.keep is not State.FULL:
+                self.pipeline.executed(request)
         self.mark, (layer, expert) = clock(), requests[0].key
         self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self.mark))
 
@@ -195,7 +199,7 @@ class Engine:
             raise
         try:
             if self.on_layer is not None:
-                self.on_layer(step)
+                self.on_layer(layer, tokens)
             loads = [request for request in step.requests if request.state is not State.FULL]
             if not (loads or step.evicted or self._announced or self.pipeline.ahead):   # nothing for the threads to do
                 return step, self._nothing
@@ -254,6 +258,24 @@ class Engine:
         if self.mark is not None:
             self.foresight.pause(now - self.mark)
             self.timeline.add(Event("compute", "other", layer, -1, self.mark, now))
+
+
+class EngineSource:
+    """An engine's experts as a source of the seam: `(layer, expert)` → tensors of `dtype`; `cast` if stored in another.
+    """
+
+    def __init__(self, engine: Engine, dtype: torch.dtype, cast: bool) -> None:
+        self.engine, self.dtype, self.cast = engine, dtype, cast
+
+    def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
+        return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+
+    def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
+        """Where the CPU's tensors of whole experts lie: parameter name → int64 [experts]; None if not of this dtype."""
+        pipeline = self.engine.pipeline
+        if self.cast or dtype != self.dtype or pipeline.slots.device.type != "cpu":
+            return None
+        return pipeline.slots.addresses([pipeline.held[layer, expert].slots["full"] for expert in experts], layer)
 
 
 def _counts(ids: Tensor, E: int) -> dict[int, int]:

@@ -95,14 +95,15 @@ class _Norm:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.own, self.eps = module, type(module).forward, epsilon(module)
+        self.dtype = module.weight.dtype
+        self.kind, self.H = products.KINDS[self.dtype](0), len(module.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         w, n = self.module._parameters["weight"], x.numel()             # asked each time: it may be replaced or moved
-        if n > LARGEST_NORM or x.dtype != w.dtype or not x.is_cpu or not x.is_contiguous():
+        if n > LARGEST_NORM or not x.dtype == w.dtype == self.dtype or not x.is_cpu or not x.is_contiguous():
             return self.own(self.module, x)
         out = torch.empty_like(x)
-        H = len(w)
-        _rms_norm(products.KINDS[x.dtype](0), x.data_ptr(), w.data_ptr(), n // H, H, self.eps, out.data_ptr())
+        _rms_norm(self.kind, x.data_ptr(), w.data_ptr(), n // self.H, self.H, self.eps, out.data_ptr())
         return out
 
 
@@ -128,6 +129,7 @@ class _Router:
 
     def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
         self.module, self.own, self.normalised, self.dtype = module, type(module).forward, normalised, dtype
+        self.kind = products.KINDS[dtype](0)
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, w = hidden_states, self.module._parameters["weight"]
@@ -138,8 +140,8 @@ class _Router:
         x, K = x.contiguous(), self.module.top_k
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
         ids = torch.empty(1, K, dtype=torch.int64)
-        _route(products.KINDS[w.dtype](0), products.KINDS[self.dtype](0), x.data_ptr(), w.data_ptr(), E, H, K,
-               self.normalised, logits.data_ptr(), scores.data_ptr(), ids.numpy())
+        _route(products.KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised,
+               logits.data_ptr(), scores.data_ptr(), ids.numpy())
         return logits, scores, ids
 
 

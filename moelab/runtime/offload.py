@@ -21,11 +21,11 @@ import torch
 
 from moelab.cache.planning import Plan
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency, Step
+from moelab.cache.residency import Residency
 from moelab.experts import make
 from moelab.models import opening, plug
 from moelab.runtime.budget import parse_budget
-from moelab.runtime.engine import Engine
+from moelab.runtime.engine import Engine, EngineSource
 from moelab.runtime.metrics import Forward, metrics, process
 from moelab.runtime.delays import quick_delays, same_bits_on_one_thread
 from moelab.runtime.loads import Fetched
@@ -98,8 +98,8 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
         unless_open.callback(engine.close)
         engine.one_thread = same_bits_on_one_thread(store, model)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
-        dtype = None if stored == {DTYPES[str(model.dtype).removeprefix("torch.")]} else model.dtype    # to cast to
-        plug(model, executor=engine, source=functools.partial(engine.weights, dtype=dtype) if executor else None)
+        cast = stored != {DTYPES[str(model.dtype).removeprefix("torch.")]}
+        plug(model, executor=engine, source=EngineSource(engine, model.dtype, cast) if executor else None)
         model.moelab = Offloading(model, engine, store, pools, staging, room)
         unless_open.pop_all()
     return model
@@ -236,9 +236,9 @@ class Offloading:
         self.forwards.append(Forward(start, self.engine.end_forward(), tokens, phase))
         self.timeline.compact()
 
-    def _on_layer(self, step: Step) -> None:
+    def _on_layer(self, layer: int, tokens: dict[int, int]) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself
-            self.steps[-1].append((step.layer, {request.key.expert: request.tokens for request in step.requests}))
+            self.steps[-1].append((layer, tokens))
 
     def _on_guess(self, layer: int, experts: list[int]) -> None:
         if self._forward is not None:

@@ -124,14 +124,13 @@ class Pipeline(Admission):
         return key
 
     def executed(self, request: Request) -> None:
-        """Let go of what an expert that has been computed shall not keep."""
-        if request.keep is not State.FULL:
-            with self._lock:
-                held = self.held[request.key]
-                self._release(held, ("full",))
-                if not held.slots:
-                    del self.held[request.key]
-                self._admit()
+        """Let go of what an expert that has been computed, and shall not stay whole, keeps."""
+        with self._lock:
+            held = self.held[request.key]
+            self._release(held, ("full",))
+            if not held.slots:
+                del self.held[request.key]
+            self._admit()
 
     def tensors(self, key: tuple[int, int]) -> dict[str, torch.Tensor]:
         """The tensors of an expert (layer, expert) that is whole."""

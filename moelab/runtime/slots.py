@@ -68,7 +68,7 @@ class Slots:
             self._full = torch.from_numpy(self._chunks["full"])
         else:
             self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
-        self._store, self._views, kinds = store, {}, {}
+        self._store, self._views, self._places, kinds = store, {}, {}, {}
         # layer → a number that layers share whose experts have tensors of the same shapes
         self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]
 
@@ -92,6 +92,14 @@ class Slots:
                     getattr(torch, TORCH_NAMES[entries[name].dtype])).view(entries[name].shape)
                 for name, offset in _offsets(entries, ALIGN if self.sizes.in_place else 64)[0].items()}
         return self._views[key]
+
+    def addresses(self, slots: list[int], layer: int) -> dict[str, np.ndarray]:
+        """Where the tensors of experts of this layer lie in slots of joined tensors: name → int64 [slots]."""
+        kind = self._shapes[layer]
+        if kind not in self._places:
+            self._places[kind] = {name: t.data_ptr() for name, t in self.tensors(0, layer).items()}
+        skip = np.array(slots, np.int64) * self.sizes.full
+        return {name: first + skip for name, first in self._places[kind].items()}
 
 
 def _host_memory(n: int, device: torch.device) -> np.ndarray:
