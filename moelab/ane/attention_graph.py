@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from moelab.ane.ffn_graph import conv, half, save_program
+from moelab.ane.operators import why_no_graph
 from moelab.ane.package import coremltools
 from moelab.ane.rounding import normalised, powers, rotated, shifted, with_ones
 
 #: what the mask adds to a hidden key's score: the smallest fp16 or fp32 turns into NaN on the device
 MASKED = -1e4
-#: architectures whose attention is the one of this file, each checked by a test
-MODEL_TYPES = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -58,6 +57,10 @@ class AttentionShape:
     eps: float = 1e-6
     stateful: bool = False
 
+    def __post_init__(self) -> None:
+        if self.norm and float(torch.tensor(self.eps).half()) == 0:
+            raise ValueError(f"the epsilon {self.eps:g} of the norms of q and k is 0 in fp16")
+
     @property
     def keys(self) -> int:
         """Key positions that the mask covers."""
@@ -77,8 +80,8 @@ def attention_shape(config: Any, chunk: int, context: int, stateful: bool = Fals
     ValueError : an architecture whose attention is another one; it stays on the CPU.
     """
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
-    if kind not in MODEL_TYPES:
-        raise ValueError(f"there is no graph for the attention of {kind!r}, only for that of {', '.join(MODEL_TYPES)}")
+    if reason := why_no_graph("attention", kind):
+        raise ValueError(reason)
     if getattr(config, "clip_qkv", None) is not None or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph does that")
     heads = config.num_attention_heads

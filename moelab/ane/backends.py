@@ -8,12 +8,16 @@ A backend runs one launch at a time, a group's zero-padded buffer, and may take 
 
     launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
 
+C is a group's capacity; where its package has a function for each tier, the smallest that has room for a launch's
+fullest expert.
+
 The KV cache stays transformers' own, between chunks and into decoding; a graph gets it as its fixed-shape input.
 Stateful packages keep their cache inside, where decoding on the CPU could not read it, so they are not run here.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +42,10 @@ class Backend(ABC):
     @abstractmethod
     def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
         """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G, C, H]."""
+
+    def capacity(self, layer: int, group: int, fullest: int) -> int:
+        """C of a launch whose fullest expert has that many tokens."""
+        return self.plan.layers[layer].groups[group].capacity
 
     @contextmanager
     def attention(self, model: Any) -> Iterator[bool]:
@@ -79,7 +87,7 @@ class ConvertedBackend(Backend):
 
     Raises
     ------
-    ValueError : packages that keep the KV cache inside.
+    ValueError : packages that keep the KV cache inside; when run, a model of another checkpoint.
     """
 
     def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
@@ -87,11 +95,13 @@ class ConvertedBackend(Backend):
         self.converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
         if self.converted.manifest["settings"]["stateful"]:
             raise ValueError(f"the attention of {self.converted.folder} keeps its cache inside, where decoding on the "
-                             f"CPU cannot read it: convert the model without stateful=True")
+                             f"CPU cannot read it, so whole prefills do not run through it: convert the model without "
+                             f"stateful=True (--stateful); `moelab ane lint` takes such packages")
         self.name, self.mode, self.runner, self.plan = name, mode, runner, self.converted.plan
         self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers
                                if entry["moe"] is not None}
-        self._groups: dict[tuple[int, int], GroupGraph] = {}
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._groups: dict[tuple[int, int, int], GroupGraph] = {}
         self._attention: dict[int, AttentionGraph] = {}
 
     @property
@@ -101,17 +111,22 @@ class ConvertedBackend(Backend):
         return [alarm for graph in graphs for alarm in getattr(graph.run, "alarms", ())]
 
     def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
-        if (layer, group) not in self._groups:
-            self._groups[layer, group] = self.converted.group(self._decoder_layer[layer], group, self.mode,
-                                                              runner=self.runner)
-        y = self._groups[layer, group](buffer.flatten(0, 1))
+        at = layer, group, buffer.shape[1]
+        if at not in self._groups:
+            self._groups[at] = self.converted.group(self._decoder_layer[layer], group, self.mode, buffer.shape[1],
+                                                    self.runner)
+        y = self._groups[at](buffer.flatten(0, 1))
         return y.view(buffer.shape) * scale[..., None]
+
+    def capacity(self, layer: int, group: int, fullest: int) -> int:
+        entry = self.converted.layers[self._decoder_layer[layer]]["groups"][group]
+        return min(C for C in entry["capacities"] if C >= fullest)
 
     @contextmanager
     def attention(self, model: Any) -> Iterator[bool]:
-        if model.config.model_type.startswith("llama4"):
-            raise ValueError("in Llama 4 the routing weights scale the experts' input, which these graphs do not "
-                             "expect; use TorchBackend")
+        if model not in self._known:
+            self.converted.require(model)
+            self._known.add(model)
         where = [entry["layer"] for entry in self.converted.layers if "file" in entry["attention"]]
         with ExitStack() as stack:
             for layer in where:

@@ -39,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _planning(one)
     one.add_argument("--layers", help="MoE layers to print, such as 0,1,47 (default: all)")
     one.add_argument("--prompt", type=int, metavar="N", help="also what a prompt of N tokens costs, as modelled")
-    one.add_argument("--device", default="m2-ultra", help="of --prompt (%(default)s)")
-    one.add_argument("--samples", type=Path, metavar="FILE", help="of --prompt: samples of `ane calibrate` to refit to")
+    where = one.add_mutually_exclusive_group()
+    where.add_argument("--device", default="m2-ultra", help="of --prompt (%(default)s)")
+    where.add_argument("--samples", type=Path, metavar="FILE",
+                       help="of --prompt: samples of `ane calibrate` to refit to")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
 
     one = command("convert", convert, "turn a model into Core ML packages, layer by layer")
@@ -50,11 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning")
     one.add_argument("--context", type=int, default=2048, metavar="P", help="positions of the KV cache (%(default)s)")
     one.add_argument("--layout", default="bc1s", help="bc1s or paper (%(default)s)")
-    one.add_argument("--weights", default="fp16", help="fp16, int8, palette4, palette6 or palette8 (%(default)s)")
     one.add_argument("--units", default="cpuAndNeuralEngine", help="what a Mac is asked for: cpuAndNeuralEngine, "
                      "cpuOnly, cpuAndGPU or all (%(default)s)")
-    one.add_argument("--stateful", action="store_true", help="attention keeps its KV cache as a state (MLState)")
-    one.add_argument("--every-tier", action="store_true", help="each package has a function for each capacity")
+    one.add_argument("--stateful", action="store_true", help="attention keeps its KV cache as a state (MLState); to "
+                                                             "lint and evaluate, prefills do not run through it")
+    one.add_argument("--every-tier", action="store_true", help="each package has a function for each capacity, and the "
+                                                               "smallest that fits is run")
     one.add_argument("--no-validation", action="store_true", help="do not evaluate each saved graph")
 
     one = command("lint", lint, "predict what the Neural Engine does not run of saved packages")
@@ -86,18 +89,30 @@ def main(args: argparse.Namespace) -> int:
     return args.run(args)
 
 
+class _Noted(argparse.Action):
+    """Stores a value, and in `planning` that its option was given."""
+
+    def __call__(self, parser, namespace, values, option=None):
+        setattr(namespace, self.dest, values)
+        namespace.planning = (*getattr(namespace, "planning", ()), option)
+
+
 def _planning(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chunk", type=int, default=256, metavar="B", help="tokens of a prefill chunk (%(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, metavar="G", help="experts a graph (%(default)s)")
-    parser.add_argument("--levels", type=int, default=3, help="capacity tiers a layer (%(default)s)")
-    parser.add_argument("--slack", type=float, default=1.0, help="factor of all capacities (%(default)s)")
-    parser.add_argument("--rule", default="topk", help="of capacities: topk, or the paper's literal B/E (%(default)s)")
-    parser.add_argument("--system", default="npumoe", help="cpu, naive, anemll, base, base+T, base+TG or npumoe "
-                                                           "(%(default)s)")
-    parser.add_argument("--max-graph-mb", type=float, metavar="MB", help="weights that one graph holds (default: 1258)")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="of the model, by `moelab calibrate MODEL "
-                                                                         "FILE`; without it, popularity is assumed")
-    parser.add_argument("--skew", default="typical", help="of assumed popularity: even, typical or strong "
+    def option(name: str, to: Any = parser, **about: Any) -> None:
+        to.add_argument(name, action=_Noted, **about)
+
+    option("--chunk", type=int, default=256, metavar="B", help="tokens of a prefill chunk (%(default)s)")
+    option("--group-size", type=int, default=8, metavar="G", help="experts a graph (%(default)s)")
+    option("--levels", type=int, default=3, help="capacity tiers a layer (%(default)s)")
+    option("--slack", type=float, default=1.0, help="factor of all capacities (%(default)s)")
+    option("--rule", default="topk", help="of capacities: topk, or the paper's literal B/E (%(default)s)")
+    option("--system", default="npumoe", help="cpu, naive, anemll, base, base+T, base+TG or npumoe (%(default)s)")
+    option("--max-graph-mb", type=float, metavar="MB", help="weights that one graph holds (default: 1258)")
+    popularity = parser.add_mutually_exclusive_group()
+    option("--calibration", popularity, type=Path, metavar="FILE", help="of the model, by `moelab calibrate MODEL "
+                                                                        "FILE`; without it, popularity is assumed")
+    option("--skew", popularity, default="typical", help="of assumed popularity: even, typical or strong (%(default)s)")
+    parser.add_argument("--weights", default="fp16", help="of the experts: fp16, int8, palette4, palette6 or palette8 "
                                                           "(%(default)s)")
 
 
@@ -128,6 +143,8 @@ def convert(args: argparse.Namespace) -> int:
     from moelab.ane.convert import Settings, convert_model
     from moelab.ane.plan import Plan
     name = None if args.model == "small" else args.model
+    if args.plan and (given := getattr(args, "planning", ())):
+        raise ValueError(f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or the other")
     made = Plan.load(args.plan) if args.plan else _plan(*_spec(name, args.calibration is not None), args)
     settings = Settings(args.context, args.layout, args.weights, args.stateful, args.every_tier, args.units)
     converted = convert_model(name, args.destination, made, settings, validate=not args.no_validation)
@@ -199,7 +216,7 @@ def calibrate(args: argparse.Namespace) -> int:
     from moelab.ane.device_model import DeviceModel
     from moelab.ane.energy import Meter
     from moelab.ane.mac import require_mac
-    from moelab.ane.timing import GRID, save_samples, time_grid
+    from moelab.ane.timing import GRID, PARALLEL, save_samples, time_grid
     from moelab.table import format_value, text_table
     require_mac("ane calibrate")
     meter = Meter()
@@ -207,6 +224,7 @@ def calibrate(args: argparse.Namespace) -> int:
     device = f"{platform.machine()}, macOS {platform.mac_ver()[0]}"
     print(text_table(["G×C", "mode", "ms a slot", "mJ a slot"],
                      [[f"{s.G}×{s.C}", s.mode, f"{s.ms:.4f}", format_value(s.mj)] for s in samples]))
+    print(PARALLEL)
     if meter.why:
         print(f"{meter.why}; the refitted model keeps the M2 Ultra's powers")
     print(save_samples(args.output, samples, device))       # before the fit, which may refuse them
@@ -235,10 +253,13 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
 
 
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
+    from moelab.ane.ffn_graph import WEIGHTS
     from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
     from moelab.ane.skew import assumed_counts
+    if args.weights not in WEIGHTS:
+        raise ValueError(f"--weights is {args.weights!r}; it must be one of {', '.join(WEIGHTS)}")
     options = {"chunk": args.chunk, "group_size": args.group_size, "levels": args.levels, "system": args.system,
-               "rule": args.rule, "slack": args.slack,
+               "rule": args.rule, "slack": args.slack, "bytes_per_weight": WEIGHTS[args.weights] / 8,
                "max_graph_bytes": MAX_GRAPH_BYTES if args.max_graph_mb is None else args.max_graph_mb * MB}
     if args.calibration is None:
         counts, tokens = assumed_counts(spec, args.chunk, skew=args.skew)
@@ -262,7 +283,8 @@ def _modelled(made: Any, args: argparse.Namespace) -> str:
     latency, energy = (100 * cost.fit_error[quantity] for quantity in ("latency", "energy"))
     return (f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled (fit error {latency:.1f} % RMS in latency, "
             f"{energy:.1f} % in energy): TTFT {cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, "
-            f"{cost.cpu_s:.2f} s of CPU")
+            f"{cost.cpu_s:.2f} s of CPU"
+            + ("" if args.weights == "fp16" else f"; of fp16 graphs, nobody has published times of {args.weights}"))
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moelab.ane.device_model import REFERENCE_BYTES
-from moelab.ane.published import OUTLIERS, TABLE_4, TABLE_5
+from moelab.ane.published import CLAIMS, END_TO_END, OUTLIERS, TABLE_4, TABLE_5, TABLE_6
 
 #: (G, C) → published ms a slot, by mode
 SLOTS = {mode: {(s.G, s.C): s.ms for s in TABLE_5 if s.mode == mode} for mode in ("serial", "parallel")}
@@ -45,8 +45,10 @@ def contradictions() -> list[Contradiction]:
     sums, totals = table_4_sums(), TABLE_4["total"]
     others = max(abs(ours - total) for ours, total in zip(sums[:OURS], totals))
     moved = (LINES["scatter"][OURS] + LINES["residual addition"][OURS]) / sums[OURS]
-    odd = next(s for s in TABLE_5 if (s.G, s.C, s.mode) in OUTLIERS)
+    odd, = OUTLIERS
     watts = [s.mj / s.ms for s in TABLE_5 if s != odd]
+    qwen = {claim.metric: (claim.low, claim.high) for claim in CLAIMS if claim.model == "Qwen3-30B-A3B"}
+    speed = END_TO_END["ttft"]
     single, eights = (" / ".join(f"{SLOTS['parallel'][G, C]:.2f}" for C in (32, 64, 128)) for G in (1, 8))
     return [
         Contradiction("Table 5, “per token”", "ms a token", f"as slots, Table 4's expert FFN is {as_slots:.0f} ms, as "
@@ -59,6 +61,9 @@ def contradictions() -> list[Contradiction]:
                       f"1×64, 1×128 take {single} ms, 8×32, 8×64, 8×128 {eights}"),
         Contradiction("Table 5, 1×128 parallel", f"{odd.mj} mJ in {odd.ms} ms", f"{odd.mj / odd.ms:.1f} W; all others "
                       f"draw {min(watts):.1f} to {max(watts):.1f}"),
+        Contradiction("§5.2, gains of Qwen3-MoE", "; ".join(f"{metric} {low}–{high}" for metric, (low, high) in
+                      qwen.items()), f"the ends of §5.3's and §5.4's end-to-end gains; over the CPU those are "
+                      f"{speed['cpu']}, Table 6's {TABLE_6['cpu'][0] / TABLE_6['npumoe'][0]:.2f}"),
         Contradiction("§4.1, mean load", "B/E", "K·B/E (section 2)"),
         Contradiction("§4.2, limit of a graph", "1.2 GB", f"{EIGHT_EXPERTS:g} MiB (section 3)"),
         Contradiction("Fig. 16's 2.21x–5.54x", "chunks of 512 (§5.5)", "chunks of 1024 (§5.8)")]

@@ -11,23 +11,20 @@ groups) is not copied: the manifest names the checkpoint and its fingerprint.
 
 Only one group's weights are in memory at a time. Until everything is there, the folder is `DESTINATION.part` with a
 journal of the packages that are whole; a package that the journal does not vouch for is made again. Left out: models
-whose experts the graphs do not know (`ffn_graph`), which are refused before anything is written.
+whose experts have no graphs (`operators.why_no_graph`, `ffn_graph`), which are refused before anything is written.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moelab.ane.attention_graph import attention_shape, save_attention
-from moelab.ane.converted import FORMAT, MANIFEST, ConvertedModel, checksum, fingerprint
+from moelab.ane.converted import FORMAT, ConvertedModel, fingerprint
 from moelab.ane.evaluator import Evaluator
 from moelab.ane.ffn_graph import (
     LAYOUTS,
@@ -40,6 +37,8 @@ from moelab.ane.ffn_graph import (
     save_ffn,
     unpack,
 )
+from moelab.ane.journal import Work
+from moelab.ane.operators import why_no_graph
 from moelab.ane.package import coremltools, read_package
 from moelab.ane.plan import Plan, make_plan
 from moelab.ane.skew import assumed_counts
@@ -51,6 +50,8 @@ from moelab.specs import MoESpec
 COMPUTE_UNITS = ("cpuAndNeuralEngine", "cpuOnly", "cpuAndGPU", "all")
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
 TOLERANCE = 1e-12
+#: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a graph
+OWN_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Settings:
     context : P, positions of the KV caches.
     layout : of the expert graphs, see `ffn_graph`.
     weights : a key of `ffn_graph.WEIGHTS`; int8 and palettes are for the experts, attention stays fp16.
-    stateful : whether attention keeps its cache as the model's state instead of taking and returning it.
-    every_tier : each expert package has a function for each of its layer's capacities, sharing the weights, so that
-        the runtime may take the smallest that fits.
+    stateful : whether attention keeps its cache as the model's state instead of taking and returning it. The runtime
+        does not run such packages: decoding on the CPU could not read that cache. They can be linted and evaluated.
+    every_tier : each expert package has a function for each of its layer's capacities, sharing the weights; the
+        runtime takes the smallest that has room for a chunk's fullest expert.
     compute_units : what a Mac is asked to load the packages for.
     """
 
@@ -97,8 +99,8 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
     Raises
     ------
     FileExistsError : the destination exists, or an unfinished conversion with other settings lies beside it.
-    FileNotFoundError, ValueError : as `open_model`; a plan of another model; an architecture that has no graphs; a
-        graph that does not compute what torch does.
+    FileNotFoundError, ValueError : as `open_model`; a plan of another model; experts that have no graphs; a chunk that
+        is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
     ImportError : coremltools is not installed.
     """
     coremltools()
@@ -109,9 +111,11 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
     config = compat.dequantising(opening.load_config(checkpoint.folder))
     spec = MoESpec.from_config(config, name=opening.model_name(model, checkpoint.folder))
     if plan is None:
-        plan = make_plan(spec, *assumed_counts(spec), popularity="assumed")
+        plan = make_plan(spec, *assumed_counts(spec), bytes_per_weight=WEIGHTS[settings.weights] / 8,
+                         popularity="assumed")
     if plan.spec.fingerprint() != spec.fingerprint():
         raise ValueError(f"this plan is of {plan.spec.name}, and {spec.name} has another geometry; plan it anew")
+    plan = _possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
     about = {"format": FORMAT, "name": spec.name, "checkpoint": str(checkpoint.folder.resolve()),
              "fingerprint": fingerprint(checkpoint), "settings": asdict(settings), "plan": plan.to_dict()}
@@ -123,10 +127,28 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
                 work.add(name, make, check if validate else None)
                 bar.update()
     layers = [source.describe(layer, work.done) for layer in range(spec.num_layers)]
-    manifest = about | {"layers": layers, "problems": source.problems,
+    manifest = about | {"layers": layers, "problems": list(plan.problems),
                         "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the groups "
                                   "of unit cpu, from the checkpoint"}
     return ConvertedModel(work.publish(manifest, destination))
+
+
+def _possible(plan: Plan, config: Any, settings: Settings) -> Plan:
+    """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be converted at all."""
+    if reason := why_no_graph("experts", plan.spec.model_type):
+        raise ValueError(f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan")
+    if plan.chunk % 16:
+        raise ValueError(f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of 16: plan anew")
+    if settings.context < plan.chunk:
+        raise ValueError(f"context is {settings.context}, less than a chunk of {plan.chunk}; give a longer one")
+    if not any(layer.attention == "ane" for layer in plan.layers):
+        return plan
+    try:
+        attention_shape(config, plan.chunk, settings.context, settings.stateful)
+    except ValueError as reason:
+        return replace(plan, layers=tuple(replace(layer, attention="cpu") for layer in plan.layers),
+                       problems=(*plan.problems, f"attention stays on the CPU: {reason}"))
+    return plan
 
 
 #: (file, writes the package at a path, compares the package at a path with torch)
@@ -143,16 +165,13 @@ class _Source:
         self.keys = dict(checkpoint.keys())
         self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
         self.activation = activation_of(self.modules[0]) if any(layer.on("ane") for layer in plan.layers) else None
-        self.shape, self.problems = None, list(plan.problems)
+        self.shape = None
         if any(layer.attention == "ane" for layer in plan.layers):
-            try:
-                self.shape = attention_shape(config, plan.chunk, settings.context, settings.stateful)
-            except ValueError as reason:
-                self.problems.append(f"attention stays on the CPU: {reason}")
+            self.shape = attention_shape(config, plan.chunk, settings.context, settings.stateful)
 
     def attention_unit(self, layer: int) -> str:
         """Where a decoder layer's attention runs; one without experts does as the first that has some."""
-        return self.plan.layers[self.moe_index.get(layer, 0)].attention if self.shape else "cpu"
+        return self.plan.layers[self.moe_index.get(layer, 0)].attention
 
     def groups(self, layer: int) -> tuple:
         return self.plan.layers[self.moe_index[layer]].groups if layer in self.moe_index else ()
@@ -190,7 +209,10 @@ class _Source:
                  self.activation, self.settings.layout, self.settings.weights)
 
     def difference(self, path: Path, layer: int, group: Any) -> float:
-        """Largest difference between a saved graph in fp64 and torch, relative to the largest output."""
+        """Largest difference between a saved graph in fp64 and torch, relative to the largest output.
+
+        Torch is `ffn_graph.reference`, which must itself agree with the architecture's own code.
+        """
         experts, package = self.experts_of(layer, group), read_package(path)
         name = f"c{group.capacity}" if self.settings.every_tier else None
         x = torch.randn(len(experts) * group.capacity, experts[0].up.shape[1],
@@ -198,11 +220,19 @@ class _Source:
         y = unpack(Evaluator(package, name)({"x": pack(x, self.settings.layout)})["y"], self.settings.layout)
         expected = torch.cat([reference(expert, rows, self.activation)
                               for expert, rows in zip(experts, x.split(group.capacity))])
-        difference = float((y - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
-        if self.settings.weights == "fp16" and not difference <= TOLERANCE:
+        difference, unlike = _relative(y, expected), _relative(expected, self.own(layer, group, x))
+        if self.settings.weights == "fp16" and not difference <= TOLERANCE or not unlike <= OWN_TOLERANCE:
             raise ValueError(f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
-                             f"output. This is a mistake in moelab or coremltools; please report it")
+                             f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
+                             f"coremltools; please report it")
         return difference
+
+    def own(self, layer: int, group: Any, x: torch.Tensor) -> torch.Tensor:
+        """What the architecture's own code makes of the slots x [G·C, H], in fp64 with weights rounded to fp16."""
+        moe = self.moe_index[layer]
+        return torch.cat([self.modules[moe].ffn(rows, {name: tensor.half().double() for name, tensor in
+                                                       self.experts(moe, e).items()})
+                          for e, rows in zip(group.experts, x.split(group.capacity))])
 
     def describe(self, layer: int, done: dict[str, dict]) -> dict[str, Any]:
         """A layer's entry of the manifest."""
@@ -218,73 +248,13 @@ class _Source:
                 "attention_shape": asdict(self.shape) if unit == "ane" else None}
 
 
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+
+
 def _attention_file(layer: int) -> str:
     return f"layers/{layer:03d}/attention.mlpackage"
 
 
 def _group_file(layer: int, index: int) -> str:
     return f"layers/{layer:03d}/group{index:02d}.mlpackage"
-
-
-class Work:
-    """The folder of a conversion that is not finished, and its journal.
-
-    done : file → {"file", "weight_bytes", "checksum", "difference"} of each package that is whole.
-    """
-
-    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self.folder, self.journal = folder, folder / "journal.jsonl"
-        wanted, written = json.dumps(about, sort_keys=True), folder / "settings.json"
-        folder.mkdir(parents=True, exist_ok=True)
-        if written.exists() and written.read_text(encoding="utf-8") != wanted:
-            raise FileExistsError(f"{folder} holds an unfinished conversion of another model, plan or settings; "
-                                  f"delete it to start over")
-        part = folder / "settings.json.part"
-        part.write_text(wanted, encoding="utf-8")
-        os.replace(part, written)
-        self.done = {entry["file"]: entry for entry in self._entries()
-                     if (folder / entry["file"]).is_dir() and checksum(folder / entry["file"]) == entry["checksum"]}
-
-    def _entries(self) -> Iterator[dict[str, Any]]:
-        if self.journal.exists():
-            for line in self.journal.read_text(encoding="utf-8").splitlines():
-                try:
-                    yield json.loads(line)
-                except ValueError:          # the run was killed while it wrote this line
-                    return
-
-    def add(self, name: str, make: Callable[[Path], None], check: Callable[[Path], float] | None) -> None:
-        """Make a package beside its place, check it, move it there, and only then enter it in the journal."""
-        place = self.folder / name
-        building = self.folder / "building" / place.name
-        for path in (building, place):
-            shutil.rmtree(path, ignore_errors=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-        make(building)
-        difference = check(building) if check else None
-        weights = sum(path.stat().st_size for path in building.rglob("weights/*"))
-        entry = {"file": name, "weight_bytes": weights, "checksum": checksum(building), "difference": difference}
-        os.rename(building, place)
-        self._forget_torn_line()
-        with open(self.journal, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self.done[name] = entry
-
-    def _forget_torn_line(self) -> None:
-        """Cut off a last line without its end, or what is written after it could not be read."""
-        if self.journal.exists():
-            text = self.journal.read_bytes()
-            if not text.endswith(b"\n"):
-                with open(self.journal, "r+b") as file:
-                    file.truncate(text.rfind(b"\n") + 1)
-
-    def publish(self, manifest: dict[str, Any], destination: Path) -> Path:
-        """Write the manifest and give the folder its name."""
-        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        shutil.rmtree(self.folder / "building", ignore_errors=True)
-        for name in ("journal.jsonl", "settings.json"):
-            (self.folder / name).unlink(missing_ok=True)
-        os.rename(self.folder, destination)
-        return destination

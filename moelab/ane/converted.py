@@ -91,6 +91,25 @@ class ConvertedModel:
             raise ValueError(f"{place.folder} is not the checkpoint that {self.folder} was converted from")
         return place.folder
 
+    def require(self, model: Any) -> None:
+        """Refuse a model that was not opened from the checkpoint that this was converted from.
+
+        Told by the files it was opened from; what was done to its weights since is not seen.
+
+        Raises
+        ------
+        ValueError : another checkpoint, or a model that was opened from none.
+        """
+        opened = getattr(model.config, "_name_or_path", "")
+        if not (opened and Path(opened).is_dir()):
+            raise ValueError(f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
+                             f"opened from a checkpoint folder, so nothing tells whether it is the same; open it with "
+                             f"moelab.open_model")
+        try:
+            self.checkpoint(opened)
+        except FileNotFoundError as error:
+            raise ValueError(f"{opened} is not the checkpoint that {self.folder} was converted from") from error
+
     def group(self, layer: int, index: int, mode: str = "fp16", capacity: int | None = None,
               runner: Runner | None = None) -> GroupGraph:
         """A group's graph of decoder layer `layer`.
@@ -109,11 +128,17 @@ class ConvertedModel:
         return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
 
     def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
-        """The attention graph of decoder layer `layer`; parameters as in `group`."""
+        """The attention graph of decoder layer `layer`; parameters as in `group`.
+
+        ValueError for a stateful one with a `runner`: only the evaluator's state is plain tensors.
+        """
         entry = self.layers[layer]["attention"]
         if "file" not in entry:
             raise ValueError(f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package")
         shape = AttentionShape(**self.layers[layer]["attention_shape"])
+        if shape.stateful and runner is not None:
+            raise ValueError(f"the attention of {self.folder} is stateful, and only the evaluator runs that here; "
+                             f"convert without stateful=True to run it elsewhere")
         return AttentionGraph(shape, _runner(runner, mode)(self.folder / entry["file"], None))
 
 

@@ -252,7 +252,7 @@ class DeviceModel:
             experts += cost + self.dense(spec, spec.shared_I, plan.chunk, SYSTEMS[plan.system].experts)
             dispatch, rows = dispatch + launching, rows + computed
         for _ in range(spec.num_layers - spec.L):
-            attention += self.attention(spec, plan.chunk, prompt, SYSTEMS[plan.system].attention)
+            attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention)
             experts += self.dense(spec, spec.dense_I, plan.chunk, SYSTEMS[plan.system].experts)
         host = self._on_cpu(self.host.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
         parts = [cost * chunks for cost in (attention, experts, host)]

@@ -29,7 +29,8 @@ TOLERANCE = 5e-3
 
 @dataclass(frozen=True, eq=False)
 class Checkup:
-    """One package: what its probe said, and the largest relative RMS difference of its outputs (nan without any)."""
+    """One function of a package: what its probe said, and the largest relative RMS difference of its outputs (nan
+    without any)."""
 
     package: str
     probe: Probe
@@ -84,16 +85,18 @@ def diagnose(converted: ConvertedModel | str | Path, timeout: float = 300.0, **o
 
     Raises
     ------
-    RuntimeError : not on a Mac. FileNotFoundError, ValueError : no converted model there.
+    RuntimeError : not on a Mac. FileNotFoundError, ValueError : no converted model there, or a damaged one.
     """
     require_mac("ane doctor")
     converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
+    converted.verify()
     units, checkups = converted.manifest["settings"]["compute_units"], []
     for path, function in progress(entries(converted), "examining", unit="package"):
         inputs = sample_inputs(function)
         found = probe(path, inputs, function.name, units, timeout, **options)
         off = float("nan") if found.error else difference(path, function.name, inputs, found.outputs)
-        checkups.append(Checkup(path.relative_to(converted.folder).as_posix(), found, off))
+        name = path.relative_to(converted.folder).as_posix()
+        checkups.append(Checkup(name if function.name == "main" else f"{name} {function.name}", found, off))
     return Diagnosis(tuple(checkups))
 
 

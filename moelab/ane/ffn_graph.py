@@ -20,6 +20,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from torch import Tensor
 from moelab.ane.package import coremltools, quiet
 
 LAYOUTS = ("bc1s", "paper")
-#: weight formats: bits of a palette's indices, or None
-WEIGHTS = {"fp16": None, "int8": None, "palette4": 4, "palette6": 6, "palette8": 8}
+#: weight formats → bits a weight
+WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
 #: GPT-OSS: sigmoid(ALPHA·gate)·gate·(up + 1), both clamped to ±LIMIT (gate from above only)
 ALPHA, LIMIT = 1.702, 7.0
 #: activation → the same in torch, by which an architecture's own is recognised
@@ -239,13 +240,17 @@ def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequen
     ImportError : coremltools is not installed.
     """
     path = Path(path)
+    if isinstance(capacity, Integral):                          # also numpy's
+        capacity = int(capacity)
     if isinstance(capacity, (int, Enumerated, Range)):
         program = ffn_program(experts, capacity, activation, layout)
         return save_program(path, program, weights, _flexible_input(experts[0].up.shape[1], capacity, layout))
+    if not len(capacity):
+        raise ValueError("there is no capacity; give one C, or several for a package with a function each")
     parts = {f"c{C}": path.with_name(f"{path.stem}.c{C}.part.mlpackage") for C in capacity}
     try:
         for C, part in zip(capacity, parts.values()):
-            save_program(part, ffn_program(experts, C, activation, layout), weights)
+            save_program(part, ffn_program(experts, int(C), activation, layout), weights)
         ct = coremltools()
         descriptor = ct.utils.MultiFunctionDescriptor()
         for name, part in parts.items():

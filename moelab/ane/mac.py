@@ -33,7 +33,7 @@ from torch import Tensor
 
 from moelab.ane.backends import ConvertedBackend
 from moelab.ane.converted import ConvertedModel
-from moelab.ane.package import coremltools
+from moelab.ane.package import coremltools, read_package
 from moelab.progress import progress
 
 #: manifest's compute units → coremltools' name of them
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str]) -> None:
     loaded = time.perf_counter()
     with np.load(given) as inputs:
         inputs = {name: inputs[name] for name in inputs.files}
-    state = runner.make_state() if runner.model._is_stateful() else None
+    state = runner.make_state() if read_package(package).function(function or None).states else None
     predicting = time.perf_counter()
     outputs = runner(inputs, state)
     predicted = time.perf_counter()
@@ -230,14 +230,9 @@ def coreml_backend(converted: ConvertedModel | str | Path, timeout: float = 300.
 
 
 def entries(converted: ConvertedModel) -> list[tuple[Path, Any]]:
-    """(path, the function that the runtime calls) of all packages."""
-    from moelab.ane.package import read_package
-    found = []
-    for entry in converted.packages:
-        package = read_package(converted.folder / entry["file"])
-        several = converted.manifest["settings"]["every_tier"] and "capacity" in entry
-        found.append((package.path, package.function(f"c{entry['capacity']}" if several else None)))
-    return found
+    """(path, function) of all packages; of one that has several functions, all."""
+    packages = (read_package(converted.folder / entry["file"]) for entry in converted.packages)
+    return [(package.path, function) for package in packages for function in package.functions.values()]
 
 
 if __name__ == "__main__":

@@ -71,11 +71,13 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
 
     Raises
     ------
-    ValueError : no prompts, a prompt longer than the context of the graphs, or another model's conversion.
+    ValueError : no prompts, a prompt longer than the context of the graphs, another model's conversion, or one that is
+        damaged.
     """
     if not len(prompts):
         raise ValueError("there are no prompts to compare on; give at least one")
     backend = converted if isinstance(converted, ConvertedBackend) else ConvertedBackend(converted, mode)
+    backend.converted.verify()
     model = model.float().eval()
     last, worst, same, counts = [], [], [], LayerCount()
     with torch.no_grad():

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.operators import UNITS, Unit
+from moelab.ane.operators import UNITS, Unit, why_no_graph
 from moelab.ane.residency import place
 from moelab.ane.systems import SYSTEMS
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, round_up
@@ -118,17 +118,21 @@ class Plan:
 
         Raises
         ------
-        ValueError : not such a dictionary, or of another version.
+        ValueError : not such a dictionary, incomplete, or of another version.
         """
-        if fields.get("format") != FORMAT:
-            raise ValueError(f"this is not a plan of format {FORMAT}, but of {fields.get('format')!r}; "
-                             f"make it again with make_plan")
-        layers = tuple(LayerPlan(
-            Tiers(**{name: tuple(values) for name, values in layer["tiers"].items()}),
-            tuple(PlannedGroup(**group | {"experts": tuple(group["experts"])}) for group in layer["groups"]),
-            layer["attention"]) for layer in fields["layers"])
-        return cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers, fields["popularity"],
-                   tuple(fields["problems"]))
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            found = repr(fields.get("format")) if isinstance(fields, dict) else f"a {type(fields).__name__}"
+            raise ValueError(f"this is not a plan of format {FORMAT}, but {found}; make it again with make_plan")
+        try:
+            layers = tuple(LayerPlan(
+                Tiers(**{name: tuple(values) for name, values in layer["tiers"].items()}),
+                tuple(PlannedGroup(**group | {"experts": tuple(group["experts"])}) for group in layer["groups"]),
+                layer["attention"]) for layer in fields["layers"])
+            return cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
+                       fields["popularity"], tuple(fields["problems"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this plan is damaged ({type(error).__name__}: {error}); make it again with make_plan"
+                             ) from error
 
     def save(self, path: str | Path) -> Path:
         """Write as JSON, whole or not at all; returns the path."""
@@ -140,8 +144,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a saved plan; FileNotFoundError or ValueError if it is none."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        """Read a saved plan; FileNotFoundError, or ValueError if it is none."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:                             # of the encoding and of JSON, too
+            raise ValueError(f"{path} holds no plan: {error}") from error
 
     def describe(self, layers: Sequence[int] | None = None) -> str:
         """A table of the layers (all, or those named by their MoE index), a summary and the problems, as text."""
@@ -182,15 +189,20 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     system : a key of `SYSTEMS`.
     tiers : [L] to use instead of those of `capacity_tiers`, e.g. `capacity_tiers_of_loads(…)`.
     cold_share, min_rows : residency, as in `residency.place`.
-    bytes_per_weight : 2 for the fp16 that the ANE computes in, 1 for int8, 0.5 for 4-bit palettes.
+    bytes_per_weight : of the experts; 2 for the fp16 that the ANE computes in, 1 for int8, 0.5 for 4-bit palettes.
+        Attention stays fp16.
     popularity : where the counts came from, in words.
 
     Raises
     ------
-    ValueError : an unknown system, or counts or tiers of another model.
+    ValueError : an unknown system, counts or tiers of another model, or an option beyond what it can be.
     """
     if system not in SYSTEMS:
         raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
+    for name, value in (("tokens", tokens), ("chunk", chunk), ("group_size", group_size), ("slack", slack),
+                        ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight)):
+        if not 0 < value < float("inf"):                        # also nan
+            raise ValueError(f"{name} is {value}; it must be positive and finite")
     counts = np.asarray(counts, dtype=float)
     if counts.shape != (spec.L, spec.E):
         raise ValueError(f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
@@ -205,7 +217,7 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         tiers = [_uniform(spec.E, max(layer.levels[0] for layer in tiers))] * spec.L
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     expert_problem = _why_not_on_ane(spec, expert_bytes, max_graph_bytes)
-    attention_problem = _why_attention_not_on_ane(spec, bytes_per_weight, max_graph_bytes)
+    attention_problem = _why_attention_not_on_ane(spec, max_graph_bytes)
     problems = []
     size, fit = group_size if how.grouped else 1, max(int(max_graph_bytes // expert_bytes), 1)
     if how.experts == "ane" and expert_problem:
@@ -239,13 +251,17 @@ def _uniform(E: int, capacity: int) -> Tiers:
 
 
 def _why_not_on_ane(spec: MoESpec, expert_bytes: int, limit: float) -> str:
+    if reason := why_no_graph("experts", spec.model_type):
+        return reason
     if expert_bytes > limit:
         return f"one expert has {expert_bytes / 1e6:,.0f} MB of weights, a graph holds {limit / 1e6:,.0f} MB"
     return _too_wide(max(spec.H, spec.I))
 
 
-def _why_attention_not_on_ane(spec: MoESpec, bytes_per_weight: float, limit: float) -> str:
-    size = attention_params(spec) * bytes_per_weight
+def _why_attention_not_on_ane(spec: MoESpec, limit: float) -> str:
+    if reason := why_no_graph("attention", spec.model_type):
+        return reason
+    size = 2 * attention_params(spec)                           # attention is fp16, whatever the experts are
     if size > limit:
         return f"it has {size / 1e6:,.0f} MB of weights, a graph holds {limit / 1e6:,.0f} MB"
     return _too_wide(max(spec.H, spec.heads * spec.head_dim))

@@ -111,7 +111,7 @@ def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
                else (expert, row, 0.0))
     lines = []
     for mode in MODES:
-        timed = [s for s in samples if s.mode == mode and s.mj is not None and (s.G, s.C, mode) not in OUTLIERS]
+        timed = [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
         lines.append(_relative([[s.ms, 1] for s in timed], [s.mj for s in timed]) if len(timed) >= 2
                      else (np.nan, np.nan))
     power, work = zip(*lines)
@@ -125,7 +125,7 @@ def residuals(rates: Rates, samples: Sequence[Sample] = TABLE_5, quantity: str =
     if quantity == "latency":
         return [Residual(s, quantity, s.ms, rates.graph_ms(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows]
     return [Residual(s, quantity, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows
-            if s.mj is not None and (s.G, s.C, s.mode) not in OUTLIERS]
+            if s.mj is not None and s not in OUTLIERS]
 
 
 def leave_one_out(samples: Sequence[Sample] = TABLE_5, quantity: str = "latency", mode: str | None = None

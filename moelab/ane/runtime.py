@@ -120,11 +120,12 @@ class PlannedExperts(Executor):
             mine = torch.nonzero(of_group == number)[:, 0]
             tokens, choices, expert = kept.tokens[mine], kept.choices[mine], experts_of(kept)[mine]
             launch, row = rank[mine] // group.capacity, rank[mine] % group.capacity
-            slot = places.slice[expert] * group.capacity + row                                  # row of [G·C]
             for n in range(int(launch.max()) + 1 if len(mine) else 0):
                 at = launch == n
-                self._launch(out, x, weights, number, slot[at], tokens[at], choices[at], experts)
-                count += LayerCount(launches=1, executed=int(at.sum()), slots=group.slots)
+                C = self.backend.capacity(layer, number, int(row[at].max()) + 1)
+                slot, rows = places.slice[expert[at]] * C + row[at], C * len(group.experts)     # slot: row of [G·C]
+                self._launch(out, x, weights, number, C, slot, tokens[at], choices[at], experts)
+                count += LayerCount(launches=1, executed=int(at.sum()), slots=rows)
         self.by_layer[layer] += count
         self.count(count.routed, count.executed, count.slots)
         return out
@@ -134,15 +135,14 @@ class PlannedExperts(Executor):
         importance = ORDERS[self.order](routed, weights, saliency, self._rng)
         return select(routed, within_capacity(routed, self._places[layer].room, importance))
 
-    def _launch(self, out: Tensor, x: Tensor, weights: Tensor, group: int, slot: Tensor, tokens: Tensor,
+    def _launch(self, out: Tensor, x: Tensor, weights: Tensor, group: int, C: int, slot: Tensor, tokens: Tensor,
                 choices: Tensor, experts: Any) -> None:
         """Gather, run, weighted scatter of the valid rows (§4.2, steps 2–6)."""
-        planned = self.plan.layers[experts.layer].groups[group]
-        shape = (len(planned.experts), planned.capacity)
-        buffer, scale = x.new_zeros(planned.slots, x.shape[1]), weights.new_zeros(planned.slots)
+        G = len(self.plan.layers[experts.layer].groups[group].experts)
+        buffer, scale = x.new_zeros(G * C, x.shape[1]), weights.new_zeros(G * C)
         buffer[slot], scale[slot] = x[tokens], weights[tokens, choices]
-        y = self.backend.experts(experts.layer, group, buffer.view(*shape, -1), scale.view(shape), experts)
-        out.index_add_(0, tokens, y.reshape(planned.slots, -1)[slot].to(out.dtype))
+        y = self.backend.experts(experts.layer, group, buffer.view(G, C, -1), scale.view(G, C), experts)
+        out.index_add_(0, tokens, y.reshape(G * C, -1)[slot].to(out.dtype))
 
     @staticmethod
     def _on_cpu(out: Tensor, x: Tensor, weights: Tensor, chosen: Dispatch, members: Any, experts: Any) -> int:
@@ -220,7 +220,8 @@ def prefill_through(model: Any, plan: Plan | None = None, backend: Backend | Non
     Raises
     ------
     ValueError : no plan, one of another geometry or not the backend's, an encoder-decoder, an order that this model has
-        no saliency for; when run, a batch of several prompts or a padded one.
+        no saliency for, a backend of another checkpoint; when run, a batch of several prompts, a padded one or a
+        static cache.
     """
     if plan is None and backend is None:
         raise ValueError("give a plan (moelab.ane.plan.make_plan) or a backend that has one")
@@ -253,6 +254,7 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
     transformers' own `generate(prefill_chunk_size=…)` does so in `generate` only; this works in plain forward passes,
     and in `generate` without the option.
     """
+    from transformers import DynamicCache, StaticCache
     forward = decoder.forward
 
     def chunked(input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
@@ -267,8 +269,10 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
             raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
         wanted, cache, parts, out = use_cache, past_key_values, [], None
         if cache is None and S > chunk:
-            from transformers import DynamicCache
             cache, use_cache = DynamicCache(config=decoder.config), True
+        if isinstance(cache, StaticCache):
+            raise ValueError(f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
+                             f"cache_implementation='static'")
         past = 0 if cache is None else cache.get_seq_length()
         for start in range(0, S, chunk):
             at, end = slice(start, start + chunk), past + min(start + chunk, S)

@@ -5,7 +5,9 @@ to (NPUMoE Table 5): a layer's E experts in E/G graphs of G experts of capacity 
 or submitted at once ("parallel"); ms and mJ of one slot. Every graph is a package of its own, as in a model, because
 bringing weights is a part of what is measured.
 
-A time is the median of repeats after one that does not count; energy is of all repeats together.
+A time is the median of repeats after one that does not count; energy is of all repeats together. "Parallel" submits
+from one Python thread a graph, and coremltools need not let go of Python's lock while it predicts: if it does not,
+graphs run one after the other, and parallel times come out as serial ones do.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
 
 FORMAT = "moelab.ane.samples/1"
+#: what `moelab ane calibrate` says beside its samples
+PARALLEL = ("parallel: one Python thread a graph. Where these times are no better than serial ones, coremltools may "
+            "have held Python's lock while it predicted; they then say nothing about submitting at once")
 #: (G, C) of Table 5
 GRID = tuple(dict.fromkeys((s.G, s.C) for s in TABLE_5))
 #: the expert that the device model's parameters are of: PhiMoE's H and I (157 MB in fp16), and its E

@@ -16,7 +16,7 @@ from moelab.ane.linter import Report
 from moelab.ane.operators import Operator
 from moelab.ane.parity import LOGITS, Parity
 from moelab.ane.plan import MAX_GRAPH_BYTES, Plan
-from moelab.ane.published import TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7
+from moelab.ane.published import FIGURE_17, TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7, TABLE_9
 from moelab.ane.settings import Outcome, Setting
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.bench.ane import cpu_share
@@ -31,10 +31,6 @@ Row = dict[str, Any]
 CANDIDATES = {"printed": "tiers as printed, r·B/E", "factor_k": "tiers with the factor K, r·K·B/E",
               "plan": "the same, slack {:g}: **our plan**",
               "one_capacity": "one capacity for all, the busiest expert's"}
-#: what Fig. 17 says of the ablation's steps: TTFT over Ours-all, and energy over Ours-TG
-FIGURE_17 = {"base": ("2.89", "3.74"), "base+T": ("–", "1.31"), "base+TG": ("1.09", "1"), "npumoe": ("1", "> 1")}
-#: Table 9, one block of ours on PhiMoE: seconds, joules, watts
-TABLE_9 = (1.26, 12.21, 9.61)
 
 
 def label(run: tuple[int, int]) -> str:
@@ -208,10 +204,10 @@ def ablation(found: dict[str, Prefill], apart: dict[str, Prefill]) -> list[Row]:
 
 
 def unsaid(found: Mapping[str, Study]) -> list[Row]:
-    """Tables 6, 7 and 9, whose prompt and chunk the paper does not say, beside all four runs."""
+    """Tables 6, 7 and 9, whose prompt and chunk the paper does not say, beside all runs."""
     def row(what: str, paper: str, model: str, figure: Callable[[dict[str, Prefill]], float], source: str) -> Row:
         return {"tables whose prompt is not said": what, "paper": paper,
-                "modelled, four runs": span(*least_and_most(found[model], figure)), "source": source}
+                f"modelled, {len(found[model])} runs": span(*least_and_most(found[model], figure)), "source": source}
 
     phi, _, qwen = MACHINES
     L, (seconds, joules, watts), rows = MoESpec.from_card(phi).L, TABLE_9, []

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("coremltools")
 
 import moelab
+from moelab.ane.accounting import loads_of_ids
 from moelab.ane.backends import ConvertedBackend, TorchBackend, forward_replaced
 from moelab.ane.convert import Settings, convert_model
 from moelab.ane.converted import ConvertedModel
@@ -16,6 +17,7 @@ from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.ane.runtime import prefill_through
 from moelab.experts.tiers import Tiers
+from moelab.recording import record
 from tests.models import tiny
 
 CHUNK, CONTEXT = 16, 64
@@ -127,9 +129,61 @@ def test_what_graphs_cannot_do_is_refused(folder, halves, tmp_path):
     (stateful / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="stateful"):
         ConvertedBackend(stateful)
-    llama = moelab.open_model(tiny.save("llama4_text", tmp_path / "llama"))
-    with pytest.raises(ValueError, match="Llama 4"), ConvertedBackend(folder).attention(llama):
+    with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
+        with pytest.raises(ValueError, match="StaticCache"):
+            halves.generate(prompt(20), max_new_tokens=2, cache_implementation="static")
+
+
+def test_another_models_weights_are_refused(folder, model, tmp_path):
+    kind = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
+    other = moelab.open_model(tiny.save("qwen3_moe", tmp_path / "other", seed=1, **kind))
+    backend = ConvertedBackend(folder)
+    with pytest.raises(ValueError, match="other is not the checkpoint"), prefill_through(other, backend=backend):
         pass
+    assert "forward" not in vars(other.base_model)
+    other.config._name_or_path = ""
+    with pytest.raises(ValueError, match="not opened from a checkpoint"), prefill_through(other, backend=backend):
+        pass
+    with prefill_through(model, backend=backend):
+        pass
+
+
+def test_damaged_packages_are_not_compared(folder, model, tmp_path):
+    damaged = ConvertedModel(shutil.copytree(folder, tmp_path / "copy"))
+    weights = next((damaged.folder / damaged.packages[-1]["file"]).rglob("weight.bin"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        parity(damaged, model, [[3, 4, 5]])
+
+
+@torch.no_grad()
+def test_every_tier_runs_the_smallest_that_fits(checkpoint, model, tmp_path):
+    """Against the same plan with a function a group, chunk by chunk: equal results, and rows as a loop counts them."""
+    one = moelab.open_model(checkpoint)
+    tiers = Tiers((16, 8, 4), (16,) * 8)
+    layer = LayerPlan(tiers, (PlannedGroup(tuple(range(4)), 16, "ane", 1), PlannedGroup((4, 5, 6, 7), 16, "cpu", 1)),
+                      "cpu")
+    plan = Plan(model.spec, CHUNK, "npumoe", (layer,) * model.spec.L)
+    logits, rows, ids = {}, {}, prompt(40, 2)
+    for every in (False, True):
+        backend = ConvertedBackend(convert_model(checkpoint, tmp_path / str(every), plan,
+                                                 Settings(context=CONTEXT, every_tier=every), validate=False))
+        with prefill_through(one, backend=backend, overflow="pad") as ane:
+            logits[every], rows[every] = one(ids).logits, ane.total
+    assert torch.allclose(logits[True], logits[False], atol=1e-5)
+    assert {at[2] for at in backend._groups} > {4} and max(at[2] for at in backend._groups) <= 16
+    loads = chunk_loads(one, ids, CHUNK)                                                        # [n, L, E]
+    expected = sum(4 * min(C for C in (4, 8, 16) if C >= max(mine[:4])) + int(sum(mine[4:]))
+                   for chunk in loads for mine in chunk.tolist() if any(mine[:4]))
+    assert rows[True].slots == expected < rows[False].slots
+    assert (rows[True].executed, rows[True].launches) == (rows[False].executed, rows[False].launches)
+
+
+def chunk_loads(model, ids, chunk):
+    """Tokens of each expert in each chunk, of a model as it is."""
+    return loads_of_ids(record(model, ids.tolist(), max_new_tokens=0).ids, chunk, model.spec.E)
 
 
 def test_forward_replaced_gives_back_what_was_there():

@@ -6,7 +6,7 @@ from moelab.ane import comparison, contradictions
 from moelab.ane.comparison import RIVALS, baselines, claimed, least_and_most, ratio
 from moelab.ane.device_model import REFERENCE_BYTES, DeviceModel
 from moelab.ane.plan import MAX_GRAPH_BYTES
-from moelab.ane.published import TABLE_4
+from moelab.ane.published import CLAIMS, END_TO_END, TABLE_4
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,8 @@ def test_claims_are_those_published():
     assert claimed("Phi-3.5-MoE", (1024, 256), "ttft") == {"cpu": (2.07, 2.07), "naive": (5.55, 5.55),
                                                            "anemll": (1.95, 1.95)}
     assert claimed("Phi-3.5-MoE", (1, 1), "ttft") == {}
+    assert claimed("Phi-3.5-MoE", (4096, 256), "cpu cycles")["naive"] == (2.09, 3.70)
+    assert {(c.prompt, c.chunk) for c in CLAIMS if c.prompt} <= set(comparison.RUNS)            # each is modelled
 
 
 def test_ranges_are_over_all_runs_and_systems(found):
@@ -46,4 +48,9 @@ def test_contradictions_by_hand():
     assert abs(sums[0] - TABLE_4["total"][0]) < 2.5 and abs(sums[3] - TABLE_4["total"][3]) > 400
     assert contradictions.EIGHT_EXPERTS == 1200
     where = [one.where for one in contradictions.contradictions()]
-    assert len(set(where)) == len(where) == 8
+    assert len(set(where)) == len(where) == 9
+    for metric, gains in END_TO_END.items():                    # §5.2's ranges of Qwen3 are their least and most
+        claim = next(c for c in CLAIMS if (c.model, c.metric) == ("Qwen3-30B-A3B", metric))
+        assert (claim.low, claim.high) == (min(gains.values()), max(gains.values()))
+    qwen = next(one for one in contradictions.contradictions() if one.where == "§5.2, gains of Qwen3-MoE")
+    assert "1.26" in qwen.but and f"{1.139 / 0.572:.2f}" in qwen.but

@@ -1,6 +1,7 @@
 """Whole models converted: what the folder holds, what its graphs compute, and what an interruption leaves."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import moelab
 from moelab.ane import convert as convert_module
 from moelab.ane.convert import Settings, convert_model
 from moelab.ane.converted import ConvertedModel
+from moelab.ane.ffn_graph import expert_of
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.experts.tiers import Tiers
 from moelab.models import plug
@@ -166,6 +168,40 @@ def test_every_tier_and_state(checkpoint, model, tmp_path):
     assert not cache.k[..., 20:].any()
 
 
+@pytest.mark.parametrize("kind, says", [("llama4_text", "scale the experts' input"),
+                                        ("switch_transformers", "encoder-decoders")])
+def test_experts_without_graphs_are_refused_before_anything_is_written(kind, says, tmp_path):
+    source = tiny.save(kind, tmp_path / "model")
+    for plan in (None, plan_of_all(moelab.open_model(source).spec)):
+        with pytest.raises(ValueError, match=says):
+            convert_model(source, tmp_path / "ane", plan)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def plan_of_all(spec, chunk=16):
+    """All experts of a layer in one graph."""
+    group = PlannedGroup(tuple(range(spec.E)), 16, "ane", 1)
+    return Plan(spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L)
+
+
+def test_chunks_that_no_graph_takes_are_refused(checkpoint, model, tmp_path):
+    with pytest.raises(ValueError, match="multiples of 16"):
+        convert_model(checkpoint, tmp_path / "ane", plan_of_all(model.spec, 24), SETTINGS)
+    with pytest.raises(ValueError, match="context is 64, less than a chunk of 80"):
+        convert_model(checkpoint, tmp_path / "ane", plan_of_all(model.spec, 80), SETTINGS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_of_other_experts_than_the_models_is_not_kept(checkpoint, model, tmp_path, monkeypatch):
+    """Gate and up swapped: the graph still computes what it was built from, but not what the model does."""
+    def swapped(module, tensors):
+        right = expert_of(module, tensors)
+        return replace(right, gate=right.up, up=right.gate)
+    monkeypatch.setattr(convert_module, "expert_of", swapped)
+    with pytest.raises(ValueError, match="does not compute what torch does"):
+        convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), SETTINGS)
+
+
 def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     source = tiny.save("gpt_oss", tmp_path / "gpt", num_hidden_layers=1)
     spec = moelab.open_model(source).spec
@@ -173,6 +209,7 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
                                                "ane"),))
     result = convert_model(source, tmp_path / "ane", plan, SETTINGS)
     assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.problems[0]
+    assert result.plan.layers[0].attention == "cpu" and list(result.plan.problems) == result.problems
     assert [entry["difference"] for entry in result.packages] == [0.0]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)

@@ -361,6 +361,10 @@ def test_attention_that_has_no_graph_is_refused():
     for name, changes in (("gpt_oss", {}), ("deepseek_v2", {}), ("llama4_text", {}), ("olmoe", {"clip_qkv": 1.0})):
         with pytest.raises(ValueError, match="graph"):
             attention_shape(tiny.config(name, **changes), 16, 64)
+    attention_shape(tiny.config("qwen3_moe", rms_norm_eps=6e-8), 16, 64)
+    attention_shape(tiny.config("mixtral", rms_norm_eps=1e-8), 16, 64)                          # no norm of q and k
+    with pytest.raises(ValueError, match="epsilon 1e-08 .* is 0 in fp16"):
+        attention_shape(tiny.config("qwen3_moe", rms_norm_eps=1e-8), 16, 64)
     config, attention, _ = attention_case("mixtral")
     shape = attention_shape(config, 16, 64)
     with pytest.raises(ValueError, match="sinks"):
@@ -369,3 +373,12 @@ def test_attention_that_has_no_graph_is_refused():
     for n, start in ((0, 0), (17, 0), (10, 60)):
         with pytest.raises(ValueError, match="context"):
             attention_inputs(shape, x[:n], start, cos[:n], cos[:n])
+
+
+def test_capacities_are_numbers_of_any_kind_and_there_is_one(tmp_path):
+    path = save_ffn(tmp_path / "g.mlpackage", make_experts(2), np.int64(16))
+    assert read_package(path).function().inputs[0].shape == (1, H, 1, 32)
+    several = save_ffn(tmp_path / "s.mlpackage", make_experts(1), np.array([16, 32]))
+    assert set(read_package(several).functions) == {"c16", "c32"}
+    with pytest.raises(ValueError, match="there is no capacity"):
+        save_ffn(tmp_path / "none.mlpackage", make_experts(1), ())

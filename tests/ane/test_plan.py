@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab import cards
 from moelab.ane.accounting import count, loads_of_ids
-from moelab.ane.operators import OPERATORS, operators, placement
-from moelab.ane.plan import MAX_GRAPH_BYTES, Plan, make_plan
+from moelab.ane.operators import ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, OPERATORS, why_no_graph
+from moelab.ane.plan import FORMAT, MAX_GRAPH_BYTES, Plan, attention_params, make_plan
 from moelab.ane.published import TABLE_3
 from moelab.ane.residency import cold_experts
 from moelab.ane.skew import SKEWS, assumed_counts, assumed_loads
@@ -195,22 +196,48 @@ def test_tiers_may_come_from_chunks():
     (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.ones((1, 2, 5), int)), "not chunks by 2 layers"),
     (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.full((1, 2, 6), 17)), "17 tokens in a chunk of 16"),
     (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
-    (lambda: placement("gpu", "ane"), "no unit 'gpu'")])
+    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0), "bytes_per_weight is 0; it must be positive"),
+    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=float("nan")), "slack is nan"),
+    (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens is 0"),
+    (lambda: Plan.from_dict([]), "but a list; make it again"),
+    (lambda: Plan.from_dict({"format": FORMAT}), "damaged .KeyError: 'layers'.")])
 def test_bad_input_is_told(call, told):
     with pytest.raises(ValueError, match=told):
         call()
 
 
+@pytest.mark.parametrize("text", ["[]", "{", '{"format": "else"}', "\u00e9"])
+def test_a_file_that_is_no_plan_is_named(text, tmp_path):
+    (tmp_path / "p.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="p.json holds no plan"):
+        Plan.load(tmp_path / "p.json")
+
+
 # ----------------------------------------------------------------------------------------------------- operators
 
 def test_the_operators_are_partitioned_as_the_paper_says():
-    on_ane = {op.name for op in operators("ane")}
+    on_ane = {op.name for op in OPERATORS if op.unit == "ane"}
     for word in ("projection", "softmax", "KV cache", "expert FFN"):                        # §3.2
         assert any(word in name for name in on_ane)
     for word in ("norm", "mask", "top-k", "gather", "scatter", "router"):
-        assert any(word in op.name for op in operators("cpu")) and not any(word in name for name in on_ane)
+        assert any(word in op.name for op in OPERATORS) and not any(word in name for name in on_ane)
     assert all(op.reason and op.source for op in OPERATORS)
-    assert all(op.mil for op in operators("ane"))
-    everywhere = placement("cpu", "cpu")
-    assert set(everywhere) == {op.name for op in OPERATORS} and set(everywhere.values()) == {"cpu"}
-    assert {name for name, unit in placement("ane", "ane").items() if unit == "ane"} == on_ane
+
+
+@pytest.mark.parametrize("card", cards.models())
+def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
+    spec = MoESpec.from_card(card)
+    plan = make_plan(spec, *assumed_counts(spec, chunks=2), max_graph_bytes=1e12)
+    attention, experts = (spec.model_type in ATTENTION_GRAPHS, spec.model_type not in NO_EXPERT_GRAPHS)
+    assert {layer.attention for layer in plan.layers} == {"ane" if attention else "cpu"}
+    assert any(layer.on("ane") for layer in plan.layers) == experts
+    assert [word for word in ("attention stays", "all experts stay") if any(word in p for p in plan.problems)] == (
+        ["attention stays"] * (not attention) + ["all experts stay"] * (not experts))
+    assert (why_no_graph("attention", spec.model_type) == "") == attention
+
+
+def test_only_the_experts_shrink_with_their_format():
+    limit = 2 * attention_params(PHI) - 1
+    plan = phi_plan(max_graph_bytes=limit, bytes_per_weight=0.5)
+    assert {layer.attention for layer in plan.layers} == {"cpu"} and "it has 84 MB" in plan.problems[-1]
+    assert {g.weight_bytes / len(g.experts) for layer in plan.layers for g in layer.groups} == {PHI.expert_params / 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -62,11 +63,16 @@ def test_prompts_have_chunks_of_their_own(trace):
 
 
 def test_candidates_differ_as_they_should(trace):
-    plans, slack = ane_accuracy.candidates(trace, 64, 0.12, 8)
-    assert list(plans) == ["printed", "factor_k", "plan", "one_capacity"]
-    assert plans["plan"] == ane_accuracy.fitting_plan(trace, 64, 0.12, group_size=8)[0] and 0 < slack < 2.1
-    assert {layer.tiers.levels for layer in plans["printed"].layers} == {(16,)}     # 64/32 tokens, rounded up
-    assert all(len(layer.tiers.levels) == 1 for layer in plans["one_capacity"].layers)
+    B, (T, L, K), E = 256, trace.ids.shape, trace.spec.E
+    plans, slack = ane_accuracy.candidates(trace, B, 0.12, 8)
+    busiest = [max(int((trace.ids[:, l] == e).sum()) for e in range(E)) for l in range(L)]     # tokens of r·mean
+    room = {"printed": 1 / K, "factor_k": 1, "plan": slack}                                    # × B/T of these
+    for name, factor in room.items():
+        assert [layer.tiers.levels[0] for layer in plans[name].layers] == [
+            16 * math.ceil(round(factor * B / T * n / 16, 9)) for n in busiest]
+    assert {layer.tiers.levels for layer in plans["one_capacity"].layers} == {
+        (max(layer.tiers.levels[0] for layer in plans["factor_k"].layers),)}
+    assert list(plans) == [*room, "one_capacity"]
 
 
 def test_answers_and_losses_of_a_plan():

@@ -37,7 +37,9 @@ def test_a_conversion_says_what_it_wrote(checkpoint, plan, tmp_path):
     assert found.model.manifest["settings"]["context"] == 64
     assert [one.difference for one in kinds["attention"]] == [None]
     assert sum(map(len, kinds.values())) == len(found.packages) == len(found.model.packages) == 1 + partly.launches
-    assert found.difference < 1e-6 and found.weight_bytes == pytest.approx(found.expected_bytes, rel=0.5)
+    assert found.difference == 0.0
+    tensors = 4 + 3 * sum(len(group.experts) for group in partly.layers[0].on("ane"))
+    assert 0 <= found.weight_bytes - found.expected_bytes <= 192 * (tensors + len(kinds)) + 1024   # headers, alignment
     assert 0 < ane_conversion.fp16_error(found.model) < 1e-2
 
 
