@@ -5,6 +5,9 @@
     moelab evaluate qwen.store --budget 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
     moelab evaluate --modes executor:capacity:factor=1.25
 
+With executors that drop tokens every mode runs one text at a time: the texts of a batch, and its padding, would compete
+for the same places.
+
 Modes are those of Speculating Experts: `hint` runs the true experts, `speculative` the predicted ones, `router-free`
 the estimator's with no router at all (§4, §5.1, §6.4); and the executors of `moelab.experts`. Every mode is compared
 with the baseline in pairs. Tasks are moelab's own, which need no network, or lm-eval's by name.
@@ -24,7 +27,9 @@ from typing import Any
 
 from moelab import datasets
 from moelab.bench import accuracy
-from moelab.models import plugged
+from moelab.experts.int8 import Int8
+from moelab.experts.quantization import Quantized
+from moelab.models import plug, plugged
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
 EXECUTOR = "executor"           # the mode that is no way of speculating
@@ -39,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
                         "ruler … (default: all of moelab's own)")
     parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
-                        "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE]")
+                        "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE]; with executors that drop "
+                        "tokens all modes run one text at a time, as texts of a batch would compete")
     parser.add_argument("--limit", type=int, metavar="N", help="questions a task; if not given, 200 of moelab's own "
                                                                "and all of lm-eval's")
     parser.add_argument("--tokens", type=int, default=256,
@@ -48,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "moelab's own tasks are then scored in decode steps")
     parser.add_argument("--budget", help="of a store: memory for experts, such as 50%% or 2GB")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, metavar="B", help="texts a forward pass (%(default)s)")
+    parser.add_argument("--batch", type=int, default=8, metavar="B", help="texts a forward pass (%(default)s); "
+                        "1 where an executor drops tokens")
     parser.add_argument("--vectors", type=Path, metavar="FILE", help="default vectors, measured if not given")
     parser.add_argument("--estimator", type=Path, metavar="FILE", help="a trained estimator: estimator, hybrid and "
                                                                        "router-free need one")
@@ -73,10 +80,14 @@ def main(args: argparse.Namespace) -> int:
     model = open_any(args.model, args.budget, args.device)
     try:
         modes: dict[str, Any] = {"baseline": nullcontext}
-        parts = Ingredients(model, args)
+        parts, batch = Ingredients(model, args), args.batch
         for mode, predictor in pairs:
             if mode == EXECUTOR:
-                modes[f"{mode}:{predictor}"] = partial(plugged, model, executor(predictor))
+                run = executor(predictor)
+                source = Quantized(plug(model), "int8") if isinstance(run, Int8) else None
+                modes[f"{mode}:{predictor}"] = partial(plugged, model, run, source)
+                # the tokens of a batch's texts, and its padding, would compete for the same places
+                batch = batch if source or run.lossless else 1
                 continue
             name = mode if mode == "router-free" else f"{mode}:{predictor}"
             modes[name] = partial(speculation, model, mode, predictor, parts.of(predictor), not args.decode_only)
@@ -89,12 +100,12 @@ def main(args: argparse.Namespace) -> int:
             if args.decode_only and still:
                 raise ValueError(f"{', '.join(still)} generates nothing, so --decode-only would change nothing; leave "
                                  f"it out, or choose tasks that generate")
-            samples = lm_eval_adapter.compare(model, modes, tasks, limit=args.limit, batch_size=args.batch,
+            samples = lm_eval_adapter.compare(model, modes, tasks, limit=args.limit, batch_size=batch,
                                               chat=args.chat)
         found = accuracy.result(samples, {})
         if own:
             mine = accuracy.compare(model, modes, own, n=n, windows=max(n // 4, 4), tokens=args.tokens, seed=args.seed,
-                                    decode=args.decode_only, batch_size=args.batch)
+                                    decode=args.decode_only, batch_size=batch)
             found = {"kind": mine["kind"]} | {key: mine[key] | found[key] for key in ("settings", "scores", "samples")}
     finally:
         if (offloading := getattr(model, "moelab", None)) is not None:
@@ -102,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
     print(accuracy.table(found))
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
                 if key not in ("main", "debug", "output")}
-    found["settings"] = settings | found["settings"] | {"model": model.spec.name}
+    found["settings"] = settings | found["settings"] | {"model": model.spec.name, "batch": batch}
     print(f"\n{write(found, args.output)}")
     return 0
 

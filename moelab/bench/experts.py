@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from moelab.bench.store import Samples, speed_up
 from moelab.experts import EXECUTORS, make
 from moelab.experts.gemv import PlanesGEMV
+from moelab.experts.packed import Packed
 from moelab.models.seam import seam_class
 from moelab.progress import progress
 from moelab.store import bits
@@ -70,14 +72,17 @@ class Layers:
         return found
 
     def arms(self, T: int, rounds: int) -> tuple[Arms, int]:
-        """All that compute the steps of T tokens; and the bytes of weights that a step must read, on average."""
+        """All that compute the steps of T tokens; and the bytes of weights that a step must read, on average.
+
+        Step 0 warms up: with it, weights are packed and kernels compiled.
+        """
         steps = self.steps(T, rounds)
         arms: Arms = {}
         for name in STOCK:
             if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
         for name in lossless():
-            arms[name] = lambda i, run=make(name): run(*steps[i][1:], self.seam[steps[i][0]])
+            arms[name] = self._arm(make(name), steps)
         if T == 1 and self.dtype == torch.bfloat16:
             planes = [[{name: bits.split(w) for name, w in seam.own(e).items()} for e in range(seam.num_experts)]
                       for seam in self.seam]
@@ -85,6 +90,17 @@ class Layers:
             arms[PLANES] = lambda i: run(*steps[i][1:], self.seam[steps[i][0]])
         read = statistics.fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
+
+    def _arm(self, run: Any, steps: list[tuple[int, Tensor, Tensor, Tensor]]) -> Callable[[int], Tensor]:
+        def arm(i: int) -> Tensor:
+            if i == 0 and isinstance(run, Packed):          # packing, once for all experts, is no part of a step
+                E, H = self.config.num_experts, self.config.hidden_size
+                for seam in self.seam:
+                    run(torch.zeros(E, H, dtype=self.dtype), torch.arange(E)[:, None],
+                        torch.ones(E, 1, dtype=self.dtype), seam)
+            layer, *step = steps[i]
+            return run(*step, self.seam[layer])
+        return arm
 
     def _stock(self, name: str, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         self.config._experts_implementation = name
@@ -95,11 +111,9 @@ def lossless() -> list[str]:
     """The names of the registry's executors that are lossless and need no plan."""
     found = []
     for name in EXECUTORS:
-        try:
+        with suppress(ValueError):              # it cannot be made without options
             if make(name).lossless:
                 found.append(name)
-        except (ImportError, TypeError):
-            continue
     return found
 
 

@@ -1,7 +1,7 @@
 """The worked examples of AWS's guide to MoE inference on Neuron, computed again from the inputs that it gives itself.
 
-Every example is arithmetic (exact; what depends on a device's published rates is modelled). Six do not follow from
-their own inputs. Left out: whatever the guide states without saying what it was computed from.
+Every example is arithmetic (exact; what depends on a device's published rates is modelled). Seven do not follow
+from their own inputs. Left out: whatever the guide states without saying what it was computed from.
 """
 
 from __future__ import annotations

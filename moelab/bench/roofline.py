@@ -25,8 +25,8 @@ from moelab.bench.store import Samples
 from moelab.experts import EXECUTORS
 from moelab.specs import DeviceSpec, Figure
 
-#: executors that take no part: a naive loop, a choice of others, other weights
-LEFT_OUT = ("reference", "neuron", "int8")
+#: lossless executors that take no part: a naive loop, a choice of others
+LEFT_OUT = ("reference", "neuron")
 LOADING = ("selective", "all_experts")
 WIDE = 2048                                     # rows of the large product
 

@@ -194,6 +194,10 @@ class Costs:
         row = self.scores[task][way]
         return 100 * row["difference"], *(100 * side for side in row["interval"])
 
+    def told(self, task: str, way: str) -> str:
+        """`points` with their interval, in words."""
+        return "{:+.1f} points (95 % {:+.1f} to {:+.1f})".format(*self.points(task, way))
+
     def against(self, other: str, way: str) -> Interval:
         """Loss of a way less another's on the same windows, nats a token."""
         row = paired_means(*(np.array(self.samples["loss"][name]) for name in (other, way)))

@@ -6,6 +6,7 @@ Adding an executor is a subclass of `moelab.experts.executor.Executor` and a lin
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 #: name → (module, class); imported when it is made
@@ -15,6 +16,7 @@ EXECUTORS = {
     "grouped_mm": ("moelab.experts.grouped_mm", "GroupedMM"),
     "packed": ("moelab.experts.packed", "Packed"),
     "gemv": ("moelab.experts.gemv", "GEMV"),
+    "gemv_planes": ("moelab.experts.gemv", "PlanesGEMV"),
     "all_experts": ("moelab.experts.all_experts", "AllExperts"),
     "selective": ("moelab.experts.selective", "Selective"),
     "blockwise": ("moelab.experts.blockwise", "Blockwise"),
@@ -32,9 +34,17 @@ def make(name: str, **options: Any) -> Any:
 
     Raises
     ------
-    ValueError : there is no executor of that name; the message lists those there are.
+    ValueError : there is no executor of that name, or it needs other options; the message says which there are.
     """
     if name not in EXECUTORS:
         raise ValueError(f"there is no executor {name!r}; there are: {', '.join(EXECUTORS)}")
     module, kind = EXECUTORS[name]
-    return getattr(import_module(module), kind)(**options)
+    made = getattr(import_module(module), kind)
+    takes = signature(made)
+    try:
+        takes.bind(**options)
+    except TypeError as error:
+        listed = ", ".join(str(option.replace(annotation=option.empty)) for option in takes.parameters.values())
+        raise ValueError(f"executor {name!r}: {error}; it takes {listed or 'no options'} (see {module}.{kind})"
+                         ) from None
+    return made(**options)

@@ -4,7 +4,7 @@ When a batch needs nearly every expert anyway, gathering the few it needs costs 
 expert once, compute every token with it, and zero what was not routed. Shapes are static and nothing is indirect, so
 loads are long and even; the price is E/K times the arithmetic.
 
-    x [T, H]    slots computed: T·E, of which the routed ones count as executed
+    x [T, H]    slots computed: T·E, of which the routed ones count as executed; on a rank, T times the experts it has
 
 A token that chose an expert twice contributes once, with the sum of the two weights; for experts whose *input* is
 weighed (Llama 4) that is another number, but their routers choose no expert twice. Left out: one batched product over
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor
+from moelab.experts.executor import Executor, here
 
 
 class AllExperts(Executor):
     """Every expert on every token; lossless."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        T, E = len(x), experts.num_experts
+        T, E, held = len(x), experts.num_experts, here(experts)
         affinity = weights.new_zeros(T, E + 1).scatter_add_(1, ids, weights)            # the last column: "no expert"
         mask = torch.zeros(T, E + 1, dtype=torch.bool, device=x.device).scatter_(1, ids, True)
         out = torch.zeros_like(x)
         if T:
-            for e in range(E):
+            for e in held:
                 y = experts.weighted(x, affinity[:, e], experts.weights(e))
                 out += torch.where(mask[:, e, None], y.to(x.dtype), 0)                  # 0 · ∞ would not be 0
         routed = int((ids < E).sum())
-        self.count(routed, routed, T * E)
+        self.count(routed, routed, T * len(held))
         return out

@@ -90,11 +90,14 @@ def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "cod
 
     Raises
     ------
-    ValueError : an unknown provision, or a block size below 1.
+    ValueError : an unknown provision, a block size below 1, or counts that T tokens with K experts do not have.
     """
     if provision not in PROVISION or B < 1:
         raise ValueError(f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1")
     counts = [int(n) for n in counts]
+    if not counts or min(counts) < 0 or sum(counts) > T * K:
+        raise ValueError(f"{T} tokens with {K} experts each make {T * K} choices; the experts' counts must be from 0 "
+                         f"up and sum to no more, and sum to {sum(counts)}")
     return Padding(sum(counts), B, blocks_needed(counts, B), PROVISION[provision](T, K, len(counts), B))
 
 
@@ -149,7 +152,14 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
     Returns
     -------
     Advice; if no size is compute-bound, its size is the one that pads least, as padding then buys nothing.
+
+    Raises
+    ------
+    ValueError : T, K, E or a size below 1, no sizes, and what `intensity_target` objects to.
     """
+    if min(T, K, E, *sizes, len(sizes)) < 1:
+        raise ValueError(f"T={T}, K={K}, E={E} and the block sizes {list(sizes)} must be at least 1, and one size or "
+                         f"more")
     target, size = intensity_target(device, dtype), RATES[dtype][1]
     table = []
     for B in sorted(sizes):

@@ -59,7 +59,8 @@ def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
     block_to_expert = torch.bucketize(torch.arange(N, device=ids.device), before[1:E], right=True)
     expert = torch.arange(E, device=ids.device).repeat_interleave(d.counts)
     slot = before[expert] * B + torch.arange(len(d), device=ids.device) - d.offsets[expert]
-    tokens, choices = (ids.new_full((N * B,), -1).index_copy(0, slot, of).view(N, B) for of in (d.tokens, d.choices))
+    empty = d.tokens.new_full((N * B,), -1)
+    tokens, choices = (empty.index_copy(0, slot, of).view(N, B) for of in (d.tokens, d.choices))
     return BlockMap(block_to_expert, tokens, choices)
 
 

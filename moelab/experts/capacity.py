@@ -6,7 +6,8 @@ as one static batch [E, C, H].
 
     C = min(⌈T·K·cf/E⌉, T)    rows computed: E·C    full, so that nothing can drop, from cf = E/K on
 
-Left out: priority of first over second choices when dropping, as GShard has it.
+A batch is one step: its texts share the places, and its padding takes some, the first ones if it is on the left (see
+`moelab.experts.overflow`). Left out: priority of first over second choices when dropping, as GShard has it.
 """
 
 from __future__ import annotations

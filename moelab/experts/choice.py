@@ -50,6 +50,7 @@ class Fast(Executor):
         way = self.gemv if tokens <= 1 or tokens <= self._few(x, ids, experts) else self.many
         return way.run(x, ids, weights, experts)
 
+    @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
         if self.few is not None:
             return self.few

@@ -23,8 +23,10 @@ from moelab.experts.choice import crossover
 
 try:
     from moelab.experts import products
-except ImportError:             # no numba: nothing is replaced
-    products = None
+except ModuleNotFoundError as error:
+    if error.name != "numba":
+        raise
+    products = None             # nothing is replaced
 
 LARGE = 1 << 16                 # weights of a layer below which there is nothing to gain
 

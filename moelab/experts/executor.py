@@ -11,6 +11,7 @@ about tokens: routed = executed + dropped, and its `tally` says so, with the slo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class Executor(ABC):
 
     Attributes
     ----------
-    lossless : whether every routed choice is executed.
+    lossless : whether every routed choice is executed, with the weights as they are.
     """
 
     lossless = True
@@ -72,6 +73,12 @@ class Executor(ABC):
         self.tally.routed += routed
         self.tally.executed += executed
         self.tally.slots += slots
+
+
+def here(experts: Any) -> Sequence[int]:
+    """The experts whose weights this process has: all of them, except on a rank that holds some (`ShardedExperts`)."""
+    held = getattr(experts.source, "held", None)
+    return range(experts.num_experts) if held is None else held(experts.layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +104,20 @@ class Dispatch:
 
 
 def dispatch(ids: Tensor, E: int) -> Dispatch:
-    """Sort a step's choices by expert, then token, then choice; the id E ("no expert") is left out."""
+    """Sort a step's choices by expert, then token, then choice; the id E ("no expert") is left out.
+
+    Raises
+    ------
+    ValueError : an id below 0 or above E.
+    """
     T, K = ids.shape
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)                # token-major, so ties stay in token order
-    counts = torch.bincount(flat, minlength=E + 1)[:E]
+    counts = torch.bincount(flat.clamp(-1, E + 1) + 1, minlength=E + 3)     # of −1 and less, 0 … E, E + 1 and more
+    if counts[0] or counts[-1]:
+        raise ValueError(f"there are experts' ids from {int(flat.min())} to {int(flat.max())}; with {E} experts they "
+                         f"must be 0 to {E - 1}, or {E} for no expert")
+    counts = counts[1:E + 1]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     order = order[:int(offsets[-1])]
     return Dispatch(order // K, order % K, counts, offsets)

@@ -20,11 +20,14 @@ from moelab.kernels import kernel
 @kernel
 def arrange(ids, E):
     """Choices int64 [T, K] sorted by expert: experts hit, where each one's begin and the last one's end, whose choice
-    each is [n], and where each choice went, int64 [T, K], −1 for "no expert" (E)."""
+    each is [n], and where each choice went, int64 [T, K], −1 for "no expert" (E). ValueError for any other id."""
     T, K = ids.shape
     places, rows = np.zeros(E + 1, np.int64), np.full((T, K), -1)
     for t in range(T):
         for k in range(K):
+            if ids[t, k] < 0 or ids[t, k] > E:                  # a kernel would write past the end of its memory
+                raise ValueError("there is an expert's id below 0 or above E, the number of experts: they must be "
+                                 "0 to E - 1, or E for no expert")
             places[ids[t, k]] += 1
     M, n = 0, 0
     hit, bounds = np.empty(E, np.int64), np.empty(E + 1, np.int64)
@@ -45,7 +48,7 @@ def arrange(ids, E):
 
 def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, H]: of each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its weights w [T, K]."""
-    out, w = torch.empty(len(rows), y.shape[1], dtype=dtype), w.contiguous()
+    out, w = torch.empty(len(rows), y.shape[1], dtype=dtype), _readable(w)
     _combine(KINDS[w.dtype](0), KINDS[dtype](0), y.numpy(), rows, w.data_ptr(), out.data_ptr())
     return out
 
@@ -56,12 +59,17 @@ def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray,
 
     up, down : (matrices, R) of [gate; up] and down; the rest as in these.
     """
-    x, w, (T, n) = x.contiguous(), w.contiguous(), x.shape
+    x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[1], dtype=x.dtype)
     _feed_forward(KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), *up, *down, bounds, x.data_ptr(), T, n,
                   who, rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
                   entry(kind, transposed), TEAM, torch.get_num_threads())
     return out
+
+
+def _readable(w: Tensor) -> Tensor:
+    """Routing weights as the kernels read them; some routers end in double precision."""
+    return (w if w.dtype in KINDS else w.float()).contiguous()
 
 
 @kernel

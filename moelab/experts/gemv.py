@@ -1,14 +1,15 @@
 """Decode by GEMV: all experts of the step in two calls, each weight read once, as bf16, from where it lies.
 
-Source: NPUMoE §5.7 (decode is bound by memory: an expert's weights are read for one token); the kernels are those of
+Source: AWS Neuron's MoE guide, "Memory-bound characteristics of token generation" (an expert's weights are read for
+one token), as NPUMoE says of its own decode ("Limitation", before §6); the kernels are those of
 `moelab.experts.products`. One call multiplies up for all experts, the architecture's own gate runs on the small
 [n, 2I], one call multiplies down, and the weighted sum follows in fp32; where the gate is SiLU, all of it is one call.
 Nothing is gathered, packed or cached, so weights may come from anywhere: banks, a source, the slots of the offloading
 engine. `PlanesGEMV` reads the two planes of a store's bf16 weights (`moelab.store.bits`) without ever joining them.
 
 It computes any number of tokens. `Sorted` takes over where numba is missing, for experts that are not plain
-(`moelab.experts.layout.plain`), weights that are not contiguous, mixed types and other devices. Sums are in fp32; what
-is between up and down is not rounded to the model's dtype, as eager does.
+(`moelab.experts.layout.plain`), weights that are not contiguous, mixed types, other devices and gradients. Sums are in
+fp32; what is between up and down is not rounded to the model's dtype, as eager does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.layout import activate, banks, names, plain, silu_gated
+from moelab.experts.layout import activate, banks, names, plain, silu_gated, wants_grad
 from moelab.experts.sorting import Sorted
 
 try:
     from moelab.experts import feed_forward as around, products
-except ImportError:             # no numba
+except ModuleNotFoundError as error:
+    if error.name != "numba":
+        raise
     products = None
 
 #: a weight's exponents and `mantissa << 1 | sign`, uint8, with as many entries as the weight has
@@ -36,7 +39,8 @@ class GEMV(Sorted):
     """numba products with weights as they lie; `Sorted` where that cannot be."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts):
+        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts) \
+                or wants_grad(x, weights):
             return super().run(x, ids, weights, experts)
         hit, bounds, tokens, rows = around.arrange(ids.numpy(), experts.num_experts)
         matrices = self._matrices(experts, hit, x.dtype) if len(hit) else None
@@ -67,7 +71,7 @@ class GEMV(Sorted):
             for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
                 tensors = [banks(experts, part)] if given is None else [tensors[part] for tensors in given]
                 for w in tensors:
-                    if w.dtype != dtype or not w.is_cpu or not w.is_contiguous():
+                    if w.dtype != dtype or not w.is_cpu or not w.is_contiguous() or wants_grad(w):
                         return None
                 if given is None:
                     table[:, column] = hit * (w.stride(0) * w.element_size()) + w.data_ptr()
@@ -93,7 +97,8 @@ class PlanesGEMV(GEMV):
 
     Parameters
     ----------
-    planes : (layer, expert) → parameter name → (exponents, sign-mantissa), uint8 arrays or CPU tensors, contiguous.
+    planes : (layer, expert) → parameter name → (exponents, sign-mantissa), uint8 arrays or CPU tensors, contiguous;
+        `moelab.runtime.store_planes.StorePlanes(store)` is one.
     """
 
     def __init__(self, planes: Callable[[int, int], dict[str, Planes]]) -> None:
@@ -101,9 +106,11 @@ class PlanesGEMV(GEMV):
         self.planes = planes
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts):
-            raise ValueError("split weights are multiplied on the CPU, with numba, and only for plain experts (up, "
-                             "gate, down); join them (moelab.store.bits.join) for a source and use another executor")
+        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts) \
+                or wants_grad(x, weights):
+            raise ValueError("split weights are multiplied on the CPU, with numba, without gradients, and only for "
+                             "plain experts (up, gate, down); join them (moelab.store.bits.join) for a source and use "
+                             "another executor")
         return super().run(x, ids, weights, experts)
 
     def _matrices(self, experts: Any, hit: list[int], dtype: torch.dtype) -> Any:

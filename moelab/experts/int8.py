@@ -6,8 +6,8 @@ scale and rounded to the dtype of the rows. Against dequantising on use this sav
 expert that is hit; the results agree to the rounding of that dtype, to which the scales are rounded too.
 
 The kernel reads past the end of matrices whose inputs are no multiple of 16, which gives wrong results or a crash, so
-others than multiples of 32 never reach it. They are computed by `Sorted`, which dequantises, and so are other sources
-and formats, transposed layouts, experts that are not plain, and other devices.
+others than multiples of 32 never reach it. They are computed by `Sorted`, which dequantises, and so are transposed
+layouts, experts that are not plain, and other devices.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ MULTIPLE = 32               # of H and I
 
 
 class Int8(Sorted):
-    """Sorted by expert, with weights that stay INT8."""
+    """Sorted by expert, with weights that stay INT8.
+
+    Raises
+    ------
+    ValueError : when run, experts that come from anywhere else.
+    """
+
+    lossless = False            # every choice is executed, but weights are rounded
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         source = experts.source
-        usable = AVAILABLE and isinstance(source, Quantized) and source.format == "int8" and x.device.type == "cpu"
-        if not usable or not plain(experts) or experts.is_transposed:
+        if not isinstance(source, Quantized) or source.format != "int8":
+            raise ValueError("these experts' weights are not INT8: quantise them with moelab.models.plug(model, source="
+                             "Quantized(plug(model), 'int8')) of moelab.experts.quantization, or use another executor")
+        if not AVAILABLE or x.device.type != "cpu" or not plain(experts) or experts.is_transposed:
             return super().run(x, ids, weights, experts)
         up, down = names(experts)
         if any(kept.codes.shape[1] % MULTIPLE for kept in map(source.kept[experts.layer, 0].get, (up, down))):

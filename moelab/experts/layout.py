@@ -44,17 +44,26 @@ def activate(experts: Any, h: Tensor) -> Tensor:
 
 
 def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up, gate first: asked with a few numbers, once for each module."""
+    """Whether the activation is silu(gate) · up, gate first: asked with a few numbers, once for each module.
+
+    They are of both signs and of all sizes, each as gate with each as up: some architectures clamp either, at 7 or 10.
+    """
     if experts not in _SILU:
-        h = torch.linspace(-9, 9, 48).view(4, 12)
-        gate, up = h.chunk(2, -1)
-        _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, h), F.silu(gate) * up, atol=1e-6)
+        far = torch.logspace(-2, 6, 25)
+        gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")
+        _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)),
+                                                             F.silu(gate) * up, atol=1e-6)
     return _SILU[experts]
 
 
 def banks(experts: Any, name: str) -> Tensor | None:
     """All experts' weights of one name, [E, …], where the module holds them and no source is asked; else None."""
     return experts._parameters.get(name) if experts.source is None else None
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    """Whether a gradient may be asked of what is made of these, which compiled kernels do not record."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def on_cpu(x: Tensor, *weights: Tensor) -> bool:

@@ -8,6 +8,10 @@ saliency, the L2 norm of the token's attention output, lowest dropped first.
     capacity [E]    a launch: some experts of equal capacity, a zero-padded buffer [G, C, H], its valid rows scattered
     chunk: capacities hold for that many consecutive tokens; batch and sequence are flattened, in order
 
+Padding counts: an executor is not told which tokens of a batch are padding. They are routed and counted like others,
+and all texts of a batch compete for the same places, with left padding the padding first. So what dropping costs is
+asked one text at a time (`python -m moelab evaluate` does so by itself).
+
 A step of one token (decode) is never dropped by an expert that has any capacity. Left out: spilling what overflows to
 another processor, which static placement forbids (NPUMoE §4.1).
 """
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Dispatch, Executor, Tally, dispatch
+from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, here
 
 if TYPE_CHECKING:
     from moelab.experts.saliency import Saliency
@@ -125,7 +129,11 @@ class StaticExecutor(Executor):
             keep = room[experts_of(routed)] > 0 if T == 1 else within_capacity(routed, room, importance)
             kept = select(routed, keep)
         w, offsets, slots = weights[kept.tokens, kept.choices], kept.offsets.tolist(), 0
+        held = set(here(experts))
         for members, rows in self.launches(layer, kept.counts.tolist(), capacity):
+            members = [e for e in members if e in held]
+            if not members:
+                continue
             where = [slice(offsets[e], offsets[e + 1]) for e in members]
             buffer, scale = x.new_zeros(len(members), rows, x.shape[1]), w.new_zeros(len(members), rows)
             for g, of in enumerate(where):                                          # gather

@@ -8,8 +8,8 @@ With many tokens the experts are shared out among threads, the busiest first, ea
 A packed copy is as large as the weights, and is kept beside them: twice the memory, for experts that the module itself
 holds. Experts from a source may lie in memory that is used again, so they are computed by `Sorted`, unless the caller
 says that they never change (`immutable`). A parameter changed in place is packed anew. Falls back to `Sorted` as well
-for experts that are not plain, other devices and mixed types, and for bf16 and fp16 where the processor has no
-instructions for them, as packing gains nothing there.
+for experts that are not plain, other devices, mixed types and gradients, and for bf16 and fp16 where the processor
+has no instructions for them, for which oneDNN has no packed layout.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import dispatch, scatter
-from moelab.experts.layout import activate, banks, names, on_cpu, plain
+from moelab.experts.layout import activate, banks, names, on_cpu, plain, wants_grad
 from moelab.experts.sorting import Sorted
 
 _OPS = torch.ops.mkldnn
 AVAILABLE = torch.backends.mkldnn.is_available() and all(
-    hasattr(_OPS, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
-
+    hasattr(_OPS, name) for name in ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported",
+                                     "_is_mkldnn_fp16_supported"))
+#: dtype → whether the processor has instructions for it
+SUPPORTED = {torch.float32: lambda: True, torch.bfloat16: lambda: _OPS._is_mkldnn_bf16_supported(),
+             torch.float16: lambda: _OPS._is_mkldnn_fp16_supported()}
 
 #: tokens an expert from which on two experts by a thread each are quicker than one by two, which wait for each other
 ROWS = 8
@@ -72,14 +75,12 @@ class Packed(Sorted):
         order = dispatch(ids, experts.num_experts)
         hit = order.hit()
         first = experts.weights(hit[0][0]) if hit else {}
-        if not hit or not on_cpu(x, *first.values()):
+        if not hit or not on_cpu(x, *first.values()) or not SUPPORTED[x.dtype]() \
+                or wants_grad(x, weights, *first.values()):
             return super().run(x, ids, weights, experts)
         n = len(order)
         self.count(n, n, n)
         w = weights[order.tokens, order.choices]
-        if torch.is_grad_enabled():
-            parts = [self._ffn(x[order.tokens[of]], experts, e) * w[of, None] for e, of in hit]
-            return scatter(x, order.tokens, torch.cat(parts))
         y = x.new_empty(n, x.shape[1])
 
         def compute(left: Iterator[tuple[int, slice]]) -> None:

@@ -25,8 +25,10 @@ try:
     from moelab.experts import products, tiles
     from moelab.kernels import kernel
     from moelab.runtime.decode_attention import decode_attention, epsilon
-except ImportError:                     # nothing is replaced then
-    numba = None
+except ModuleNotFoundError as error:
+    if error.name != "numba":
+        raise
+    numba = None                        # nothing is replaced then
 
 #: entries of a norm's x up to which one thread of ours is faster than torch's many operations
 LARGEST_NORM = 1 << 16

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from moelab import datasets
 from moelab.experts import EXECUTORS, make
-from moelab.experts.parallel import VARIANTS, Grid, Placement, ShardedExperts, connect, degree
+from moelab.experts.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
+from moelab.experts.quantization import Quantized
 from moelab.models import discover, eager, open_model, plug
 
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
@@ -58,10 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
-                        f"started: all-gather, all-to-all-v, deduplicated, cut, or both (default: {DEFAULT})")
+                        f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "
+                        f"in blocks (default: {DEFAULT})")
     parser.add_argument("--tp", type=int, metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")
     parser.add_argument("--executor", choices=EXECUTORS, help="what computes the experts; if not given, "
-                        "transformers' eager arithmetic")
+                        "transformers' eager arithmetic; int8 quantises them first")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS",
                         help="how long a rank waits for another that is silent (default: %(default)s)")
@@ -93,7 +95,8 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
 
     Raises
     ------
-    ValueError : fewer than one token, an empty prompt, a model without a tokenizer, a variant that does not fit.
+    ValueError : fewer than one token, an empty prompt, a model without a tokenizer, a variant that does not fit, an
+        executor that needs options or more than a rank has.
     PeerLost : another rank died.
     """
     if max_new_tokens < 1:
@@ -105,7 +108,10 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if parallel is None:
         network = open_model(model, dtype=_dtype(dtype), device=device)
         if executor:
-            plug(network, executor=inner)
+            source = Quantized(plug(network), "int8") if executor == "int8" else None
+            plug(network, executor=inner, source=source)
+    elif executor == "int8":
+        raise ValueError("the executor int8 quantises a whole model, in one process: leave out torchrun and --parallel")
     else:
         network = open_parallel(model, parallel, tp, inner, _dtype(dtype), device)
     if network.tokenizer is None:
@@ -136,7 +142,8 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
     parallel : a key of `moelab.experts.parallel.VARIANTS`.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank.
-    placements : which experts each ep rank holds, one for all layers or one a layer; consecutive ones by default.
+    placements : which experts each ep rank holds, one for all layers or one a layer; by default consecutive ones, for
+        "blocks" all.
 
     Returns
     -------
@@ -151,12 +158,14 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
         raise RuntimeError("this process is alone; see moelab.experts.parallel.connect and launch")
     grid = Grid(degree(parallel, dist.get_world_size(), tp))
     model = open_model(name_or_path, experts="external", dtype=dtype, device=device)
-    layers = [layer.experts for layer in discover(model)]
+    layers, way = [layer.experts for layer in discover(model)], VARIANTS[parallel]
     if placements is None:
-        placements = [Placement.consecutive(experts.num_experts, grid.ep.size) for experts in layers]
-    model.shards = ShardedExperts(layers, layers[0].source, placements, grid.ep.rank, grid.tp.rank, grid.tp.size)
+        placements = [way.place(experts.num_experts, grid.ep.size) for experts in layers]
+    executor = way(grid, placements, inner)
+    model.shards = ShardedExperts(layers, layers[0].source, placements, grid.ep.rank, grid.tp.rank, grid.tp.size,
+                                  way.cut)
     model.grid = grid
-    plug(model, executor=VARIANTS[parallel](grid, placements, inner), source=model.shards)
+    plug(model, executor=executor, source=model.shards)
     return model
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from moelab.ane.published import TABLE_3
+from moelab.ane.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench.guide import BlockAdvice, Example
 from moelab.bench.roofline import LOADING, Contest
 from moelab.bench.static import BASELINE, NOBODY, BlockCount, Costs, Ran, TierPlan
@@ -64,17 +64,19 @@ def block_sizes(asked: Sequence[BlockAdvice]) -> list[Row]:
 
 
 def capacity(costs: Costs) -> list[Row]:
-    """What each capacity factor drops, pads and costs, with the paper's drops and padding below."""
+    """What each capacity factor drops, pads and costs, with the paper's drops, padding and accuracy below."""
     tasks = [task for task in costs.scores if task != "loss"]
     plain = {task: of[BASELINE] for task, of in costs.scores.items()}
     first = {"capacity factor": BASELINE, "dropped": "0 %", "padding": "–",
              "language loss": f"{plain['loss']['score']:.3f} nats"}
-    first |= {f"{task}, points": f"{percent(plain[task]['score'])} ± {percent(plain[task]['error'])}" for task in tasks}
+    first |= {f"{task}, points (95 %)": f"{percent(plain[task]['score'])} right" for task in tasks}
     own = [{"capacity factor": way, "dropped": percent(costs.tally(way).drop_rate),
             "padding": percent(costs.tally(way).padded_fraction), "language loss": _loss(costs, way)}
            | _points(costs, way) for way in costs.tallies]
-    return [first, *own, *({"capacity factor": f"*paper, {name}*", "dropped": percent(dropped),
-                            "padding": percent(padding)} for name, (dropped, padding) in TABLE_3.items())]
+    paper = [{"capacity factor": f"*paper, {name}*", "dropped": percent(dropped), "padding": percent(padding),
+              "accuracy in the paper, fp16 → NPUMoE": "{:g} → {:g} %".format(*TABLE_3_ACCURACY[name])}
+             for name, (dropped, padding) in TABLE_3.items()]
+    return [first, *own, *paper]
 
 
 def orders(costs: Costs) -> list[Row]:
@@ -149,5 +151,5 @@ def _loss(costs: Costs, way: str) -> str:
 
 
 def _points(costs: Costs, way: str) -> Row:
-    return {f"{task}, points": f"{100 * of[way]['difference']:+.1f} ± {100 * of[way]['difference error']:.1f}"
-            for task, of in costs.scores.items() if task != "loss"}
+    return {f"{task}, points (95 %)": costs.told(task, way).replace(" points (95 % ", " (")
+            for task in costs.scores if task != "loss"}

@@ -2,6 +2,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 import moelab
 from moelab.__main__ import main
 from moelab.bench import accuracy, evaluate, lm_eval_adapter, scores
+from moelab.experts import make
+from moelab.experts.quantization import Quantized
+from moelab.models import plug, plugged
 from tests.bench.test_accuracy import wrong_experts
 
 QUICK = ["--limit", "4", "--tokens", "64"]
@@ -25,7 +29,20 @@ def model():
 def test_executors_are_modes(model, results, capsys):
     assert main(["evaluate", *QUICK, "--tasks", "lookup", "--modes", "executor:capacity:factor=0.5"]) == 0
     file, = (results / "runs" / "evaluate").glob("*")
-    assert list(json.loads(file.read_text())["scores"]["lookup"]) == ["baseline", "executor:capacity:factor=0.5"]
+    found = json.loads(file.read_text())
+    assert list(found["scores"]["lookup"]) == ["baseline", "executor:capacity:factor=0.5"]
+    assert found["settings"]["batch"] == 1              # or texts, and their padding, would compete for places
+
+
+def test_the_executor_int8_quantises(model, results, capsys):
+    assert main(["evaluate", *QUICK, "--tasks", "loss", "--modes", "executor:int8,executor:sorted"]) == 0
+    file, = (results / "runs" / "evaluate").glob("*")
+    found = json.loads(file.read_text())
+    mode = partial(plugged, model, make("int8"), Quantized(plug(model), "int8"))
+    expected = accuracy.compare(model, {"int8": mode}, ["loss"], n=4, windows=4, tokens=64)["samples"]["loss"]["int8"]
+    baseline, int8, bf16 = found["samples"]["loss"].values()
+    assert int8 == pytest.approx(expected, abs=1e-6) and int8 != pytest.approx(bf16, abs=1e-4)
+    assert found["settings"]["batch"] == 8
 
 
 @pytest.mark.parametrize("text, word", [("executor:fsat", "there is no executor"), ("executor:capacity:2", "OPTION=VALUE"),

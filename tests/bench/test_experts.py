@@ -1,8 +1,11 @@
 """The measurement of executors: a tiny run has every arm, its ratios are right, its arms compute the same."""
 
+from types import SimpleNamespace
+
 import torch
 
 from moelab.bench import experts
+from moelab.experts import packed
 
 SIZES = {"E": 4, "K": 2, "H": 32, "I": 16}
 
@@ -29,6 +32,16 @@ def test_all_arms_compute_the_same():
             results = {name: arm(i).float() for name, arm in arms.items()}
             for name, result in results.items():
                 assert torch.allclose(result, results["transformers eager"], atol=0.05), name
+
+
+@torch.inference_mode()
+def test_packing_is_no_part_of_what_is_timed(monkeypatch):
+    layers = experts.Layers(**SIZES, dtype=torch.float32, cold=1e5)
+    arms, _ = layers.arms(1, 6)
+    arms["packed"](0)
+    monkeypatch.setattr(packed, "_OPS", SimpleNamespace(_linear_pointwise=packed._OPS._linear_pointwise))
+    for i in range(1, 6):
+        arms["packed"](i)               # other layers and experts; nothing is left to pack
 
 
 def test_rows_of_known_timings():

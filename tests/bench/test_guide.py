@@ -6,6 +6,7 @@ from moelab.bench import guide
 def test_examples_are_what_a_calculator_says():
     told = {(example.section, example.text): example.ours for example in guide.examples()}
     assert len(told) == 16
+    assert [example.follows for example in guide.examples()].count("no") == 7 and "Seven do not" in guide.__doc__
     assert told["Router execution", "Size of GPT-OSS-120B's router, 2880 × 128 × 2 bytes"] == "0.74 MB"
     assert "163 expected" in told["All-Experts", "DeepSeek, batch 32, top-8 of 256: experts required"]   # E(1−(1−K/E)³²)
     assert round(256 * (1 - (1 - 8 / 256) ** 32)) == 163

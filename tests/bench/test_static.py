@@ -8,7 +8,6 @@ import torch
 
 import moelab
 from moelab.bench import static
-from moelab.experts import blocks
 from moelab.experts.capacity import CapacityFactor
 from moelab.experts.executor import Tally
 from moelab.models.seam import SeamExperts
@@ -45,12 +44,17 @@ def test_texts_come_source_by_source_and_fill_half_a_chunk(model):
     assert all(len(model.tokenizer(text)["input_ids"]) > 48 for text in chunks)
 
 
+def provisioned(T, K, E, B):
+    """N: all experts but one have a token each, in a block each; one has all the others; never more than choices."""
+    return min(E - 1 + sum(1 for _ in range(0, T * K - (E - 1), B)), T * K)
+
+
 def naive_share(routings, T, K, B, skip):
     """Slots without a token over slots, block by block."""
     slots = empty = 0
     for counts in routings:
         filled = [min(B, n - start) for n in counts for start in range(0, n, B)]
-        provided = len(filled) if skip else blocks.blocks_by_code(T, K, len(counts), B)
+        provided = len(filled) if skip else provisioned(T, K, len(counts), B)
         slots, empty = slots + provided * B, empty + provided * B - sum(filled)
     return empty / slots
 
@@ -70,7 +74,10 @@ def test_padding_curves_are_a_naive_loops():
     distances = {B: abs(a - dict(curves["Zipf 1.2"])[B]) for B, a in curves["uniform"]}
     assert distance == max(distances.values()) == distances[at]
     made = static.block_paddings(T, E, K, 0.6, 7)
-    assert made[16] == blocks.padding(drawn[0], T, K, 16) and set(made) == set(static.SIZES)
+    assert set(made) == set(static.SIZES)
+    for B, of in made.items():
+        assert of.needed == sum(len(range(0, n, B)) for n in drawn[0]) and of.provisioned == provisioned(T, K, E, B)
+        assert of.padded == B * provisioned(T, K, E, B) - 96
 
 
 def test_blocks_are_counted_as_they_run():

@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moelab.experts.parallel import (VARIANTS, Blocks, Exchange, Grid, Hidden, Placement, ShardedExperts, connect,
-                                     degree)
-from moelab.experts.parallel.sharding import on_hidden
+from moelab.experts.parallel import VARIANTS, Exchange, Grid, ShardedExperts, connect, degree
 
 
 def tokens_and_logits(model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,6 +34,21 @@ def generate_all(cases):
     return made
 
 
+def generate_with(folder, ways):
+    """[(variant, executor or None, placements)] → [(tokens, logits, choices routed, executed, slots)]."""
+    from moelab.experts import make
+    from moelab.models import discover, eager
+    from moelab.runtime.generate import open_parallel
+    made = []
+    for variant, name, placements in ways:
+        inner = make(name) if name else eager
+        model = open_parallel(folder, variant, inner=inner, dtype=torch.float32, placements=placements)
+        tokens, logits = tokens_and_logits(model)
+        tally = discover(model)[0].experts.executor.tally
+        made.append((tokens, logits, tally.routed, tally.executed, tally.slots))
+    return made
+
+
 def run_all(cases):
     """[(experts, routing, way, options)] → [(output, output of own tokens, bytes sent, choices computed)]."""
     from moelab.models import eager
@@ -44,24 +57,16 @@ def run_all(cases):
     made = []
     for experts_options, routing_options, way, options in cases:
         experts, (ids, weights), x = toy_layer(toy, experts_options, routing_options)
-        placement = options.get("placement")
-        if way in VARIANTS:
-            grid = Grid(degree(way, dist.get_world_size()))
-            placement = placement or Placement.consecutive(experts.num_experts, grid.ep.size)
-            source = ShardedExperts([experts], lambda _, e: experts.own(e), placement, grid.ep.rank, grid.tp.rank,
-                                    grid.tp.size)
-            executor = VARIANTS[way](grid, placement, eager)
-        else:
-            grid = Grid()
-            everything = Placement.consecutive(experts.num_experts, 1)
-            source = ShardedExperts([experts], lambda _, e: experts.own(e), everything, 0,
-                                    *((grid.world.rank, grid.world.size, on_hidden) if way == "hidden" else ()))
-            executor = Hidden(grid) if way == "hidden" else Blocks(grid, eager, **options)
+        grid, kind = Grid(degree(way, dist.get_world_size())), VARIANTS[way]
+        placement = options.get("placement") or kind.place(experts.num_experts, grid.ep.size)
+        source = ShardedExperts([experts], lambda _, e: experts.own(e), placement, grid.ep.rank, grid.tp.rank,
+                                grid.tp.size, kind.cut)
+        executor = kind(grid, placement, eager, **{key: of for key, of in options.items() if key != "placement"})
         experts.source = source
         y = executor.run(x, ids, weights, experts)
         computed = executor.tally.executed
         own = sent = None
-        if way in VARIANTS:
+        if hasattr(executor, "run_own"):
             grid.reset()
             share = torch.arange(len(x)).tensor_split([(r + 1) * len(x) // grid.world.size
                                                        for r in range(grid.world.size - 1)])[grid.world.rank]

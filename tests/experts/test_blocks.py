@@ -207,12 +207,33 @@ def test_the_advice_is_the_smallest_compute_bound_block():
     for reuse, dtype in product((True, False), ("bf16", "fp8")):
         advice = blocks.advise_block_size(trn2, 1000, 2, 8, reuse=reuse, dtype=dtype)
         assert [B for B, *_ in advice.table] == [64, 128, 256, 512, 1024]
-        reached = [B for B, N, intensity, _ in advice.table if intensity >= advice.target]
-        assert advice.compute_bound == bool(reached) and advice.block_size == min(reached, default=advice.block_size)
+        size, peak = {"bf16": (2, 667e12), "fp8": (1, 1299e12)}[dtype]
+        reached = []
+        for B in (64, 128, 256, 512, 1024):             # seconds of arithmetic and of reading, an expert of H = I = 1
+            N = -(-(2000 - 7) // B) + 7
+            flops, read = 6 * B * N, 3 * size * (8 if reuse else N)
+            reached += [B] if flops / peak >= read / 2.9e12 else []
+        assert reached and advice.compute_bound and advice.block_size == reached[0]
         assert f"B = {advice.block_size}" in advice.explanation
     # weights read again for every block: 2·B/2 FLOPs a byte must reach 230
     assert blocks.advise_block_size(trn2, 1000, 2, 8, reuse=False).block_size == 256
     assert "only padding makes it look compute-bound" in blocks.advise_block_size(trn2, 200, 2, 8).explanation
+
+
+def test_what_there_is_no_arithmetic_for_is_refused():
+    trn2 = cards.load_device("trn2")
+    for wrong in (dict(T=0), dict(K=0), dict(E=0), dict(sizes=()), dict(sizes=(0, 64))):
+        with pytest.raises(ValueError, match="at least 1"):
+            blocks.advise_block_size(trn2, **dict(T=10, K=2, E=8) | wrong)
+    for counts in ([5, 5], [], [-1, 2]):
+        with pytest.raises(ValueError, match="1 tokens with 1 experts"):
+            blocks.padding(counts, 1, 1, 2)
+    assert blocks.padding([0, 0], 1, 1, 2).padded == 2          # "no expert" is chosen
+
+
+def test_ids_of_32_bits():
+    experts, x, (ids, weights) = make_experts(5, 6, 4), torch.randn(9, 6), make_routing(9, 5, 2)
+    assert torch.equal(Blockwise(4)(x, ids.int(), weights, experts), Blockwise(4)(x, ids, weights, experts))
 
 
 def test_without_a_compute_bound_block_the_advice_pads_least():

@@ -90,6 +90,7 @@ def test_choices_go_where_their_expert_is_and_replicas_take_turns(devices, more,
 
 
 @pytest.mark.parametrize("wrong", [dict(load=[], devices=1), dict(load=[1, -1], devices=1),
+                                   dict(load=[float("nan")], devices=1), dict(load=[1, float("inf")], devices=1),
                                    dict(load=[1] * 8, devices=3), dict(load=[1] * 8, devices=4, nodes=3),
                                    dict(load=[1] * 8, devices=4, groups=3)])
 def test_what_cannot_be_placed_is_refused(wrong):
@@ -154,6 +155,26 @@ def test_advice_fits_the_devices(name, devices):
         made = advise(spec, devices, load)
         assert made.tp * made.ep == devices and made.ep <= spec.E and made.reasons
         assert all(reason.endswith(".") for reason in made.reasons)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([8, 32, 33, 48, 60, 63, 64, 256]), st.sampled_from([96, 128, 512, 1408, 4096]),
+       st.integers(1, 130))
+def test_reasons_are_true(E, I, devices):
+    try:
+        made = advise(MoESpec("toy", "toy", 1, (0,), E=E, K=1, H=64, I=I), devices)
+    except ValueError:
+        assert not any(devices % tp == 0 and devices // tp <= E for tp in range(1, min(devices, I) + 1))
+        return
+    said, parts = str(made), I / made.tp
+    assert not ("every device works on every token" in said or "none is a straggler" in said) or made.ep == 1
+    assert "whole ones" not in said or made.tp == 1
+    assert "are spread" not in said or made.ep > 1
+    assert "moderate tp beside ep" not in said or (2 <= made.tp <= 8 and made.ep > 1)
+    assert "have no tp of 2 to 8" not in said or not any(
+        devices % tp == 0 and tp < devices <= E * tp and I / tp >= 128 for tp in range(2, 9))
+    assert "at least 128" not in said or parts >= 128
+    assert "keeps only" not in said or parts < 128
 
 
 def test_a_skewed_load_moves_advice_to_larger_tp():

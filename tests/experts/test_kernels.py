@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,18 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.experts import dense, make
 from moelab.experts import gemv as gemv_module
-from moelab.experts import make
 from moelab.experts.choice import Fast
 from moelab.experts.gemv import GEMV, PlanesGEMV, gemv_planes
-from moelab.experts.layout import plain
-from moelab.experts.packed import AVAILABLE, Packed
+from moelab.experts.layout import plain, silu_gated
+from moelab.experts.packed import AVAILABLE, SUPPORTED, Packed
 from moelab.models.seam import eager
 from moelab.store import bits
 
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
-products, around = (pytest.importorskip(f"moelab.experts.{name}") for name in ("products", "feed_forward"))
+pytest.importorskip("numba")            # only its absence may skip; kernels that do not import must fail
+products, around = (import_module(f"moelab.experts.{name}") for name in ("products", "feed_forward"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -159,6 +163,95 @@ def test_gemv_on_several_threads(dtype, layout, threads):
         y = GEMV()(*case).double()
         exact = naive(*case)
         assert (y - exact).abs().max() <= {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype] * 4
+
+
+@pytest.mark.parametrize("name", ["gemv", "fast", "packed", "sorted"])
+def test_gates_that_clamp_are_not_taken_for_silu(name):
+    for layout in ("gated", "clamped"):
+        x, ids, weights, experts = step(layout=layout)
+        x = 40 * x                                          # gates and ups far beyond the clamps
+        exact = naive(x, ids, weights, experts)
+        assert (make(name)(x, ids, weights, experts) - exact).abs().max() <= 1e-5 * exact.abs().max()
+    assert silu_gated(step(layout="gated")[-1]) and not silu_gated(step(layout="clamped")[-1])
+
+
+@pytest.mark.parametrize("limit", [0.5, 7.0, 10.0, 30.0, 1000.0])
+@pytest.mark.parametrize("which", ["gate above", "up above", "up below"])
+def test_any_clamp_is_seen(limit, which):
+    experts = step()[-1]
+
+    def gate(h):
+        gate, up = h.chunk(2, -1)
+        return torch.nn.functional.silu(gate.clamp(max=limit) if which == "gate above" else gate) * (
+            up.clamp(max=limit) if which == "up above" else up.clamp(min=-limit) if which == "up below" else up)
+    experts._apply_gate = gate
+    assert not silu_gated(experts)
+
+
+@pytest.mark.parametrize("name", ["sorted", "grouped_mm", "packed", "gemv", "fast", "selective", "blockwise",
+                                  "capacity"])
+@pytest.mark.parametrize("wrong", [-1, 7, 1000, 10 ** 12, -10 ** 12])
+def test_ids_of_no_expert_are_refused(name, wrong):
+    x, ids, weights, experts = step()
+    ids[2, 1] = wrong
+    with pytest.raises(ValueError, match="expert"):
+        make(name)(x, ids, weights, experts)
+
+
+@pytest.mark.parametrize("layout", ["gated", "transposed", "bias"])
+@pytest.mark.parametrize("name", ["gemv", "fast", "packed", "grouped_mm", "sorted"])
+@pytest.mark.parametrize("of", ["x", "weights", "experts"])
+def test_gradients_are_those_of_the_reference(name, layout, of):
+    x, ids, weights, experts = step(layout=layout)
+    found = []
+    for executor in (make("reference"), make(name)):
+        leaf = {"x": x, "weights": weights, "experts": experts.down_proj}[of].detach().clone().requires_grad_()
+        if of == "experts":
+            experts.down_proj = torch.nn.Parameter(leaf.detach())
+            leaf = experts.down_proj
+        y = executor(leaf if of == "x" else x, ids, leaf if of == "weights" else weights, experts)
+        found.append(torch.autograd.grad(y.square().sum(), leaf)[0])
+    assert torch.allclose(*found, atol=1e-4) and found[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["reference", "all_experts", "blockwise", "selective", "grouped_mm", "sorted",
+                                  "packed", "gemv", "fast"])
+@pytest.mark.parametrize("layout", ["gated", "interleaved"])
+def test_routing_weights_of_double_precision(name, layout):
+    for dtype in DTYPES[:2]:
+        x, ids, weights, experts = step(layout=layout, dtype=dtype)
+        y = make(name)(x, ids, weights.double(), experts)
+        assert y.dtype == dtype and torch.allclose(y.double(), naive(x, ids, weights, experts), atol=1e-4 if
+                                                   dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this torch has no oneDNN weight packing")
+def test_packed_falls_back_where_the_processor_lacks_instructions(monkeypatch):
+    for dtype in DTYPES:
+        for there in (True, False) if SUPPORTED[dtype]() else (False,):
+            monkeypatch.setitem(SUPPORTED, dtype, lambda: there)
+            case, packed = step(dtype=dtype), Packed()
+            assert torch.allclose(packed(*case).double(), naive(*case), atol=0.05) and bool(packed.nbytes) == there
+
+
+@pytest.mark.parametrize("module", [gemv_module, dense])
+def test_only_a_missing_numba_is_forgiven(module, monkeypatch):
+    def without(missing):
+        def fails(name, *rest):
+            if name == "moelab.experts" and {"products", "feed_forward"} & set(rest[2] or ()):
+                raise missing
+            return real(name, *rest)
+        return fails
+    real = builtins.__import__
+    spec = importlib.util.find_spec(module.__name__)
+    copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(builtins, "__import__", without(ModuleNotFoundError("no numba", name="numba")))
+    spec.loader.exec_module(copy)
+    assert copy.products is None
+    for error in (ImportError("cannot import name 'dots'"), ModuleNotFoundError("no tiles", name="moelab.tiles")):
+        monkeypatch.setattr(builtins, "__import__", without(error))
+        with pytest.raises(ImportError, match=str(error)):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_one_expert_twice_for_one_token():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import models
+from moelab.experts import EXECUTORS, make
 from moelab.experts.capacity import CapacityFactor, capacity_of
 from moelab.experts.grouped import Grouped
 from moelab.experts.overflow import ORDERS
@@ -117,6 +118,36 @@ def test_the_capacity_factor_drops_the_later_tokens(case, factor):
     distinct = all(len(set(row)) == K for row in ids.tolist())
     if distinct:
         assert executor.tally.slots == E * C and C <= T
+
+
+def made_with_a_plan(name, E, capacity):
+    """An executor of the registry; those that drop, with these capacities."""
+    if name in ("tiered", "grouped"):
+        plan = {"capacities": [capacity]} if name == "tiered" else {"groups": [partition(E, capacity, 3)]}
+        return make(name, **plan, order="router")
+    return make(name, factor=0.6) if name == "capacity" else make(name)
+
+
+@pytest.mark.parametrize("name", [name for name in EXECUTORS if name not in ("int8", "gemv_planes")])
+def test_counts_are_of_what_was_really_computed(name):
+    """Expert e gives 1 in column e and 0 elsewhere, so the result says who was computed by whom, and how often."""
+    E, T, K, dropped = 8, 40, 3, 0
+    experts = make_experts(E, 16, 6, "ungated bias")
+    for parameter in experts.parameters():
+        parameter.zero_()
+    experts.down_proj_bias.copy_(torch.eye(E, 16))
+    for seed in range(6):
+        ids, _ = make_routing(T, E, K, seed / 2, seed)
+        ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E
+        executor = made_with_a_plan(name, E, [4, 9, 30, 2, 0, 7, 5, 40])
+        done = executor(torch.randn(T, 16), ids, torch.ones(T, K), experts)
+        asked = torch.tensor([[sum(int(of) == e for of in row) for e in range(E)] for row in ids])
+        assert (done[:, :E] <= asked).all() and not done[:, E:].any() and torch.equal(done, done.round())
+        tally = executor.tally
+        assert (tally.routed, tally.executed) == (int(asked.sum()), int(done.sum())) and tally.slots >= tally.executed
+        dropped += int(asked.sum() - done.sum())
+        assert tally.dropped == int(asked.sum() - done.sum())
+    assert (dropped == 0) == made_with_a_plan(name, E, [1] * E).lossless
 
 
 @pytest.mark.parametrize("T, K, E, factor, C", [

@@ -10,9 +10,10 @@ from transformers.integrations.moe import use_experts_implementation
 from moelab.models.seam import seam_class
 
 #: name → (gated, biases, transposed, concatenated)
-LAYOUTS = {"gated": (True, False, False, True), "transposed": (True, False, True, True),
-           "interleaved": (True, True, True, False), "bias": (True, True, False, True),
-           "ungated": (False, False, False, True), "ungated bias": (False, True, True, True)}
+LAYOUTS = {"gated": (True, False, False, True), "clamped": (True, False, False, True),
+           "transposed": (True, False, True, True), "interleaved": (True, True, True, False),
+           "bias": (True, True, False, True), "ungated": (False, False, False, True),
+           "ungated bias": (False, True, True, True)}
 
 
 def make_experts(E: int, H: int, I: int, layout: str = "gated", dtype: torch.dtype = torch.float32, seed: int = 0):
@@ -34,6 +35,11 @@ def make_experts(E: int, H: int, I: int, layout: str = "gated", dtype: torch.dty
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
             raise RuntimeError("only through the seam")
+
+        if layout == "clamped":                             # as DeepSeek-V4 does at 10
+            def _apply_gate(self, gate_up):
+                gate, up = gate_up.chunk(2, -1)
+                return self.act_fn(gate.clamp(max=10)) * up.clamp(-10, 10)
 
         if not concatenated:
             def _apply_gate(self, gate_up):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moelab.__main__ import main
+from moelab.experts.parallel import launch
 from moelab.models import open_model
 from moelab.runtime.generate import generate, open_parallel
 
@@ -54,7 +56,25 @@ def test_the_command_prints_text_and_json(capsys):
     assert made["text"] == " fox 37\n"[:len(made["text"])]
 
 
+@pytest.mark.parametrize("parallel, executor", [("hidden", None), ("blocks", "gemv"), ("ep", "neuron")])
+def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, executor):
+    alone = generate(max_new_tokens=8, dtype="float32")
+    made = launch(generate, 2, None, None, 8, parallel, None, executor, "float32")
+    assert made[0] == replace(made[1], seconds=made[0].seconds)
+    assert made[0].tokens == alone.tokens and min(made[0].sent["result"]) > 0
+
+
+def test_the_executor_int8_quantises_and_needs_a_whole_model():
+    ids = []
+    for executor in (None, "int8"):
+        ids.append(generate(prompt="the red fox 37\nthe red", max_new_tokens=2, executor=executor).tokens)
+    assert ids[0] == ids[1]                         # rounded, but alive
+    with pytest.raises(ValueError, match="in one process"):
+        generate(parallel="ep", executor="int8")
+
+
 @pytest.mark.parametrize("arguments, said", [
+    (["--executor", "tiered"], "capacities, overflow='prune'"), (["--executor", "grouped"], "'groups'"),
     (["--parallel", "ep"], "torchrun"), (["--max-new-tokens", "0"], "at least one"), (["--prompt", ""], "empty"),
     (["nowhere/at/all"], "no checkpoint folder")])
 def test_bad_input_is_explained(arguments, said, capsys):

@@ -11,7 +11,8 @@ Optimizations" (EPLB, all-to-all-v).
     eplb.py       placement of redundant experts
     advice.py     TP or EP: the guide's decision framework, with reasons
 
-`VARIANTS` are the ways by name. Adding one is a subclass of `Parallel` and a line there.
+`VARIANTS` are the ways by name. Adding one is a subclass of `Parallel` and a line there. "hidden" and "blocks" are the
+guide's sharding on H and on blocks: every rank has a part of each expert's H, or all experts and a share of the tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from moelab.experts.parallel.launch import PeerLost, connect, launch
 from moelab.experts.parallel.sharding import Placement, ShardedExperts
 
 #: name → executor
-VARIANTS = {"ep": AllGather, "ep-a2a": AllToAll, "ep-dedup": Deduplicated, "tp": AllGather, "tp-ep": Deduplicated}
+VARIANTS = {"ep": AllGather, "ep-a2a": AllToAll, "ep-dedup": Deduplicated, "tp": AllGather, "tp-ep": Deduplicated,
+            "hidden": Hidden, "blocks": Blocks}
 
 
 def degree(variant: str, W: int, tp: int | None = None) -> int:
-    """How many of W ranks share an expert: all for "tp", `tp` (2 if None) for "tp-ep", 1 for the others.
+    """How many of W ranks share an expert: all for "tp" and "hidden", `tp` (2 if None) for "tp-ep", 1 for the others.
 
     Raises
     ------
@@ -35,8 +37,11 @@ def degree(variant: str, W: int, tp: int | None = None) -> int:
     if variant not in VARIANTS:
         raise ValueError(f"there is no way {variant!r} to spread experts; there are: {', '.join(VARIANTS)}")
     if variant == "tp-ep":
-        return tp or 2
-    fixed = W if variant == "tp" else 1
+        tp = 2 if tp is None else tp
+        if tp < 1 or W % tp:
+            raise ValueError(f"tp is {tp}; it must divide the {W} ranks")
+        return tp
+    fixed = W if variant in ("tp", "hidden") else 1
     if tp not in (None, fixed):
         raise ValueError(f"tp is {tp}, but {variant} on {W} ranks means {fixed}; tp-ep lets you choose")
     return fixed

@@ -69,19 +69,26 @@ def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> 
 
     if spec.E <= FEW:
         tp = wide[-1]
-        reasons.append(f"{spec.E} experts are few (≤ {FEW}): cut, every device works on every token, and none is a "
-                       f"straggler.")
+        reasons.append(f"{spec.E} experts are few (≤ {FEW}): they are cut" + (
+            "." if tp < devices else ", every device works on every token, and none is a straggler."))
         if tp < devices:
             reasons.append(f"Cut into {devices}, an expert would keep I = {spec.I / devices:.4g}, less than {LEAST_I}: "
                            f"so tp is {tp}, and the experts are spread over {devices // tp}.")
     elif spec.E < MANY:
-        tp = next((tp for tp in wide if tp >= HYBRID[0]), wide[-1])
-        reasons.append(f"{spec.E} experts are neither few (≤ {FEW}) nor many (≥ {MANY}): a moderate tp beside ep.")
+        moderate = [tp for tp in wide if HYBRID[0] <= tp <= HYBRID[1] and tp < devices]
+        tp = moderate[0] if moderate else wide[-1] if wide[-1] <= HYBRID[1] else wide[0]
+        reasons.append(f"{spec.E} experts are neither few (≤ {FEW}) nor many (≥ {MANY}): " + (
+            "a moderate tp beside ep." if moderate else
+            f"both would be combined, but {devices} devices have no tp of {HYBRID[0]} to {HYBRID[1]} that leaves parts "
+            f"of I ≥ {LEAST_I} and an ep. " + (
+                "So the experts are spread." if tp == 1 else
+                "So they are cut: every device works on every token, and none is a straggler." if tp == devices else
+                f"So tp is {tp}, the least with which every device holds a part.")))
     else:
         tp = wide[0]
-        reasons.append(f"{spec.E} experts are many (≥ {MANY}): spread, each device computes whole ones.")
-        if tp > 1:
-            reasons.append(f"{devices} devices are more than the experts, so tp is {tp}.")
+        reasons.append(f"{spec.E} experts are many (≥ {MANY}): they " + (
+            "are spread, each device computes whole ones." if tp == 1 else
+            f"would be spread, but {devices} devices are more than the experts, so tp is {tp}."))
     if spec.I / tp >= LEAST_I and tp > 1:
         reasons.append(f"A part keeps I = {spec.I / tp:.4g}, at least {LEAST_I}.")
     elif tp > 1:

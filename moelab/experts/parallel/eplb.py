@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from moelab.experts.parallel.sharding import Placement
 
@@ -60,11 +61,11 @@ def balance(load: Sequence[float], devices: int, spare: int = 0, nodes: int = 1,
 
     Raises
     ------
-    ValueError : numbers that do not divide each other, no or negative load.
+    ValueError : numbers that do not divide each other, a load that is missing or no number from 0 up.
     """
     E = len(load)
-    if not E or min(load) < 0:
-        raise ValueError("load must have one number for each expert, none of them negative")
+    if not E or not all(0 <= value < inf for value in load):
+        raise ValueError("load must have one number for each expert, none of them negative, infinite or undefined")
     if devices < 1 or spare < 0 or (E + spare) % devices:
         raise ValueError(f"{E} experts and {spare} spare places do not fill {devices} devices equally: "
                          f"{-E % max(devices, 1)} spare places do")

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch
+from moelab.experts.layout import plain
 from moelab.experts.parallel.exchange import Grid, pack, share, unpack
-from moelab.experts.parallel.sharding import Placement
+from moelab.experts.parallel.sharding import Placement, on_hidden, on_intermediate
 
 
 class Parallel(Executor):
@@ -38,8 +39,15 @@ class Parallel(Executor):
     placements : which experts each ep rank holds, for all layers or for each; see `eplb` for redundant ones.
     inner : runs the rows that are here: (x, ids, weights, experts) → [T, H].
 
-    The tally counts what this rank computed; ranks that share an expert each count it.
+    The tally counts what this rank computed; ranks that share an expert each count it. `cut` is how they cut it, see
+    `sharding`.
+
+    Raises
+    ------
+    ValueError : an `inner` that drops tokens where no rank sees all of a step's.
     """
+
+    cut = staticmethod(on_intermediate)
 
     def __init__(self, grid: Grid, placements: Placement | Sequence[Placement], inner: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -47,6 +55,14 @@ class Parallel(Executor):
         self._calls = 0
         if isinstance(inner, Executor):
             self.tally, self.lossless = inner.tally, inner.lossless
+        if not self.lossless and type(self) is not AllGather:
+            raise ValueError(f"{type(inner).__name__} drops tokens by how many a whole step has, and here a rank sees "
+                             f"only those that are sent to it: spread the experts by ep or tp, or drop nothing")
+
+    @staticmethod
+    def place(E: int, ep: int) -> Placement:
+        """The placement of a layer's experts on ep ranks if no other is given."""
+        return Placement.consecutive(E, ep)
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """For x, ids and weights that every rank has."""
@@ -109,9 +125,14 @@ class Blocks(AllGather):
     block : B, tokens of one expert that are computed together; alternate blocks go to alternate ranks.
     """
 
-    def __init__(self, grid: Grid, inner: Callable[..., Tensor], block: int = 128) -> None:
-        super().__init__(grid, (), inner)
+    def __init__(self, grid: Grid, placements: Placement | Sequence[Placement], inner: Callable[..., Tensor],
+                 block: int = 128) -> None:
+        super().__init__(grid, placements, inner)
         self.block = block
+
+    @staticmethod
+    def place(E: int, ep: int) -> Placement:
+        return Placement((tuple(range(E)),) * ep, E)
 
     def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
         d = dispatch(ids, experts.num_experts)
@@ -173,14 +194,22 @@ class Deduplicated(Parallel):
 class Hidden(Executor):
     """Each expert cut along H (`on_hidden`): sums over H are completed before the activation, columns gathered after.
 
-    Works on experts of transformers' experts interface.
+    Works on experts of transformers' experts interface, which it computes itself: there is no other executor inside.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    cut, place = staticmethod(on_hidden), Parallel.place
+
+    def __init__(self, grid: Grid, placements: Any = None, inner: Any = None) -> None:
         super().__init__()
+        if isinstance(inner, Executor):
+            raise ValueError(f"experts that are cut along H are computed in two halves with an exchange between them, "
+                             f"which {type(inner).__name__} cannot do: leave the executor out")
         self.grid = grid
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if not plain(experts):
+            raise ValueError(f"{type(experts).__name__} does more than up, gate, down and a weighted sum, which is all "
+                             f"that can be computed cut along H: use tp or ep")
         world, d = self.grid.world, dispatch(ids, experts.num_experts)
         self.count(len(d), len(d), len(d))
         columns = share(x.shape[1], world.size)

@@ -112,6 +112,10 @@ class ShardedExperts:
                 weights = weights if parts == 1 else cut(weights, part, parts, experts)
                 self._held[layer, e] = {name: tensor.detach().clone() for name, tensor in weights.items()}
 
+    def held(self, layer: int) -> list[int]:
+        """The experts of a layer that are here, in order."""
+        return [e for of, e in self._held if of == layer]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that are held."""
