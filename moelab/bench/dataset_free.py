@@ -119,7 +119,13 @@ class Prefetcher:
         ----------
         ids : the prompt. steps : decode steps D; no end of text ends an answer before.
         choose : name → counts [L, E] of the prompt's tokens → resident [L, E], x experts a layer.
+
+        Raises
+        ------
+        ValueError : no steps, as nothing of the prefetched experts could be used.
         """
+        if steps < 1:
+            raise ValueError(f"{steps} decode steps use no expert; ask for at least 1")
         offloading = self.model.moelab
         self.policy.keys = set()
         offloading.reset()

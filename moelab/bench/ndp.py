@@ -141,15 +141,15 @@ def room(assumptions: Assumptions, seed: int = 0) -> dict[str, dict[str, Any]]:
     """What each step beyond the literal framework adds: mean gain over it, all models and numbers of units."""
     whole = assumptions.system("NDP+TP+LB+PRE")
     steps = {"literal": whole, "as many experts prefetched as fit": replace(whole, limit="memory"),
+             "of those as many as pay": replace(whole, limit="pay"),
              "shares of experts, misses balanced": replace(whole, version="improved"),
-             "both: improved": replace(whole, version="improved", limit="memory")}
+             "both: improved": replace(whole, version="improved", limit="pay")}
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
     for model in progress(MODELS, "beyond the paper", unit="model"):
         routing = assumptions.routing(model, seed)
         for N in range(modules_needed(model, assumptions), UNITS[-1] + 1):
             for name, system in steps.items():
-                result = simulate(routing.spec, assumptions.hardware(N), system, routing,
-                                  placement=assumptions.placement)
+                result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
                 times[name].append((result.moe_prefill, result.moe_decode, result.end_to_end))
     return {name: {what: mean(first[i] / own[i] for first, own in zip(times["literal"], times[name]))
                    for i, what in enumerate(("moe_prefill", "moe_decode", "end_to_end"))} for name in steps}
@@ -186,7 +186,7 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
             routing, system = assumptions.routing(model), assumptions.system(name)
             counts, L = routing.counts(), routing.spec.L
             for N in (modules_needed(model, assumptions), UNITS[-1]):
-                run = Run(routing.spec, assumptions.hardware(N), system, routing, assumptions.placement)
+                run = Run(assumptions.hardware(N), system, routing, assumptions.placement)
                 picked = range(0, L, L // layers)
                 for phase, steps in (
                         ("prefill", [run.prefill_step(layer, counts[layer]) for layer in picked]),
@@ -240,8 +240,7 @@ def prefill_seconds(model: str, systems: dict[str, str], lengths: Sequence[int],
     for S in lengths:
         routing = assumptions.routing(model, seed, S, 1)
         for label, name in systems.items():
-            found[label].append((S, simulate(routing.spec, assumptions.hardware(N), assumptions.system(name),
-                                             routing).moe_prefill))
+            found[label].append((S, simulate(assumptions.hardware(N), assumptions.system(name), routing).moe_prefill))
     return found
 
 
@@ -269,11 +268,18 @@ def design_space(units: Sequence[int], assumptions: Assumptions, system: str = O
         for variant, by_units in found[model].items():
             for N in units:
                 try:
-                    by_units[N] = simulate(routing.spec, assumptions.variant(variant, N), assumptions.system(system),
+                    by_units[N] = simulate(assumptions.variant(variant, N), assumptions.system(system),
                                            routing).decode / 8
                 except NotSupported:
                     by_units[N] = math.nan
     return found
+
+
+def decode_times(routing: Routing, systems: dict[str, str], assumptions: Assumptions, N: int) -> dict[str, float]:
+    """Label → seconds of an answer's experts, with loading the prefetched, on N modules; `systems` are label → name."""
+    found = {label: simulate(assumptions.hardware(N), assumptions.system(name), routing,
+                             placement=assumptions.placement) for label, name in systems.items()}
+    return {label: result.intermediate + result.moe_decode for label, result in found.items()}
 
 
 def tensor_parallel_error(model: Any, ids: Sequence[int], units: Sequence[int] = (1, 3, 6)) -> dict[int, float]:
@@ -303,7 +309,7 @@ def one_layer(machine: Hardware, system: System, routing: Routing, placement: st
     ------
     NotSupported : the experts do not fit.
     """
-    run = Run(routing.spec, machine, system, routing, placement)
+    run = Run(machine, system, routing, placement)
     plans = [system.plan(run.decode_step(l, routing.decode[t, l]), run.costs) for l in range(2) for t in range(4)]
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
 

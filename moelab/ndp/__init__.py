@@ -7,6 +7,6 @@ layer's experts, the closed form or the event simulation times the plan, `simula
 >>> from moelab.ndp.simulation import simulate
 >>> a = Assumptions()
 >>> routing = a.routing("Qwen3-30B-A3B", seed=0)
->>> result = simulate(routing.spec, a.hardware(6), a.system("NDP+TP+LB+PRE"), routing)
+>>> result = simulate(a.hardware(6), a.system("NDP+TP+LB+PRE"), routing)
 >>> result.prefill, result.decode, result.end_to_end        # seconds, modelled
 """

@@ -9,9 +9,10 @@ E_g", or 1/N where E_g is an integer multiple of N.
     (2)  T_w·E_g + T_g·E_g' + (S−1)·T_a·N   = (N+1)·T_a + T_n·(K − E_g)
     (3)  T_g·E_max                          = (K − E_max)·T_n + (1+N)·T_a
 
-Taken literally E_g' leaves a hole: an integer that N does not divide has no tail at all, though its last N-th is
-computed after it arrives; `improved` gives every whole number that tail. With either rule two E_g can balance, just
-below and just above an integer; the smaller is taken, which keeps more work where the weights are.
+The left side of Eqs. 1 and 2 is a saw whose teeth overlap, so two E_g can balance, just below and just above a whole
+number; the smaller is taken, which keeps more work where the weights are. At whole numbers E_g' leaves holes: 0 would
+have a tail though nothing is sent (here it has none), and a number that N does not divide has none though its last N-th
+is computed after it arrives. Neither matters to the solution, which is not looked for at whole numbers.
 """
 
 from __future__ import annotations
@@ -19,20 +20,15 @@ from __future__ import annotations
 import math
 
 
-def unhidden(E_g: float, N: int, version: str = "literal") -> float:
-    """E_g', the expert times on the GPU that the transfer does not hide (§III-C).
-
-    `literal` is the paper's sentence; `improved` gives every whole number the tail of one N-th of an expert.
-    """
+def unhidden(E_g: float, N: int) -> float:
+    """E_g', the expert times on the GPU that the transfer does not hide (§III-C); none where nothing is sent."""
     fraction = E_g - math.floor(E_g)
     if fraction > 0:
         return fraction / N
-    multiple = E_g % N == 0 if version == "literal" else E_g > 0
-    return 1 / N if multiple else 0.0
+    return 1 / N if E_g > 0 and E_g % N == 0 else 0.0
 
 
-def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1,
-            version: str = "literal") -> float:
+def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
     """E_g of Eq. 2, which is Eq. 1 at S = 1: experts to send to the GPU, a real number in [0, K].
 
     Parameters
@@ -40,25 +36,31 @@ def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: i
     T_w, T_g, T_n, T_a : seconds: an expert over the link, on the GPU, on N units together, a token over the link.
     K, N, S : experts a token, units, tokens of the forward.
 
-    Returns 0 where the GPU's side is the longer one without any expert, K where the units' side is.
+    Returns the smallest solution that is no whole number; 0 where the GPU's side is the longer one without any expert,
+    K where it is the shorter one until all of them are sent.
+
+    Raises
+    ------
+    ValueError : K, N or S below 1, T_a below 0, or another time that is not above 0.
     """
+    if min(K, N, S) < 1:
+        raise ValueError(f"K = {K}, N = {N} and S = {S}, but experts, units and tokens are at least 1")
+    if min(T_w, T_g, T_n) <= 0 or T_a < 0:
+        raise ValueError(f"T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s must be above 0, and T_a = {T_a} s not below it")
     right = (N + 1) * T_a + T_n * K - (S - 1) * T_a * N         # the equation with all of E_g on the left
     slope = T_w + T_n
-    for whole in range(K + 1):
-        if whole == K:
-            return float(K)
-        if whole * slope + T_g * unhidden(whole, N, version) >= right:      # a whole number is enough or too much
-            return float(whole)
+    if right <= 0:
+        return 0.0
+    for whole in range(K):                                      # a tooth begins below the end of the one before it
         fraction = (right - whole * slope) / (slope + T_g / N)
         if fraction < 1:
             return whole + fraction
-    raise AssertionError("unreachable: E_g = K ends the search")
+    return float(K)
 
 
-def residual(E_g: float, T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1,
-             version: str = "literal") -> float:
+def residual(E_g: float, T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
     """Left minus right side of Eq. 2 (Eq. 1 at S = 1) in seconds; 0 at a solution."""
-    left = T_w * E_g + T_g * unhidden(E_g, N, version) + (S - 1) * T_a * N
+    left = T_w * E_g + T_g * unhidden(E_g, N) + (S - 1) * T_a * N
     return left - (N + 1) * T_a - T_n * (K - E_g)
 
 

@@ -2,7 +2,8 @@
 
 Only figures that the text states are here; its bar charts give no numbers to compare with. "Slightly worse" and "not
 supported" are made checkable: a range that we chose, and the number of 32 GB modules that Table II's own parameter
-counts need. `FIT` are the numbers that free assumptions may be chosen by; all others only judge them.
+counts need, which is our division: the text names no cell. `FIT` are the numbers that free assumptions may be chosen
+by; all others only judge them.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ CLAIMS = {
     "modules needed, Mixtral-8x7B": Claim("Table II, Figs. 9–11", "42.0B parameters in 32 GB modules", 3, 0.0),
 }
 
+#: what a technique adds to another system → its two claims, after and before
+INCREMENTS = {
+    "prefill: +LB on +TP": ("prefill NDP+TP+LB", "prefill NDP+TP"),
+    "decode: +LB on +TP": ("decode NDP+TP+LB", "decode NDP+TP"),
+    "decode: +PRE on +TP": ("decode NDP+TP+PRE", "decode NDP+TP"),
+    "decode: +LB on +TP+PRE": ("decode NDP+TP+LB+PRE", "decode NDP+TP+PRE"),
+    "decode: +PRE on +TP+LB": ("decode NDP+TP+LB+PRE", "decode NDP+TP+LB"),
+}
+
 #: half of the numbers that depend on assumptions; the other half only judges
 FIT = ("prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE", "end to end ÷ MoE-OnDemand",
        "Qwen3, N=2, decode NDP+TP")
@@ -88,6 +98,7 @@ MISSES = {
                      "gains little, and E_g ≤ TopK moves at most 8 of 128 experts. More skewed routing would come "
                      "close, but prefetching would then hit more often than §IV-D's 2.23 allows.",
     "end to end ÷ MoNDE": "Averages of 2.41 over all models and 1.69 for Qwen3 leave about 2.7 for the others, and the "
-                          "two large models, whose time is nearly all experts, must lie above that at six units. No "
-                          "single assumption brings the largest below 2.9, but rounding E_g up, which ruins balancing.",
+                          "two large models, whose time is nearly all experts, must lie above that at six units. Of "
+                          "the other choices that `moelab.ndp.fit` has, one at a time, only rounding E_g up brings it "
+                          "below 2.9, and that ruins balancing (`python -m moelab bench ndp --sensitivity`).",
 }

@@ -18,7 +18,7 @@ from moelab.ndp.hardware import Hardware
 from moelab.ndp.sweep import MODELS, UNITS, Assumptions, modules_needed
 
 GPU, STAY = "GPU: transfer and unhidden work", "modules: the experts that stay"
-LITERAL, IMPROVED, WHOLE = "balanced, literal E_g'", "balanced, improved E_g'", "whole experts (the paper)"
+BALANCED, WHOLE = "balanced", "whole experts (the paper)"
 Times = dict[str, float]
 Sides = dict[str, tuple[np.ndarray, np.ndarray]]            # side → (experts, seconds); nan breaks the line
 Solutions = dict[str, tuple[float, float]]                  # what → (experts, seconds)
@@ -37,16 +37,16 @@ def stay(E_g: float, t: Times) -> float:
 
 
 def sides(t: Times, S: int = 1, points: int = 100) -> Sides:
-    """Both sides of Eq. 2 with the literal E_g'; its saw is broken at whole numbers. points : for each expert."""
+    """Both sides of Eq. 2; the saw of E_g' is broken at whole numbers. points : for each expert."""
     x = np.linspace(0, t["K"], points * int(t["K"]) + 1)
     saw = [stay(E, t) + residual(float(E), **t, S=S) if E % 1 else np.nan for E in x]
     return {GPU: (x, np.array(saw)), STAY: (x, stay(x, t))}
 
 
 def solutions(t: Times, S: int = 1) -> Solutions:
-    """Where Eq. 2 holds, with either E_g', and the whole experts that the paper takes."""
-    literal, improved = (balance(**t, S=S, version=version) for version in ("literal", "improved"))
-    return {name: (E, stay(E, t)) for name, E in ((LITERAL, literal), (IMPROVED, improved), (WHOLE, int(literal)))}
+    """Where Eq. 2 holds, and the whole experts that the paper takes."""
+    E_g = balance(**t, S=S)
+    return {BALANCED: (E_g, stay(E_g, t)), WHOLE: (int(E_g), stay(int(E_g), t))}
 
 
 def prefetched(t: Times, points: int = 100) -> tuple[Sides, Solutions]:
@@ -54,7 +54,7 @@ def prefetched(t: Times, points: int = 100) -> tuple[Sides, Solutions]:
     x = np.linspace(0, t["K"], points * int(t["K"]) + 1)
     most = most_on_gpu(**{name: value for name, value in t.items() if name != "T_w"})
     return ({GPU: (x, t["T_g"] * x), STAY: (x, stay(x, t))},
-            {LITERAL: (most, stay(most, t)), WHOLE: (int(most), stay(int(most), t))})
+            {BALANCED: (most, stay(most, t)), WHOLE: (int(most), stay(int(most), t))})
 
 
 def answers(assumptions: Assumptions = Assumptions(), units: Sequence[int] = UNITS) -> dict[tuple[str, int], float]:

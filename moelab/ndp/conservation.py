@@ -94,7 +94,7 @@ def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
     rng, found, layers, ratios = random.Random(seed), [], 0, {True: [], False: []}
     for i in progress(range(configurations), "conservation", unit="configuration"):
         name, spec, machine, system, routing = random_configuration(rng)
-        run = Run(spec, machine, system, routing)
+        run = Run(machine, system, routing)
         steps = [(routing.prefill[:, 0], run.prefill_step(0, routing.counts()[0]))]
         steps += [(ids, run.decode_step(0, ids[0])) for ids in routing.decode]
         for ids, step in steps:

@@ -100,13 +100,21 @@ class Costs:
         two experts' room for weights in transit."""
         return self.hardware.gpu_memory - self.dense_bytes - float(self.kv_bytes(tokens)) - 2 * self.spec.expert_bytes
 
-    def check(self, tokens: int, home: str) -> None:
-        """Raise `NotSupported` where the experts do not fit their home ("units" or "host"), or the rest the GPU."""
+    def check(self, tokens: int, home: str, fullest: int = 0) -> None:
+        """Raise `NotSupported` where the experts do not fit their home ("units" or "host"), or the rest the GPU.
+
+        fullest : experts of all layers on the fullest unit, where units hold whole experts; 0 where each is spread over
+            all of them.
+        """
         s, h = self.spec, self.hardware
         room = h.units * h.unit_memory if home == "units" else h.host_memory
         if s.experts_bytes > room:
             raise NotSupported(f"{s.name}: {s.experts_bytes / 1e9:.1f} GB of experts, but the {home} of {h.name} hold "
                                f"{room / 1e9:.1f} GB" + ("; use more units" if home == "units" else ""))
+        if home == "units" and fullest * s.expert_bytes > h.unit_memory:
+            raise NotSupported(f"{s.name}: one unit would hold {fullest * s.expert_bytes / 1e9:.1f} GB of whole "
+                               f"experts, but a unit of {h.name} has {h.unit_memory / 1e9:.1f} GB; use more units, or "
+                               "a system with tensor parallelism, which spreads every expert over all of them")
         if self.free_gpu_bytes(tokens) < 0:
             raise NotSupported(f"{s.name}: {self.dense_bytes / 1e9:.1f} GB of attention, embeddings and shared experts "
                                f"do not leave room to work in the GPU's {h.gpu_memory / 1e9:.0f} GB")

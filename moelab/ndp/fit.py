@@ -4,6 +4,9 @@ Every assumption has a handful of choices, each with a reason to be among them. 
 one assumption after the other, keeps the best by the error on `claims.FIT`, and stops when a round changes nothing; it
 never sees `claims.JUDGED`. `sensitivity` then changes one assumption at a time and reports all numbers.
 
+The search starts at its own last answer, and the first one started at what a prototype had been tuned to with more of
+the numbers in view; "never sees" holds for the search, not for where it began.
+
 The error is the root mean square of log(found ÷ published), of words the distance from the range they allow.
 """
 

@@ -50,8 +50,8 @@ class Hardware:
     unit_macs: float
 
     def __post_init__(self) -> None:
-        if self.units < 1:
-            raise ValueError(f"{self.name}: {self.units} units; a GPU-NDP machine has at least one")
+        if self.units != int(self.units) or self.units < 1:
+            raise ValueError(f"{self.name}: {self.units} units; their number is a whole number, at least one")
 
 
 def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080", host: str = "i7-14700",
@@ -72,16 +72,27 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
 
     Raises
     ------
-    ValueError : an unknown card, mapping or generation; a unit card that says nothing about multipliers.
+    ValueError : an unknown card, mapping or generation; a card that lacks a figure; a number out of range.
     """
     if pcie not in PCIE:
         raise ValueError(f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}")
     if mapping not in MAPPINGS:
         raise ValueError(f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}")
+    if clock_ghz is not None and clock_ghz <= 0:
+        raise ValueError(f"a clock of {clock_ghz} GHz multiplies nothing; it must be above 0")
+    if host_channels is not None and host_channels < 1:
+        raise ValueError(f"{host_channels} memory channels; there is at least one (None: no limit)")
+    if not all(0 < share <= 1 for share in efficiency):
+        raise ValueError(f"efficiency {efficiency} must be two shares above 0 and at most 1, as 1 is the peak")
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
     if "multipliers_count" not in u.figures:
         raise ValueError(f"{u.name} computes nothing in its memory; units are cards with multipliers, such as "
                          "ndp-dimm-ddr4, lpddr-ndp and hbm-pim")
+    rates = ("memory_gb", "memory_bandwidth_gbs")
+    for card, needed in ((g, (*rates, "bf16_tflops")), (h, (*rates, "fp32_tflops"))):
+        if missing := [figure for figure in needed if figure not in card.figures]:
+            raise ValueError(f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; add it to its "
+                             "card or choose another one")
     stream = mapping.lower() + "_gbs"
     bandwidth = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
     link = PCIE[pcie]
@@ -92,7 +103,7 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
         f"{g.name} + {units} × {u.name}, PCIe {pcie}", units, g["memory_gb"] * GB, g["memory_bandwidth_gbs"] * rate,
         g["bf16_tflops"] * flops, link * rate, h["memory_gb"] * GB, h["memory_bandwidth_gbs"] * rate,
         h["fp32_tflops"] * flops, u["memory_gb"] * GB, bandwidth * GB,
-        u["multipliers_count"] * (clock_ghz or u["clock_ghz"]) * 1e9)
+        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9)
 
 
 #: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units

@@ -2,10 +2,15 @@
 
 Three steps: count the experts of every layer during prefill; between prefill and decode load the x most used of each
 layer into GPU memory; decode. x starts at 1 and grows until no further expert of every layer fits; the paper's own
-ablation stops at TopK (§IV-D). The counterpart takes the counts from other data instead (calibration); how good either
-is, is the share of prefetched experts that a decode step uses (Fig. 6) and the share of what it uses that is there.
+ablation stops at TopK (§IV-D). How good a choice is, is the share of prefetched experts that a decode step uses (Fig.
+6) and the share of what it uses that is there.
+
+Beyond the paper, `places` tells from the prompt alone what x would have been worth: each of its tokens is met with the
+experts that the *other* tokens would have prefetched, as an answer's token is with those that the prompt did.
 
     counts [L, E] → resident, bool [L, E]       decode ids [D, L, K]
+
+Left out: the "remaining critical experts" that the intermediate step stages (§III-D, 2), of which nothing more is said.
 """
 
 from __future__ import annotations
@@ -13,8 +18,6 @@ from __future__ import annotations
 import numpy as np
 
 from moelab.ndp.costs import Costs
-from moelab.ndp.routing import Routing, recorded_routing
-from moelab.trace import RoutingTrace
 
 
 def experts_that_fit(costs: Costs, tokens: int, limit: int | None = None) -> int:
@@ -37,14 +40,21 @@ def most_used(counts: np.ndarray, x: int) -> np.ndarray:
     return mask
 
 
-def dataset_free(routing: Routing, x: int) -> np.ndarray:
-    """Resident experts [L, E] chosen by the prompt itself."""
-    return most_used(routing.counts(), x)
+def places(ids: np.ndarray, E: int) -> np.ndarray:
+    """Place of each choice [T, L, K] among its layer's experts, by how often the other T − 1 tokens use them.
 
-
-def calibrated(routing: Routing, x: int) -> np.ndarray:
-    """Resident experts [L, E] chosen by other data."""
-    return most_used(routing.history, x)
+    int [T, L, K]; the most used expert has place 0, equal counts go to the lower id, as in `most_used`, and "no expert"
+    is at E, behind all others. A choice would have hit if x experts were prefetched and its place is below x.
+    """
+    found = np.empty(ids.shape, np.int64)
+    for layer in range(ids.shape[1]):
+        own = np.zeros((len(ids), E + 1), np.int64)
+        np.put_along_axis(own, ids[:, layer].astype(np.int64), 1, axis=1)
+        others = (own.sum(0) - own)[:, :E]
+        place = np.full((len(ids), E + 1), E)
+        np.put_along_axis(place, np.argsort(-others, axis=1, kind="stable"), np.arange(E)[None], axis=1)
+        found[:, layer] = np.take_along_axis(place, ids[:, layer].astype(np.int64), axis=1)
+    return found
 
 
 def hits(resident: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -63,32 +73,3 @@ def hit_rate(resident: np.ndarray, ids: np.ndarray) -> float:
     """Share of a decode step's experts that are resident; equal to the utilisation where x = K."""
     routed = (ids < resident.shape[1]).sum()
     return float(hits(resident, ids).sum() / routed) if routed else float("nan")
-
-
-def compare(trace: RoutingTrace, x: int, history: np.ndarray | None = None, samples: int = 2000,
-            seed: int = 0) -> dict[str, tuple[float, float, float]]:
-    """Fig. 6 on a recorded trace: utilisation of both ways and their difference, as (mean, low, high).
-
-    Means over sequences, with 95 % bootstrap intervals over sequences; the difference is paired. Sequences without a
-    prefill or a decode are left out.
-
-    history : counts [L, E] of the calibration data; None is, for each sequence, all others.
-
-    Raises
-    ------
-    ValueError : no sequence has both phases.
-    """
-    rows = []
-    for sequence in range(trace.sequences):
-        try:
-            routing = recorded_routing(trace, sequence, history)
-        except ValueError:
-            continue
-        rows.append([utilisation(way(routing, x), routing.decode) for way in (dataset_free, calibrated)])
-    if not rows:
-        raise ValueError("no sequence of the trace has a prefill and a decode; record a generation, not only prompts")
-    table = np.array([[free, known, free - known] for free, known in rows])
-    picks = np.random.default_rng(seed).integers(len(table), size=(samples, len(table)))
-    low, high = np.quantile(table[picks].mean(1), [0.025, 0.975], axis=0)
-    names = ("dataset-free", "calibrated", "difference")
-    return {name: (float(table[:, i].mean()), float(low[i]), float(high[i])) for i, name in enumerate(names)}

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from moelab.ndp.prefetch import places
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
@@ -45,9 +46,22 @@ class Routing:
     @cached_property
     def decode_by_popularity(self) -> np.ndarray:
         """`decode` with each token's experts from most to least popular on other prompts, and none last."""
+        return self._by_popularity(self.decode)
+
+    @cached_property
+    def prefill_by_popularity(self) -> np.ndarray:
+        """`prefill` in the same order."""
+        return self._by_popularity(self.prefill)
+
+    @cached_property
+    def prefill_places(self) -> np.ndarray:
+        """`prefetch.places` of `prefill_by_popularity`."""
+        return places(self.prefill_by_popularity, self.spec.E)
+
+    def _by_popularity(self, ids: np.ndarray) -> np.ndarray:
         popular = np.pad(self.history, ((0, 0), (0, 1)), constant_values=-1.0)
-        by = np.argsort(-popular[np.arange(len(self.history))[:, None], self.decode], axis=-1, kind="stable")
-        return np.take_along_axis(self.decode, by, -1)
+        by = np.argsort(-popular[np.arange(len(self.history))[:, None], ids], axis=-1, kind="stable")
+        return np.take_along_axis(ids, by, -1)
 
 
 def count(ids: np.ndarray, E: int) -> np.ndarray:
@@ -62,7 +76,15 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
     """One prompt of the popularity model; the same seed gives the same routing.
 
     zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's log-weights; 0 is none.
+
+    Raises
+    ------
+    ValueError : one of the two is negative, or the prompt or the answer has no token.
     """
+    if min(zipf, bias) < 0:
+        raise ValueError(f"zipf is {zipf} and bias {bias}; both are 0 or more")
+    if min(prompt, answer) < 1:
+        raise ValueError(f"a prompt of {prompt} and an answer of {answer} tokens; both have at least one")
     rng = np.random.default_rng(seed)
     L, E, K = spec.L, spec.E, spec.K
     popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))      # [L, E]

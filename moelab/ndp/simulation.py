@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.closed_form import layer_events, layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import Plan, Step
-from moelab.ndp.prefetch import dataset_free, experts_that_fit, hit_rate, hits, utilisation
+from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used, utilisation
 from moelab.ndp.routing import Routing
 from moelab.ndp.systems import System
-from moelab.specs import Event, MoESpec
+from moelab.specs import Event
 
-PLACEMENTS = ("id", "popularity")
+PLACEMENTS, ENGINES = ("id", "popularity"), ("event simulation", "closed form")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,22 +74,28 @@ class Result:
 
 
 class Run:
-    """One model, machine, system and routing: its steps, by phase and layer.
+    """One machine and system under the routing of one model: its steps, by phase and layer.
+
+    Attributes
+    ----------
+    x : experts of each layer that are prefetched. resident : bool [L, E], which. home : int [L, E], the units.
 
     Raises
     ------
     NotSupported : the experts do not fit where the system keeps them.
     """
 
-    def __init__(self, spec: MoESpec, hardware: Hardware, system: System, routing: Routing, placement: str = "id",
-                 chooser: Callable[[Routing, int], np.ndarray] = dataset_free) -> None:
+    def __init__(self, hardware: Hardware, system: System, routing: Routing, placement: str = "id") -> None:
+        spec, tokens = routing.spec, len(routing.prefill) + len(routing.decode)
         self.costs, self.system, self.routing = Costs(spec, hardware), system, routing
-        self.tokens = len(routing.prefill) + len(routing.decode)
-        self.costs.check(self.tokens, system.home)
         self.home = place(routing.history, hardware.units, placement)
-        limit = system.prefetched(spec.K, spec.E)
-        self.x = experts_that_fit(self.costs, self.tokens, limit) if system.prefetches else 0
-        self.resident = chooser(routing, self.x)                                            # [L, E]
+        self.costs.check(tokens, system.home, np.bincount(self.home.ravel()).max() if system.whole else 0)
+        self.plans: dict[tuple[int, ...], Plan] = {}                    # situation of a decode step → its plan
+        most = {"none": 0, "K": spec.K}.get(system.prefetches, spec.E)
+        self.x = experts_that_fit(self.costs, tokens, most)
+        if system.prefetches == "pay":
+            self.x = self.experts_that_pay(min(spec.K, self.x), self.x)
+        self.resident = most_used(routing.counts(), self.x)
 
     def prefill_step(self, layer: int, counts: np.ndarray) -> Step:
         experts = np.lexsort((-self.routing.history[layer], -counts))
@@ -97,54 +103,89 @@ class Run:
         return Step(experts, counts[experts], self.home[layer, experts], np.zeros(len(experts), bool),
                     len(self.routing.prefill))
 
-    def decode_step(self, layer: int, ids: np.ndarray) -> Step:
-        """ids : [K] experts of one token, E for none."""
-        ids = ids[ids < self.costs.spec.E].astype(int)
-        experts = ids[np.argsort(-self.routing.history[layer, ids], kind="stable")]
-        return Step(experts, np.ones(len(experts), int), self.home[layer, experts], self.resident[layer, experts], 1)
+    def decode_step(self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None) -> Step:
+        """ids : [K] experts of one token, E for none. resident : bool [K], those on the GPU; None: the prefetched."""
+        if resident is None:
+            resident = hits(self.resident[layer:layer + 1], ids[None, None])[0, 0]
+        ids, resident = ids[ids < self.costs.spec.E].astype(int), resident[ids < self.costs.spec.E]
+        by = np.argsort(-self.routing.history[layer, ids], kind="stable")
+        experts = ids[by]
+        return Step(experts, np.ones(len(experts), int), self.home[layer, experts], resident[by], 1)
 
-    def decode_situations(self) -> np.ndarray:
-        """Rows [D · L, c] that name the decode steps' situations, in order of time."""
-        ids = self.routing.decode_by_popularity                                             # [D, L, K]
-        homes = np.pad(self.home, ((0, 0), (0, 1)), constant_values=-1)[np.arange(ids.shape[1])[:, None], ids]
-        K = ids.shape[2]
-        found = hits(self.resident, ids)
-        return self.system.situations(homes.reshape(-1, K), found.reshape(-1, K), self.costs)
+    def decode_seconds(self, ids: np.ndarray, resident: np.ndarray,
+                       seconds: Callable[[Plan, Costs], float] = layer_seconds) -> np.ndarray:
+        """[T, L] of tokens that are decoded one by one; each distinct situation is planned once.
 
-    def intermediate(self) -> float:
-        return self.x * self.costs.spec.L * self.costs.transfer()
+        ids : [T, L, K], a token's experts from most to least popular on other prompts. resident : bool, alike.
+        """
+        T, L, K = ids.shape
+        homes = np.pad(self.home, ((0, 0), (0, 1)), constant_values=-1)[np.arange(L)[:, None], ids]
+        rows = self.system.situations(homes.reshape(-1, K), resident.reshape(-1, K), self.costs)
+        _, first, which = np.unique(numbered(rows), return_index=True, return_inverse=True)
+        times = []
+        for i in first.tolist():
+            at, situation = divmod(i, L), tuple(rows[i].tolist())
+            if situation not in self.plans:
+                self.plans[situation] = self.system.plan(self.decode_step(at[1], ids[at], resident[at]), self.costs)
+            times.append(seconds(self.plans[situation], self.costs))
+        return np.array(times)[which].reshape(T, L)
+
+    def loading(self, x: int) -> float:
+        """Seconds of the intermediate step, which brings x experts of each layer to the GPU."""
+        return x * self.costs.spec.L * self.costs.transfer()
+
+    def experts_that_pay(self, usual: int, most: int) -> int:
+        """x from 0 to `most` that gains most over the `usual` x, which stays unless another is likely to gain anything.
+
+        What an answer gains is foreseen from the prompt: each of its S tokens is decoded with those experts resident
+        that its others use most. D such tokens gain D times the mean, give or take two standard errors of that
+        prediction, which is taken at its lower end; what loading gains or costs is certain.
+        """
+        ids, place, D = self.routing.prefill_by_popularity, self.routing.prefill_places, len(self.routing.decode)
+        as_usual = self.decode_seconds(ids, place < usual).sum(1)                           # [S]
+
+        def gain(x: int) -> float:
+            a_token = as_usual - self.decode_seconds(ids, place < x).sum(1)
+            sure = D * a_token.mean() - 2 * a_token.std() * (D + D * D / len(ids)) ** 0.5
+            return self.loading(usual) - self.loading(x) + sure
+        return max((usual, *range(most + 1)), key=gain)
 
 
-def simulate(spec: MoESpec, hardware: Hardware, system: System, routing: Routing, *, placement: str = "id",
-             seconds: Callable[[Plan, Costs], float] = layer_seconds,
-             chooser: Callable[[Routing, int], np.ndarray] = dataset_free) -> Result:
-    """Time one prompt and its answer.
+def simulate(hardware: Hardware, system: System, routing: Routing, *, placement: str = "id",
+             seconds: Callable[[Plan, Costs], float] = layer_seconds) -> Result:
+    """Time one prompt and its answer by the model that the routing is of.
 
     Parameters
     ----------
     placement : which unit holds an expert where units hold whole experts: cyclic by "id" or by "popularity" on other
         data.
     seconds : the engine: `closed_form.layer_seconds`, or `event_seconds` for the event simulation.
-    chooser : who is prefetched: `prefetch.dataset_free` or `prefetch.calibrated`.
 
     Raises
     ------
     NotSupported : the experts do not fit where the system keeps them, or the rest not the GPU.
     """
-    run = Run(spec, hardware, system, routing, placement, chooser)
+    run = Run(hardware, system, routing, placement)
     costs, S, D = run.costs, len(routing.prefill), len(routing.decode)
-    counts = routing.counts()
-    prefill = np.array([seconds(system.plan(run.prefill_step(layer, counts[layer]), costs), costs)
-                        for layer in range(spec.L)])
-    rows = run.decode_situations()
-    names = np.ravel_multi_index(tuple(rows.T), tuple(rows.max(0, initial=0) + 1))       # one integer a row: sorts fast
-    _, first, which = np.unique(names, return_index=True, return_inverse=True)
-    times = np.array([seconds(system.plan(run.decode_step(i % spec.L, routing.decode[i // spec.L, i % spec.L]), costs),
-                              costs) for i in first.tolist()])
-    decode = times[which].reshape(D, spec.L).sum(1)
+    prefill = np.array([seconds(system.plan(run.prefill_step(layer, counts), costs), costs)
+                        for layer, counts in enumerate(routing.counts())])
+    ids = routing.decode_by_popularity
+    decode = run.decode_seconds(ids, hits(run.resident, ids), seconds).sum(1)
     rates = (hit_rate(run.resident, routing.decode), utilisation(run.resident, routing.decode)) if run.x else ()
-    return Result(prefill, decode, costs.dense_prefill(S), costs.dense_decode(S + np.arange(D)), run.intermediate(),
-                  run.x, *rates)
+    return Result(prefill, decode, costs.dense_prefill(S), costs.dense_decode(S + np.arange(D)),
+                  run.loading(run.x), run.x, *rates)
+
+
+def numbered(rows: np.ndarray) -> np.ndarray:
+    """Rows of small integers [n, c] as one integer each, int64 [n]: equal for equal rows only; those sort fast."""
+    names, size = np.zeros(len(rows), np.int64), 1
+    for column in rows.T:
+        width = int(column.max(initial=0)) + 1
+        if size * width >= 2**63:                               # so many columns that it would not fit: renumber
+            names = np.unique(names, return_inverse=True)[1]
+            size = int(names.max(initial=0)) + 1
+        names, size = names * width + column, size * width
+    return names
 
 
 def event_seconds(plan: Plan, costs: Costs) -> float:
@@ -153,16 +194,29 @@ def event_seconds(plan: Plan, costs: Costs) -> float:
     return simulate_layer(plan, costs)[0]
 
 
-def timeline(spec: MoESpec, hardware: Hardware, system: System, routing: Routing, forwards: Iterable[int] = (1,), *,
-             placement: str = "id") -> tuple[list[Event], list[tuple[float, float, int, str]]]:
-    """Events of chosen forwards by the event simulation, one after the other from time 0.
+def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Iterable[int] = (1,), *,
+             placement: str = "id", engine: str = "event simulation"
+             ) -> tuple[list[Event], list[tuple[float, float, int, str]]]:
+    """Events of chosen forwards, one after the other from time 0.
 
     forwards : 0 is the prefill, with loading the prefetched experts after it; 1, 2 … the decode steps.
+    engine : "event simulation", or "closed form" for what the formula assumes.
 
     Returns (events, forwards), the latter as (start, end, tokens, "prefill" or "decode"): what `metrics` takes.
+
+    Raises
+    ------
+    ValueError : an unknown engine, or a forward that the answer does not have.
+    NotSupported : the experts do not fit where the system keeps them, or the rest not the GPU.
     """
     from moelab.ndp.event_simulation import simulate_layer
-    run = Run(spec, hardware, system, routing, placement)
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
+    forwards = list(forwards)
+    if any(not 0 <= forward <= len(routing.decode) for forward in forwards):
+        raise ValueError(f"forwards are {forwards}; there are 0, the prefill, and 1 to {len(routing.decode)}, decode")
+    layer_of = simulate_layer if engine == "event simulation" else layer_events
+    run, spec = Run(hardware, system, routing, placement), routing.spec
     costs, S = run.costs, len(routing.prefill)
     events, done, now = [], [], 0.0
     for forward in forwards:
@@ -173,7 +227,7 @@ def timeline(spec: MoESpec, hardware: Hardware, system: System, routing: Routing
                 run.prefill_step(layer, counts[layer])
             before, now = now, now + dense / spec.L
             events.append(Event("gpu", "other", layer, -1, before, now))
-            took, new = simulate_layer(system.plan(step, costs), costs, layer, now)
+            took, new = layer_of(system.plan(step, costs), costs, layer, now)
             events += new
             now += took
         done.append((began, now, 1 if forward else S, "decode" if forward else "prefill"))

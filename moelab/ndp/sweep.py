@@ -64,6 +64,8 @@ class Assumptions:
 
     def variant(self, name: str, N: int) -> Hardware:
         """Another machine, of `moelab.ndp.hardware.VARIANTS`; its units have their own clock."""
+        if name not in VARIANTS:
+            raise ValueError(f"there is no machine {name!r}; there are: {', '.join(VARIANTS)}")
         return self.hardware(N, **({"clock_ghz": None} | VARIANTS[name]))
 
     def system(self, name: str) -> System:
@@ -167,8 +169,7 @@ def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] 
         result, why = by_host.get(key), ""
         if result is None:
             try:
-                result = simulate(routing.spec, assumptions.hardware(N), system, routing,
-                                  placement=assumptions.placement)
+                result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
             except NotSupported as error:
                 why = str(error)
             if system.home == "host":

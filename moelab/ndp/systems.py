@@ -8,8 +8,14 @@ Where the paper is ambiguous `GPUNDP` has two versions:
     literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
     improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are balanced too, as
-              many experts move in prefill as pay, and prefetching fills the memory (§III-D). The split is the one that
-              ends both sides at once, found by bisection on the closed form instead of on Eqs. 1 to 3.
+              many experts move in prefill as pay, and so many are prefetched, of those that fit (§III-D), as save the
+              answer more time than loading them takes; none if none does. The split is the one that ends both sides at
+              once, found by bisection on the closed form instead of on Eqs. 1 to 3.
+
+What prefetching saves is foreseen from two things that are known before the answer: its length limit, and the prompt,
+each of whose tokens is timed as if it were the answer's, with those experts resident that the prompt's other tokens use
+most. The paper's K stays unless another number gains by two standard errors. An answer unlike its prompt, or one that
+ends before its limit, can still lose what loading took.
 
 Without tensor parallelism (combinations that the paper does not show) experts stay whole on their home unit, and what
 moves is taken from the unit that is busiest. Left out: MoNDE's periodic correction of its share from history.
@@ -19,6 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +36,20 @@ from moelab.ndp.costs import Costs
 from moelab.ndp.plans import Plan, Step, make_plan
 
 ROUND = {"floor": math.floor, "round": round, "ceil": math.ceil}
+VERSIONS = ("literal", "improved")
 
 
 class System(ABC):
-    """A schedule. `home` says where all experts are ("host" or "units"), `prefetches` whether some go to the GPU."""
+    """A schedule.
+
+    home : where all experts are, "host" or "units". whole : each is on one unit; otherwise a part of each is on every
+    unit. prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those as many as
+    "pay".
+    """
 
     home = "units"
-    prefetches = False
+    whole = True
+    prefetches = "none"
 
     @abstractmethod
     def plan(self, step: Step, costs: Costs) -> Plan: ...
@@ -47,10 +61,6 @@ class System(ABC):
         homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran, at the end.
         resident : bool [n, K].
         """
-
-    def prefetched(self, K: int, E: int) -> int:
-        """At most so many experts of each layer are prefetched."""
-        return 0
 
 
 class OnDemand(System):
@@ -84,6 +94,9 @@ class MoNDE(System):
 
     rounding: str = "round"
 
+    def __post_init__(self) -> None:
+        _known("rounding", self.rounding, ROUND)
+
     def _share(self, costs: Costs) -> int:
         h = costs.hardware
         return ROUND[self.rounding](costs.spec.K * h.link / (h.link + h.units * h.unit_bandwidth))
@@ -106,7 +119,7 @@ class GPUNDP(System):
     version : "literal" or "improved", see the file's docstring.
     rounding : of E_g in the literal version: "floor", "round" or "ceil".
     eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt".
-    limit : prefetch at most "K" experts of a layer (§IV-D), or what fits the "memory" (§III-D).
+    limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or what of it will "pay".
     """
 
     tensor_parallel: bool = True
@@ -117,12 +130,19 @@ class GPUNDP(System):
     eq2_tokens: str = "mean"
     limit: str = "K"
 
-    @property
-    def prefetches(self) -> bool:
-        return self.prefetch
+    def __post_init__(self) -> None:
+        _known("version", self.version, VERSIONS)
+        _known("rounding", self.rounding, ROUND)
+        _known("eq2_tokens", self.eq2_tokens, ("mean", "prompt"))
+        _known("limit", self.limit, ("K", "memory", "pay"))
 
-    def prefetched(self, K: int, E: int) -> int:
-        return (K if self.limit == "K" else E) * self.prefetch
+    @property
+    def whole(self) -> bool:
+        return not self.tensor_parallel
+
+    @property
+    def prefetches(self) -> str:
+        return self.limit if self.prefetch else "none"
 
     def plan(self, step: Step, costs: Costs) -> Plan:
         here = step.resident & self.prefetch
@@ -147,7 +167,7 @@ class GPUNDP(System):
         E_g = 0
         if here.any():                                                      # §III-D, step 3, Eq. 3
             E_g = min(int(here.sum()), math.floor(most_on_gpu(T_g, T_n, T_a, K, N)))
-        elif self.load_balance:                                             # Eqs. 1 and 2
+        elif self.load_balance and len(step):                               # Eqs. 1 and 2
             E_g = ROUND[self.rounding](balance(costs.transfer(), T_g, T_n, T_a, K, N, step.S))
         return self._first(E_g, step, here, costs)
 
@@ -172,6 +192,11 @@ class GPUNDP(System):
         return np.sort(pairs, axis=1)
 
 
+def _known(name: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; known are {', '.join(known)}")
+
+
 def _busiest_first(step: Step, here: np.ndarray) -> np.ndarray:
     """The order in which experts would leave: those in `here` before others, the busiest unit's hottest first.
 
@@ -194,7 +219,7 @@ def _busiest_first(step: Step, here: np.ndarray) -> np.ndarray:
 SYSTEMS: dict[str, System] = {
     "MoE-OnDemand": OnDemand(), "Fiddler": Fiddler(), "MoNDE": MoNDE(),
     **{"NDP" + "+TP" * tp + "+LB" * lb + "+PRE" * pre + ", improved" * better:
-       GPUNDP(bool(tp), bool(lb), bool(pre), *(("improved", "floor", "mean", "memory") if better else ()))
+       GPUNDP(bool(tp), bool(lb), bool(pre), *(("improved", "floor", "mean", "pay") if better else ()))
        for tp in (1, 0) for lb in (0, 1) for pre in (0, 1) for better in (0, 1) if lb or pre or not better},
 }
 #: the seven systems of Figs. 9 to 11

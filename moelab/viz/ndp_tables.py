@@ -12,7 +12,7 @@ from typing import Any
 from moelab.bench.dataset_free import Answer, Interval
 from moelab.bench.ndp import OneLayer
 from moelab.cards import load_model
-from moelab.ndp.claims import CLAIMS, HALVES, MISSES
+from moelab.ndp.claims import CLAIMS, HALVES, INCREMENTS, MISSES
 from moelab.ndp.costs import Costs
 from moelab.ndp.fit import error
 from moelab.ndp.hardware import Hardware
@@ -77,6 +77,19 @@ def published(found: Mapping[str, Spread]) -> list[Row]:
             | {head: f"{value:.3f}" for head, value in zip(("ours, mean", "least", "most"), found[name])}
             | {"used to": half, "agrees": "yes" if CLAIMS[name].agrees(found[name][0]) else "**no**"}
             for half, names in HALVES.items() for name in names]
+
+
+def increments(found: Mapping[str, Spread]) -> list[Row]:
+    """What each technique adds to another, as ratios of the published levels and of ours."""
+    return [{"what a technique adds": name, "paper": f"{CLAIMS[after].value / CLAIMS[before].value - 1:+.1%}",
+             "ours": f"{found[after][0] / found[before][0] - 1:+.1%}"} for name, (after, before) in INCREMENTS.items()]
+
+
+def recorded(seconds: Mapping[str, Mapping[str, float]], over: str) -> list[Row]:
+    """Decode of each schedule under each routing: source of the routing → schedule → seconds; speedups over one."""
+    return [{"schedule": name}
+            | {f"{source}, over {over}": times(of[over] / of[name]) for source, of in seconds.items()}
+            for name in next(iter(seconds.values()))]
 
 
 def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -> list[Row]:

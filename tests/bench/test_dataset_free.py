@@ -108,6 +108,11 @@ def test_x_must_be_possible(store):
         bench.Prefetcher(store, 33)
 
 
+def test_an_answer_has_steps(store):
+    with bench.Prefetcher(store, 2) as prefetcher, pytest.raises(ValueError, match="at least 1"):
+        prefetcher.answers([1, 2], 0, {})
+
+
 def test_the_hit_curve_is_a_naive_loops(small):
     rng, spec = np.random.default_rng(0), small.spec
     answers = [bench.Answer(None, rng.integers(0, 9, (spec.L, spec.E)), None,

@@ -9,10 +9,12 @@ import torch
 import moelab
 from moelab.bench import ndp
 from moelab.ndp.claims import FIT, HALVES, JUDGED
-from moelab.ndp.costs import NotSupported
+from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.hardware import VARIANTS
+from moelab.ndp.routing import recorded_routing
 from moelab.ndp.sweep import MODELS, Assumptions, Cell, Sweep, paper_sweep
 from moelab.specs import Event
+from moelab.viz import ndp_tables as tables
 
 LITERAL, BETTER = ndp.OURS[-1], ndp.OURS[-1] + ", improved"
 ASSUMED = Assumptions()
@@ -66,9 +68,11 @@ def test_the_design_space_ends_where_the_experts_fit():
     space = ndp.design_space((1, 6), ASSUMED)
     paper = next(iter(VARIANTS))
     assert math.isnan(space[MODELS[3]][paper][1]) and space[MODELS[3]][paper][6] > 0
-    routing = ASSUMED.routing(MODELS[0], 0, 16, 8)
-    by_hand = ndp.simulate(routing.spec, ASSUMED.hardware(6, clock_ghz=None), ASSUMED.system(LITERAL), routing)
-    assert space[MODELS[0]][paper][6] == pytest.approx(by_hand.decode / 8)
+    # on demand, a slower link costs its K experts a layer: 2 experts × 32 layers × 3 · 4096 · 14336 weights
+    demand = ndp.design_space((6,), ASSUMED, "MoE-OnDemand")[MODELS[3]]
+    sent = 2 * 32 * 3 * 4096 * 14336 * 2
+    link = 0.85 * 32e9 * 128 / 130                                          # PCIe 4, of which 0.85 are reached
+    assert demand["PCIe 4"][6] - demand[paper][6] == pytest.approx(sent / (2 * link), rel=1e-6)
 
 
 def test_prompts_by_length_and_a_filled_memory():
@@ -76,6 +80,27 @@ def test_prompts_by_length_and_a_filled_memory():
     assert found["demand"][1][1] < 2 * found["demand"][0][1] and found["TP"][1][1] > 4 * found["TP"][0][1]
     sweep = paper_sweep(ASSUMED, MODELS[:1], (2,), (LITERAL,), (0,), 16, 8)
     assert ndp.filling(sweep, 0, 16, 8) > 0
+
+
+def test_an_offloaded_generation_is_simulated_on_hypothetical_hardware(tmp_path):
+    """Record what an offloaded model routes, and time it: on demand by hand, K experts a layer and token."""
+    model = moelab.offload(moelab.convert(None, tmp_path / "store", codec="raw"), budget="50%")
+    trace = moelab.record(model, ["def add(a, b):\n", "import os\n"], max_new_tokens=4, min_new_tokens=4)
+    model.moelab.close()
+    spec, routing = trace.spec, recorded_routing(trace, 1)
+    assert routing.kind == "measured" and len(routing.decode) == 3
+    taken = ndp.decode_times(routing, {"a": "MoE-OnDemand", "b": "NDP+TP"}, ASSUMED, N=4)
+    costs = Costs(spec, ASSUMED.hardware(4))
+    assert taken["a"] == pytest.approx(3 * spec.L * (spec.K * costs.transfer() + float(costs.gpu(1))))
+    assert set(taken) == {"a", "b"} and taken["b"] > 0
+
+
+def test_increments_are_ratios_of_levels():
+    found = {name: (2.0, 2.0, 2.0) for name in (*FIT, *JUDGED)} | {"decode NDP+TP+LB": (2.2, 2.2, 2.2)}
+    rows = {row["what a technique adds"]: row for row in tables.increments(found)}
+    assert (rows["decode: +LB on +TP"]["paper"], rows["decode: +LB on +TP"]["ours"]) == ("+10.1%", "+10.0%")
+    assert rows["decode: +PRE on +TP"]["paper"] == "+12.1%" and rows["decode: +LB on +TP+PRE"]["paper"] == "+8.1%"
+    assert tables.recorded({"real": {"x": 3.0, "y": 1.5}}, "x")[1] == {"schedule": "y", "real, over x": "2.00×"}
 
 
 def test_cut_experts_compute_the_same():

@@ -11,23 +11,32 @@ from moelab.ndp.sweep import MODELS, Assumptions
 @pytest.mark.parametrize("model, N, S, tokens", [(MODELS[1], 2, 1, 1.0), (MODELS[0], 3, 1, 1.0),
                                                  (MODELS[3], 3, 64, 20.0)])
 def test_a_solution_is_where_the_sides_cross(model, N, S, tokens):
+    """Eq. 2 as the paper prints it, scanned from 0 in steps of a thousandth of an expert."""
     t = conditions.times(model, N, tokens=tokens)
-    (x, gpu), (_, stay) = conditions.sides(t, S, points=1000).values()
+    T_w, T_g, T_n, T_a, K = (t[name] for name in ("T_w", "T_g", "T_n", "T_a", "K"))
+
+    def gpu_takes(E):
+        return T_w * E + T_g * (E % 1) / N + (S - 1) * T_a * N
+
+    def units_take(E):
+        return (N + 1) * T_a + T_n * (K - E)
+    E = next((i / 1000 for i in range(1, 1000 * K) if i % 1000 and gpu_takes(i / 1000) >= units_take(i / 1000)), K)
     solved = conditions.solutions(t, S)
-    crossed = x[np.nonzero(~np.isnan(gpu) & (gpu >= stay))[0]]
-    assert solved[conditions.LITERAL][0] == pytest.approx(crossed[0] if len(crossed) else t["K"], abs=2e-3)
-    whole, seconds = solved[conditions.WHOLE]
-    assert whole == int(solved[conditions.LITERAL][0])
-    assert seconds == (N + 1) * t["T_a"] + t["T_n"] * (t["K"] - whole)
+    assert solved[conditions.BALANCED][0] == pytest.approx(E, abs=2e-3)
+    assert solved[conditions.WHOLE] == (int(E), pytest.approx(units_take(int(E))))
+    (x, gpu), (_, stay) = conditions.sides(t, S, points=10).values()
+    assert gpu[13] == pytest.approx(gpu_takes(1.3)) and np.isnan(gpu[10])
+    assert x[13] == 1.3 and stay[13] == pytest.approx(units_take(1.3))
 
 
 def test_prefetched_experts_end_together():
+    """Eq. 3: one more thousandth of an expert on the GPU would make it the later one."""
     t = conditions.times(MODELS[1], 6)
-    (sides, solved) = conditions.prefetched(t)
-    most, seconds = solved[conditions.LITERAL]
-    assert seconds == pytest.approx(t["T_g"] * most) and 0 < most < t["K"]
-    x, gpu = sides[conditions.GPU]
-    assert gpu == pytest.approx(t["T_g"] * x)
+    _, solved = conditions.prefetched(t)
+    most, seconds = solved[conditions.BALANCED]
+    late = [i / 1000 for i in range(1000 * t["K"])
+            if t["T_g"] * i / 1000 > (t["K"] - i / 1000) * t["T_n"] + 7 * t["T_a"]]
+    assert most == pytest.approx(late[0], abs=1e-3) and seconds == pytest.approx(t["T_g"] * most)
 
 
 def test_answers_are_for_what_fits_and_solve_the_equation():

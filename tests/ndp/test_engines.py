@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from moelab.ndp.closed_form import layer_seconds
-from moelab.ndp.conservation import check, conserve
+from moelab.ndp.closed_form import layer_events, layer_seconds
+from moelab.ndp.conservation import check, conserve, random_configuration
+from moelab.ndp.costs import NotSupported
 from moelab.ndp.event_simulation import simulate_layer
 from moelab.ndp.plans import make_plan
+from moelab.ndp.simulation import Run
 from moelab.ndp.systems import SYSTEMS
 from tests.ndp import toy
 
@@ -33,12 +38,43 @@ def test_a_moved_expert_is_computed_piece_by_piece():
     assert len(sent) == 4 and sum(e.bytes for e in sent) == costs.spec.expert_bytes
 
 
-def test_outputs_wait_for_a_piece_of_weights():
-    """Where weights and outputs meet the simulation is slower than the formula, by less than a piece each."""
+def test_weights_wait_for_outputs():
+    """Both outputs are ready during the first piece of weights and go before the second; the formula lets them slip in.
+
+    One expert is sent in two pieces and a fifth of the other; the units do the rest. So the last piece is late by the
+    two outputs, and with it the GPU, which computes it for a tenth of an expert's time.
+    """
     costs = toy.costs(units=2)
-    plan = make_plan(toy.step([1, 1]), 2, moved=np.array([0.72, 0.0]), split=True, pieces=2)
-    ratio = simulate_layer(plan, costs)[0] / layer_seconds(plan, costs)
-    assert 1.0 <= ratio < 1.5
+    plan = make_plan(toy.step([1, 1]), 2, moved=np.array([1.0, 0.2]), split=True, pieces=2)
+    formula = costs.activation + 1.2 * costs.transfer() + 0.1 * float(costs.gpu(1))
+    assert layer_seconds(plan, costs) == pytest.approx(formula)
+    assert simulate_layer(plan, costs)[0] == pytest.approx(formula + 2 * costs.activation, rel=1e-12)
+
+
+def test_the_closed_forms_events_are_what_it_says():
+    """They end when the formula does, carry the bytes and the work that the plan has, and only outputs may slip in."""
+    rng = random.Random(3)
+    for _ in range(150):
+        _, spec, machine, system, routing = random_configuration(rng)
+        try:
+            run = Run(machine, system, routing)
+        except NotSupported:
+            continue
+        for step in (run.prefill_step(0, routing.counts()[0]), run.decode_step(0, routing.decode[0, 0])):
+            plan = system.plan(step, run.costs)
+            seconds, events = layer_events(plan, run.costs, layer=2, start=0.0)
+            assert seconds == layer_seconds(plan, run.costs)
+            assert max((e.end for e in events), default=0) == pytest.approx(seconds, rel=1e-9)
+            states, weights = (sum(e.bytes for e in events if e.kind == f"read {what}")
+                               for what in ("activations", "weights"))
+            assert states == 2 * spec.H * (plan.tokens_in + plan.tokens_out)
+            assert weights == pytest.approx(plan.moved.sum() * spec.expert_bytes, abs=len(step))
+            for name in {e.resource for e in events} - {"link"}:
+                its = [e for e in events if e.resource == name]
+                assert all(a.end <= b.start + 1e-15 for a, b in pairwise(its))
+                of, rate = {"gpu": (plan.resident + plan.moved, run.costs.gpu), "host": (plan.host, run.costs.cpu)}.get(
+                    name, (plan.units[:, int(name.split()[-1]) if name[-1].isdigit() else 0], run.costs.unit))
+                assert sum(e.end - e.start for e in its) == pytest.approx(float(of @ rate(plan.step.tokens)), rel=1e-9)
 
 
 def test_nothing_is_lost_in_random_configurations():

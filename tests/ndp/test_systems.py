@@ -73,9 +73,10 @@ steps = st.integers(1, 6).flatmap(lambda A: st.tuples(
 
 
 @settings(max_examples=25, deadline=None)
-@given(steps, st.sampled_from((1, 60)), st.sampled_from([n for n in SYSTEMS if n.endswith("improved")]),
+@given(steps, st.sampled_from((1, 60)), st.sampled_from([n for n in SYSTEMS if n.endswith("improved") and "TP" in n]),
        st.floats(1e9, 1e11), st.floats(1e9, 1e11))
-def test_improved_is_never_slower_and_never_beaten_by_a_grid(drawn, S, name, link, unit):
+def test_improved_is_never_beaten_by_a_grid(drawn, S, name, link, unit):
+    """The same family of splits, tried at 61 places."""
     tokens, homes, resident = drawn
     tokens = [1] * len(tokens) if S == 1 else tokens
     costs = Costs(toy.spec(K=6), toy.machine(4, link=link, unit_bandwidth=unit))
@@ -83,17 +84,13 @@ def test_improved_is_never_slower_and_never_beaten_by_a_grid(drawn, S, name, lin
     plan = better.plan(step, costs)
     found = layer_seconds(plan, costs)
     assert not problems(plan)
-    literal = SYSTEMS[name.removesuffix(", improved")].plan(step, costs)
-    assert found <= layer_seconds(literal, costs) * (1 + 1e-9)
-    if better.tensor_parallel:                      # the same family of splits, tried at 61 places
-        here = step.resident & better.prefetch
-        order = np.concatenate([np.flatnonzero(here), np.flatnonzero(~here)])
-        most = len(tokens) if better.load_balance else here.sum()
-        for u in np.linspace(0, most, 61):
-            share = np.zeros(len(tokens))
-            share[order] = np.clip(u - np.arange(len(tokens)), 0, 1)
-            other = make_plan(step, 4, resident=share * here, moved=share * ~here, split=True, pieces=4)
-            assert found <= layer_seconds(other, costs) * (1 + 1e-5)
+    here = step.resident & better.prefetch
+    order = np.concatenate([np.flatnonzero(here), np.flatnonzero(~here)])
+    for u in np.linspace(0, len(tokens) if better.load_balance else here.sum(), 61):
+        share = np.zeros(len(tokens))
+        share[order] = np.clip(u - np.arange(len(tokens)), 0, 1)
+        other = make_plan(step, 4, resident=share * here, moved=share * ~here, split=True, pieces=4)
+        assert found <= layer_seconds(other, costs) * (1 + 1e-5)
 
 
 @settings(max_examples=25, deadline=None)
@@ -114,6 +111,14 @@ def test_a_plan_that_computes_an_expert_twice_is_found():
     plan = make_plan(step, 2, resident=np.array([0.0, 1.0]))
     assert problems(plan) == ["expert 1 runs from GPU memory without being there"]
     assert any("computed" in text for text in problems(type(plan)(**{**plan.__dict__, "moved": np.array([0.5, 0])})))
+
+
+@pytest.mark.parametrize("system, field, wrong", [
+    (GPUNDP, "version", "improve"), (GPUNDP, "limit", "mem"), (GPUNDP, "eq2_tokens", "x"), (GPUNDP, "rounding", "flor"),
+    (MoNDE, "rounding", "flor")])
+def test_an_unknown_option_names_the_known_ones(system, field, wrong):
+    with pytest.raises(ValueError, match=f"unknown {field} '{wrong}'; known are .*{getattr(system(), field)}"):
+        system(**{field: wrong})
 
 
 def test_every_combination_is_there():
