@@ -140,13 +140,12 @@ class Residency:
         if experts and not (0 <= experts[0] and experts[-1] < self.E and min(tokens.values()) >= 1):
             raise ValueError(f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
                              f"each; this one is {dict(tokens)}")
-        if self._holds_all and len(self._state) == self.L * self.E:             # all are there, and none ever leaves
+        keys = [self._keys[layer][expert] for expert in experts]
+        if self._holds_all and all(key in self._state for key in keys):         # no expert ever leaves
             self._now, self.counters.steps = self._now + 1, self.counters.steps + 1
             self.counters.hits[State.FULL] += len(experts)
-            keys = self._keys[layer]
-            return Step(layer, [Request(keys[e], tokens[e], State.FULL, State.FULL) for e in experts], [])
+            return Step(layer, [Request(key, tokens[key[1]], State.FULL, State.FULL) for key in keys], [])
         self._scores[layer, experts] += np.array([tokens[expert] for expert in experts], np.int64) * self._scores.size
-        keys = [self._keys[layer][expert] for expert in experts]
         before = [self._state.get(key, State.MISSED) for key in keys]
         keep, evicted = self._place(layer, keys, before)
         self._count(keys, before, keep, evicted)

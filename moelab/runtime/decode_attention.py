@@ -29,6 +29,7 @@ from moelab.kernels import c_function, kernel
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
 #: what a probe may differ by, relative to the largest number
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+ROOM = 256                      # tokens for which a cache gets room at once
 _NONE = np.zeros(1, np.int64)
 
 
@@ -68,17 +69,40 @@ class DecodeAttention:
                 and _addresses(module) == self.addresses):          # nothing was replaced or moved
             return self.own(module, hidden_states, *args, position_embeddings=position_embeddings,
                             attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
-        k, v = x.new_empty(1, self.kv_heads, 1, self.D), x.new_empty(1, self.kv_heads, 1, self.D)
+        grown = _grown(past_key_values, module.layer_idx, x.dtype)
+        k, v = [t[:, :, -1:] for t in grown] if grown else x.new_empty(2, 1, self.kv_heads, 1, self.D).unbind()
         x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
         q = np.empty(self.heads * self.D, np.float32)
         _project(self.kind, *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.data_ptr(),
-                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), self.work,
+                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), k.stride(1), self.work,
                  products.TEAM, threads)
-        keys, values = (t.contiguous() for t in past_key_values.update(k, v, module.layer_idx))
+        keys, values = grown or (t.contiguous() for t in past_key_values.update(k, v, module.layer_idx))
         S, y = keys.shape[2], torch.empty_like(x)
-        _attend(self.kind, *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, self.D,
+        _attend(self.kind, *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, keys.stride(1), self.D,
                 y.data_ptr(), y.numel(), self.heads_work, self.work, products.TEAM, threads)
         return y, None
+
+
+def _grown(cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """A layer's keys and values [1, kv heads, S + 1, D], the last of them to be written; None for a cache that `update`
+    must see to.
+
+    transformers concatenates, which copies all keys and values for every token. Here a plain growing cache gets `ROOM`
+    behind them, where the next ones are written. Whatever it gives out, crops or reorders stays what it was.
+    """
+    layers = () if getattr(cache, "offloading", True) else cache.layers
+    layer = layers[index] if index < len(layers) else None
+    if type(layer).__name__ != "DynamicLayer" or not layer.is_initialized or layer.keys.dtype != dtype \
+            or not layer.keys.is_cpu or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
+        return None
+    S = layer.keys.shape[2]
+    room, given = getattr(layer, "room", (None, (None, None)))
+    if layer.keys is not given[0] or layer.values is not given[1] or S == room[0].shape[2]:
+        room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (layer.keys, layer.values))
+        room[0][:, :, :S], room[1][:, :, :S] = layer.keys, layer.values
+    layer.keys, layer.values = given = room[0][:, :, :S + 1], room[1][:, :, :S + 1]
+    layer.room = room, given
+    return given
 
 
 def _addresses(module: nn.Module) -> list[int]:
@@ -130,8 +154,9 @@ class _Past:
 
 @kernel
 def _project(kind, matrices, bounds, who, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k, v,
-             work, team, threads):
-    """q fp32 [heads, D], scaled and in the order of `place`; k and v of the kind. Norms at address 0 are none."""
+             stride, work, team, threads):
+    """q fp32 [heads, D], scaled and in the order of `place`; k and v of the kind, `stride` numbers from head to head.
+    Norms at address 0 are none."""
     M, heads, whole = len(matrices), len(q) // D, D - D % STEP
     kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
     together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, who, D, y.ctypes.data))
@@ -152,8 +177,8 @@ def _project(kind, matrices, bounds, who, x, n, D, q_norm, k_norm, q_width, k_wi
                 q[m * D + i] = turned[i]
         else:
             for i in range(D):
-                write(kind, k, (m - heads) * D + i, turned[i])
-                write(kind, v, (m - heads) * D + i, y[m + kv_heads, i])
+                write(kind, k, (m - heads) * stride + i, turned[i])
+                write(kind, v, (m - heads) * stride + i, y[m + kv_heads, i])
 
 
 @kernel
@@ -171,12 +196,13 @@ def _normalise(kind, y, w, width, eps):
 
 
 @kernel
-def _attend(kind, matrices, bounds, who, q, k, v, kv_heads, S, D, out, H, heads_work, work, team, threads):
-    """The output [H] of the kind from q of `_project` and the keys and values at k and v, [kv heads, S, D]."""
+def _attend(kind, matrices, bounds, who, q, k, v, kv_heads, S, stride, D, out, H, heads_work, work, team, threads):
+    """The output [H] of the kind from q of `_project` and the keys and values at k and v, [kv heads, S, D], `stride`
+    numbers from head to head."""
     mixed, y = np.empty(len(q), np.float32), np.empty(H, np.float32)
-    job = np.empty(9, np.int64)
+    job = np.empty(10, np.int64)
     job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, len(q) // D // kv_heads, S, D
-    job[5], job[6], job[7], job[8] = q.ctypes.data, k, v, mixed.ctypes.data
+    job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, k, v, mixed.ctypes.data, stride * size_of(kind)
     together(team, heads_work, threads, job)
     job = products.job_of(np.float32(0), kind, matrices, bounds, mixed.ctypes.data, 1, len(q), who, H, y.ctypes.data)
     kept(mixed)
@@ -189,14 +215,14 @@ def _attend(kind, matrices, bounds, who, q, k, v, kv_heads, S, D, out, H, heads_
 def _heads(kind, job):
     """One key head after the other, with the query heads that look at it, until none is left."""
     kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
-    q, k, v, mixed = read(job, 5), read(job, 6), read(job, 7), read(job, 8)
+    q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
     whole, row = D - D % STEP, D * size_of(kind)
     scores, sums, inputs = np.empty((group, S), np.float32), np.empty(D, np.float32), np.empty(group, np.int64)
     while True:
         h = take(job)
         if h >= kv_heads:
             return
-        keys, values = k + h * S * row, v + h * S * row
+        keys, values = k + h * stride, v + h * stride
         for g in range(group):
             inputs[g] = q + 4 * (h * group + g) * D
         for g in range(group):

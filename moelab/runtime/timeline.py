@@ -26,7 +26,7 @@ class Timeline:
     def clear(self) -> None:
         self._new: list[Event] = []
         self._old: list[np.ndarray] = []
-        self._names: list[str] = []
+        self._names: dict[str, int] = {}
 
     def add(self, event: Event) -> None:
         self._new.append(event)
@@ -38,20 +38,19 @@ class Timeline:
             self._new = []
 
     def _pack(self, events: list[Event]) -> np.ndarray:
-        return np.array([(self._name(e.resource), self._name(e.kind), *e[2:]) for e in events], _ROW)
-
-    def _name(self, name: str) -> int:
-        if name not in self._names:
-            self._names.append(name)
-        return self._names.index(name)
+        number = self._names
+        for name in {name for event in events for name in event[:2]}:
+            number.setdefault(name, len(number))
+        return np.array([(number[e[0]], number[e[1]], *e[2:]) for e in events], _ROW)
 
     def __len__(self) -> int:
         return sum(map(len, self._old)) + len(self._new)
 
     def __iter__(self) -> Iterator[Event]:
+        names = list(self._names)
         for rows in self._old:
             for resource, kind, *rest in rows.tolist():
-                yield Event(self._names[resource], self._names[kind], *rest)
+                yield Event(names[resource], names[kind], *rest)
         yield from list(self._new)
 
     def since(self, start: float) -> list[Event]:

@@ -1,5 +1,6 @@
 """Attention of a single token against softmax by hand, in double precision, and against transformers' own modules."""
 
+import copy
 import math
 
 import pytest
@@ -128,3 +129,31 @@ def test_replaced_weights_are_seen(tmp_path):
     del attention.forward
     torch.testing.assert_close(after, step(), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(before, after, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch):
+    """Beyond its room, cropped, copied and continued both ways, and given away in between."""
+    monkeypatch.setattr(short, "ROOM", 3)
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    attentions = [m for m in model.modules() if type(m).__name__ in short.ATTENTIONS]
+    tokens = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    def walk():
+        def feed(cache, first, last):
+            return [model(tokens[:, i:i + 1], past_key_values=cache).logits for i in range(first, last)]
+        with torch.inference_mode():
+            cache = model(tokens[:, :5], use_cache=True).past_key_values
+            found = feed(cache, 5, 13)
+            given = cache.layers[0].keys
+            seen = given.clone()
+            other = copy.deepcopy(cache)
+            found += feed(cache, 13, 20) + feed(other, 20, 27) + feed(cache, 27, 30)
+            cache.crop(-4)
+            found += feed(cache, 30, 36)
+            assert torch.equal(given, seen)
+            return [*found, cache.layers[1].keys, cache.layers[1].values, other.layers[1].keys]
+    wanted = walk()
+    for attention in attentions:
+        attention.forward = short.decode_attention(attention)
+    for got, plain in zip(walk(), wanted, strict=True):
+        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
