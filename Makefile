@@ -1,9 +1,10 @@
 # make reproduce   run every notebook and write results/report.html
 # make test        run the tests
+# make stress      run the long sweeps in depth: architectures, interruptions, damaged and hostile files
 # make lab         open JupyterLab
 # make clean       remove .venv and caches; results stay
 #
-# The first three make .venv when it is missing, and again when pyproject.toml or constraints.txt changed.
+# All but clean make .venv when it is missing, and again when pyproject.toml or constraints.txt changed.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -13,7 +14,7 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 # as many test processes as there are cores, at most four; each keeps torch to one thread
 TEST_FLAGS ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help reproduce test lab clean
+.PHONY: help reproduce test stress lab clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -23,6 +24,9 @@ reproduce: $(INSTALLED)
 
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS)
+
+stress: $(INSTALLED)
+	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200
 
 lab: $(INSTALLED)
 	@$(PYTHON) -m jupyter lab notebooks
