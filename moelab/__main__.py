@@ -7,8 +7,11 @@ is imported only when it is chosen.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
+
+from moelab import __version__
 
 #: name → (module, what it does)
 COMMANDS = {
@@ -33,6 +36,7 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
     """The parser; only the chosen command's arguments are known to it."""
     parser = argparse.ArgumentParser(prog="moelab", description="Mixture-of-experts models on machines too small "
                                                                 "for them.")
+    parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
@@ -55,12 +59,26 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, LookupError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryError) as error:
         if args.debug:
             raise
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"moelab: {message or type(error).__name__}", file=sys.stderr)
+        print(f"moelab: {told(error)}", file=sys.stderr)
         return 2
+
+
+def told(error: BaseException) -> str:
+    """An error in words for a person: what the system says only as a number and a file becomes a sentence."""
+    if isinstance(error, KeyError) and error.args:
+        return str(error.args[0])                       # str() would put it between quotes
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename is not None else ""
+        advice = {errno.ENOSPC: "; free some space, or write to another disk, and run the command again",
+                  errno.EACCES: "; choose another place, or change its permissions",
+                  errno.EROFS: "; choose another place"}.get(error.errno, "")
+        return error.strerror + where + advice
+    if isinstance(error, MemoryError):
+        return f"there is not enough memory for this{f' ({error})' if str(error) else ''}; ask for less"
+    return str(error) or type(error).__name__
 
 
 if __name__ == "__main__":

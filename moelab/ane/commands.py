@@ -20,6 +20,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from moelab.arguments import number, several, whole
 from moelab.specs import MoESpec
 
 MB = 1e6
@@ -37,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("model", help="a model card (moelab.cards.models() lists them), a checkpoint folder or "
                                   "a hub id; 'small' is the shipped model")
     _planning(one)
-    one.add_argument("--layers", help="MoE layers to print, such as 0,1,47 (default: all)")
-    one.add_argument("--prompt", type=int, metavar="N", help="also what a prompt of N tokens costs, as modelled")
+    one.add_argument("--layers", type=several(whole()), help="MoE layers to print, such as 0,1,47 (default: all)")
+    one.add_argument("--prompt", type=whole(1), metavar="N", help="also what a prompt of N tokens costs, as modelled")
     where = one.add_mutually_exclusive_group()
-    where.add_argument("--device", default="m2-ultra", help="of --prompt (%(default)s)")
+    where.add_argument("--device", default="m2-ultra", choices=("m2-ultra", "m2-max"), help="of --prompt (%(default)s)")
     where.add_argument("--samples", type=Path, metavar="FILE",
                        help="of --prompt: samples of `ane calibrate` to refit to")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("destination", type=Path, help="the new folder; until it is whole, DESTINATION.part")
     _planning(one)
     one.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning")
-    one.add_argument("--context", type=int, default=2048, metavar="P", help="positions of the KV cache (%(default)s)")
+    one.add_argument("--context", type=whole(1), default=2048, metavar="P", help="positions of the KV cache (%(default)s)")
     one.add_argument("--layout", default="bc1s", help="bc1s or paper (%(default)s)")
     one.add_argument("--units", default="cpuAndNeuralEngine", help="what a Mac is asked for: cpuAndNeuralEngine, "
                      "cpuOnly, cpuAndGPU or all (%(default)s)")
@@ -70,19 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     one = command("doctor", doctor, "on a Mac: check that each operation is on the Neural Engine, and computes well")
     _comparing(one)
-    one.add_argument("--timeout", type=float, default=300.0, metavar="S", help="for one package (%(default)s)")
+    one.add_argument("--timeout", type=number(above=0), default=300.0, metavar="S", help="for one package (%(default)s)")
     one.add_argument("--json", action="store_true", help="print JSON")
 
     one = command("bench", bench, "on a Mac: latency and energy of prefills")
     one.add_argument("folders", nargs="+", type=Path, help="converted models, e.g. one a chunk size")
-    one.add_argument("--prompts", default="1024", help="their lengths in tokens, such as 256,1024 (%(default)s)")
-    one.add_argument("--repeats", type=int, default=5, metavar="N", help="(%(default)s)")
+    one.add_argument("--prompts", type=several(whole(1)), default=[1024], metavar="N,N",
+                     help="their lengths in tokens, such as 256,1024 (1024)")
+    one.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="(%(default)s)")
     one.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
 
     one = command("calibrate", calibrate, "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model")
     one.add_argument("output", type=Path, help="where the samples go, as JSON")
     one.add_argument("--grid", default="", help="such as 1x32,4x64,8x128 (default: Table 5's)")
-    one.add_argument("--repeats", type=int, default=5, metavar="N", help="(%(default)s)")
+    one.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="(%(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -101,13 +103,13 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     def option(name: str, to: Any = parser, **about: Any) -> None:
         to.add_argument(name, action=_Noted, **about)
 
-    option("--chunk", type=int, default=256, metavar="B", help="tokens of a prefill chunk (%(default)s)")
-    option("--group-size", type=int, default=8, metavar="G", help="experts a graph (%(default)s)")
-    option("--levels", type=int, default=3, help="capacity tiers a layer (%(default)s)")
-    option("--slack", type=float, default=1.0, help="factor of all capacities (%(default)s)")
+    option("--chunk", type=whole(1), default=256, metavar="B", help="tokens of a prefill chunk (%(default)s)")
+    option("--group-size", type=whole(1), default=8, metavar="G", help="experts a graph (%(default)s)")
+    option("--levels", type=whole(1), default=3, help="capacity tiers a layer (%(default)s)")
+    option("--slack", type=number(above=0), default=1.0, help="factor of all capacities (%(default)s)")
     option("--rule", default="topk", help="of capacities: topk, or the paper's literal B/E (%(default)s)")
     option("--system", default="npumoe", help="cpu, naive, anemll, base, base+T, base+TG or npumoe (%(default)s)")
-    option("--max-graph-mb", type=float, metavar="MB", help="weights that one graph holds (default: 1258)")
+    option("--max-graph-mb", type=number(above=0), metavar="MB", help="weights that one graph holds (default: 1258)")
     popularity = parser.add_mutually_exclusive_group()
     option("--calibration", popularity, type=Path, metavar="FILE", help="of the model, by `moelab calibrate MODEL "
                                                                         "FILE`; without it, popularity is assumed")
@@ -119,8 +121,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
 def _comparing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a converted model")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
-    parser.add_argument("--prompts", type=int, default=20, metavar="N", help="prefills to compare (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of a prompt (%(default)s)")
+    parser.add_argument("--prompts", type=whole(1), default=20, metavar="N", help="prefills to compare (%(default)s)")
+    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
 
 
 # ------------------------------------------------------------------------------------------------ on any machine
@@ -128,10 +130,9 @@ def _comparing(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     spec, model_id = _spec(None if args.model == "small" else args.model, args.calibration is not None)
     made = _plan(spec, model_id, args)
-    layers = None if args.layers is None else [int(layer) for layer in args.layers.split(",")]
-    if layers is not None and not all(0 <= layer < spec.L for layer in layers):
-        raise ValueError(f"--layers is {args.layers}; {spec.name} has the MoE layers 0 to {spec.L - 1}")
-    print(made.describe(layers))
+    if args.layers is not None and max(args.layers) >= spec.L:
+        raise ValueError(f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}")
+    print(made.describe(args.layers))
     if args.prompt is not None:
         print(_modelled(made, args))
     if args.save is not None:
@@ -203,7 +204,7 @@ def bench(args: argparse.Namespace) -> int:
         backend, _ = coreml_backend(folder)
         print(f"{folder}: {backend.name}")
         model = _model_of(backend.converted, args.checkpoint)
-        rows += time_prefill(model, backend, [int(n) for n in args.prompts.split(",")], args.repeats, meter)
+        rows += time_prefill(model, backend, args.prompts, args.repeats, meter)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     print(text_table(columns, [[format_value(row.get(column)) for column in columns] for row in rows]))
     if meter.why:
@@ -299,8 +300,6 @@ def _compare(backend: Any, args: argparse.Namespace) -> int:
     from moelab import datasets
     from moelab.ane.parity import parity as compare
     from moelab.table import format_value
-    if args.prompts < 1:
-        raise ValueError(f"--prompts is {args.prompts}; compare at least one")
     model = _model_of(backend.converted, args.checkpoint)
     if model.tokenizer is None:
         raise ValueError("this checkpoint has no tokenizer, so there are no prompts; put one beside its weights")

@@ -23,6 +23,7 @@ from moelab.ane.accounting import count, loads_of_ids
 from moelab.ane.plan import Plan, make_plan
 from moelab.ane.published import TABLE_3
 from moelab.ane.runtime import LayerCount, prefill_through
+from moelab.arguments import number, whole
 from moelab.bench import accuracy
 from moelab.calibration import calibrate
 from moelab.models import open_model
@@ -41,16 +42,16 @@ CALIBRATION = ("needle", "needle_multikey", "yesno", "code", "prose")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a checkpoint folder or a hub id; if not given, the small model")
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(accuracy.TASKS)} (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=400, metavar="N", help="a task (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of a prompt (%(default)s)")
-    parser.add_argument("--chunk", type=int, default=256, metavar="B", help="(%(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, metavar="G", help="(%(default)s)")
+    parser.add_argument("--prompts", type=whole(1), default=400, metavar="N", help="a task (%(default)s)")
+    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
+    parser.add_argument("--chunk", type=whole(1), default=256, metavar="B", help="(%(default)s)")
+    parser.add_argument("--group-size", type=whole(1), default=8, metavar="G", help="(%(default)s)")
     parser.add_argument("--system", default="npumoe", help="a key of moelab.ane.systems.SYSTEMS (%(default)s)")
-    parser.add_argument("--drop", type=float, default=0.14, help="share of routings that shall be dropped, which "
+    parser.add_argument("--drop", type=number(0, most=1), default=0.14, help="share of routings that shall be dropped, which "
                         "chooses the slack on the calibration (%(default)s)")
-    parser.add_argument("--slack", type=float, help="factor of all capacities, instead of --drop")
-    parser.add_argument("--calibration", type=int, default=32, metavar="N", help="prompts a source (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slack", type=number(above=0), help="factor of all capacities, instead of --drop")
+    parser.add_argument("--calibration", type=whole(1), default=32, metavar="N", help="prompts a source (%(default)s)")
+    parser.add_argument("--seed", type=whole(), default=0)
 
 
 def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,

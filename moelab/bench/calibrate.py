@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab import datasets
+from moelab.arguments import whole
 from moelab.calibration import Calibration, calibrate
 from moelab.models import open_model
 from moelab.recording import record
@@ -30,16 +31,16 @@ HOT = 0.25
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a checkpoint folder or a hub id; 'small' is the shipped model")
     parser.add_argument("file", type=Path, help="the new file, FILE.safetensors")
-    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="of each source (%(default)s)")
+    parser.add_argument("--prompts", type=whole(1), default=16, metavar="N", help="of each source (%(default)s)")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"of {', '.join(datasets.SOURCES)} (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of a prompt, in tokens of the model "
+    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt, in tokens of the model "
                                                                 "(%(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=17, metavar="N", help="generated after each prompt; n tokens "
+    parser.add_argument("--new-tokens", type=whole(), default=17, metavar="N", help="generated after each prompt; n tokens "
                         "are n - 1 decode steps, 0 leaves decode out (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, metavar="B", help="prompts a forward pass (%(default)s)")
+    parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="prompts a forward pass (%(default)s)")
     parser.add_argument("--external", action="store_true", help="read experts one by one where they are needed: "
                                                                 "slower, and a fraction of the memory")
-    parser.add_argument("--seed", type=int, default=0, help="picks the prompts (%(default)s)")
+    parser.add_argument("--seed", type=whole(), default=0, help="picks the prompts (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
 
 
@@ -58,16 +59,12 @@ def checked(args: argparse.Namespace) -> Sequence[str]:
     Raises
     ------
     FileExistsError, NotADirectoryError, PermissionError : the file is there, or cannot be written.
-    ValueError : a number below what it must be, or an unknown source.
+    ValueError : an unknown source.
     """
     sources = [name for name in args.sources.split(",") if name]
     if unknown := [name for name in sources if name not in datasets.SOURCES] or not sources:
         raise ValueError(f"--sources {args.sources}: {'none is named' if not sources else f'no {unknown[0]!r}'}; the "
                          f"sources are {', '.join(datasets.SOURCES)}")
-    for name, value, least in (("--prompts", args.prompts, 1), ("--batch", args.batch, 1),
-                               ("--new-tokens", args.new_tokens, 0)):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
     if args.file.is_dir() or args.file.exists() and not args.force:
         raise FileExistsError(f"{args.file} is there already; choose another name"
                               + ("" if args.file.is_dir() else ", or replace it with --force"))

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from moelab.arguments import whole
 from moelab.models.small import Recipe, train_small
 
 CARD = """# The small model
@@ -71,10 +72,10 @@ def write_card(folder: Path, recipe: Recipe, scores: dict[str, Any], parameters:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", type=Path, help="a new folder; an interrupted training goes on where it was")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the data (%(default)s)")
-    parser.add_argument("--steps", type=int, metavar="N",
+    parser.add_argument("--seed", type=whole(), default=0, help="of the weights and the data (%(default)s)")
+    parser.add_argument("--steps", type=whole(1), metavar="N",
                         help="shrink the training to about N steps, every phase in proportion; for a trial")
-    parser.add_argument("--threads", type=int, default=1,
+    parser.add_argument("--threads", type=whole(1), default=1,
                         help="CPU threads; the same weights come out only with the same number (%(default)s)")
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab.arguments import whole
 from moelab.cache.pools import Pools
 from moelab.datasets import prompts
 from moelab.models import discover, open_model
@@ -251,7 +252,7 @@ def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> di
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts-each", type=int, default=8, help="prompts of each source (default: 8)")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps of each answer (default: 16)")
-    parser.add_argument("--x", type=int, default=0, help="experts prefetched a layer (default: K)")
-    parser.add_argument("--seed", type=int, default=0, help="picks the prompts (default: 0)")
+    parser.add_argument("--prompts-each", type=whole(1), default=8, help="prompts of each source (default: 8)")
+    parser.add_argument("--steps", type=whole(1), default=16, help="decode steps of each answer (default: 16)")
+    parser.add_argument("--x", type=whole(), default=0, help="experts prefetched a layer (default: K)")
+    parser.add_argument("--seed", type=whole(), default=0, help="picks the prompts (default: 0)")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moelab.arguments import one_of, several, whole
 from moelab.bench.contest import Arm, Bench
 from moelab.bench.machine import disk
 from moelab.bench.peers import FOUND
@@ -213,12 +214,12 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), metavar="SECTIONS",
+    parser.add_argument("--only", type=several(one_of(SECTIONS)), default=list(SECTIONS), metavar="SECTIONS",
                         help=f"some of {','.join(SECTIONS)} (default: all)")
     parser.add_argument("--folder", help="where the model is kept, 30 GB, for the next time; else it is temporary")
-    parser.add_argument("--rounds", type=int, default=3, help="of every contender (default: 3)")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: 128)")
-    parser.add_argument("--decode", type=int, default=32, help="tokens after it (default: 32)")
+    parser.add_argument("--rounds", type=whole(1), default=3, help="of every contender (default: 3)")
+    parser.add_argument("--prompt", type=whole(1), default=128, help="tokens of a prompt (default: 128)")
+    parser.add_argument("--decode", type=whole(1), default=32, help="tokens after it (default: 32)")
     parser.add_argument("--quick", action="store_true", help="one round of 8 tokens: whether all of it runs")
     parser.add_argument("--long", action="store_true", help="watch the memory over 1,000 tokens instead of 64")
     parser.add_argument("--python", action="append", default=[], metavar="CONTENDER=INTERPRETER",

@@ -16,6 +16,7 @@ with the baseline in pairs. Tasks are moelab's own, which need no network, or lm
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 import os
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab import datasets
+from moelab.arguments import whole
 from moelab.bench import accuracy
 from moelab.experts.int8 import Int8
 from moelab.experts.quantization import Quantized
@@ -46,25 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
                         "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE]; with executors that drop "
                         "tokens all modes run one text at a time, as texts of a batch would compete")
-    parser.add_argument("--limit", type=int, metavar="N", help="questions a task; if not given, 200 of moelab's own "
-                                                               "and all of lm-eval's")
-    parser.add_argument("--tokens", type=int, default=256,
+    parser.add_argument("--limit", type=whole(2), metavar="N", help="questions a task, at least two, as a standard error "
+                        "needs; if not given, 200 of moelab's own and all of lm-eval's")
+    parser.add_argument("--tokens", type=whole(1), default=256,
                         help="length of a prompt, in tokens of the model (%(default)s)")
     parser.add_argument("--decode-only", action="store_true", help="speculate in decode steps only, as a server would; "
                         "moelab's own tasks are then scored in decode steps")
     parser.add_argument("--budget", help="of a store: memory for experts, such as 50%% or 2GB")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, metavar="B", help="texts a forward pass (%(default)s); "
+    parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="texts a forward pass (%(default)s); "
                         "1 where an executor drops tokens")
     parser.add_argument("--vectors", type=Path, metavar="FILE", help="default vectors, measured if not given")
     parser.add_argument("--estimator", type=Path, metavar="FILE", help="a trained estimator: estimator, hybrid and "
                                                                        "router-free need one")
-    parser.add_argument("--calibration", type=int, default=64, metavar="N", help="prompts of the training split that "
+    parser.add_argument("--calibration", type=whole(1), default=64, metavar="N", help="prompts of the training split that "
                         "measure what a predictor needs (%(default)s)")
     parser.add_argument("--chat", action="store_true", help="lm-eval's questions in the tokenizer's chat template")
     parser.add_argument("--run-code", action="store_true", help="let tasks execute the code that the model writes, "
                         "here and without a sandbox")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and of the random predictor")
+    parser.add_argument("--seed", type=whole(), default=0, help="of prompts and of the random predictor")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the JSON goes; if not given, "
                                                                     "results/runs/evaluate/TIME.json")
 
@@ -75,8 +77,6 @@ def main(args: argparse.Namespace) -> int:
     foreign = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
     n = 200 if args.limit is None else args.limit
-    if n < 2:
-        raise ValueError(f"--limit is {n}; a standard error needs at least two questions")
     model = open_any(args.model, args.budget, args.device)
     try:
         modes: dict[str, Any] = {"baseline": nullcontext}
@@ -164,7 +164,7 @@ def parse_mode(text: str) -> tuple[str, str]:
 
 
 def executor(text: str) -> Any:
-    """The executor of "NAME" or "NAME:option=value:…"; values are numbers where they look like one.
+    """The executor of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none where they look like it.
 
     Raises
     ------
@@ -178,8 +178,8 @@ def executor(text: str) -> Any:
         if not equals:
             raise ValueError(f"{EXECUTOR}:{text}: {option!r} is no option; write OPTION=VALUE")
         try:
-            given[key] = float(value) if "." in value else int(value)
-        except ValueError:
+            given[key] = ast.literal_eval(value.capitalize() if value.lower() in ("true", "false", "none") else value)
+        except (ValueError, SyntaxError):
             given[key] = value
     try:
         return make(name, **given)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelab.arguments import number, whole
 from moelab.bench.store import Samples, speed_up
 from moelab.experts import EXECUTORS, make
 from moelab.experts.gemv import PlanesGEMV
@@ -164,10 +165,10 @@ def table(samples: Samples, read: int, flops: float, bandwidth: float, peak: flo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for letter, value in (("E", 64), ("K", 8), ("H", 1024), ("I", 512)):
-        parser.add_argument(f"--{letter}", type=int, default=value)
-    parser.add_argument("--tokens", type=int, default=512, help="of the prompt")
-    parser.add_argument("--cold", type=float, default=400e6, help="bytes of weights that take turns")
-    parser.add_argument("--rounds", type=int, default=9, help="of the prompt; single tokens have five times as many")
+        parser.add_argument(f"--{letter}", type=whole(1), default=value)
+    parser.add_argument("--tokens", type=whole(1), default=512, help="of the prompt")
+    parser.add_argument("--cold", type=number(above=0), default=400e6, help="bytes of weights that take turns")
+    parser.add_argument("--rounds", type=whole(1), default=9, help="of the prompt; single tokens have five times as many")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from moelab.arguments import whole
 from moelab.experts.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
 from moelab.experts.parallel.eplb import Balance, balance, measure
 from moelab.models import eager, plug
@@ -143,5 +144,5 @@ def placed(known: torch.Tensor, seen: torch.Tensor, devices: int = 8, spare: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=512, help="of the prefill (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=whole(1), default=512, help="of the prefill (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(), default=0)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from moelab.arguments import whole
 from moelab.cache.planning import plan
 from moelab.cache.residency import Request
 from moelab.cache.selection import inclusion, selection_probabilities
@@ -71,5 +72,5 @@ def median_time(function: Callable[[Any], Any], arguments: list[Any]) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--instances", type=int, default=10_000, help="random small instances (default: 10,000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--instances", type=whole(1), default=10_000, help="random small instances (default: 10,000)")
+    parser.add_argument("--seed", type=whole(), default=0)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moelab.arguments import number, several, whole
 from moelab.bench.engine import SPEC
 from moelab.progress import progress
 from moelab.runtime.convert import convert
@@ -190,7 +191,7 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", help="where the model is kept, 10 GB, for the next time; else it is temporary")
-    parser.add_argument("--tokens", type=int, default=30, help="of every arm and setting (default: 30)")
+    parser.add_argument("--tokens", type=whole(1), default=30, help="of every arm and setting (default: 30)")
     for name, default in (("budgets", BUDGETS), ("ratios", RATIOS)):
-        parser.add_argument(f"--{name}", type=lambda text: [float(x) for x in text.split(",")], default=list(default),
+        parser.add_argument(f"--{name}", type=several(number(above=0)), default=list(default),
                             help=f"default: {','.join(map(str, default))}")

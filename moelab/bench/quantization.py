@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from moelab import datasets
+from moelab.arguments import whole
 from moelab.bench import accuracy
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
 from moelab.models import open_model, plug
@@ -26,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a checkpoint folder or a hub id; if not given, the small model")
     parser.add_argument("--formats", default=",".join(FORMATS), help="(default: %(default)s)")
     parser.add_argument("--tasks", default=",".join(accuracy.TASKS), help="(default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=200, metavar="N", help="a task (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of a prompt (%(default)s)")
-    parser.add_argument("--calibration", type=int, default=16, metavar="N",
+    parser.add_argument("--prompts", type=whole(1), default=200, metavar="N", help="a task (%(default)s)")
+    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
+    parser.add_argument("--calibration", type=whole(1), default=16, metavar="N",
                         help="prompts on which the layers' errors are measured (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole(), default=0)
 
 
 def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from inspect import signature
+from math import isfinite
 from typing import Any
 
 #: name → (module, class); imported when it is made
@@ -43,8 +44,21 @@ def make(name: str, **options: Any) -> Any:
     takes = signature(made)
     try:
         takes.bind(**options)
+        for option, value in options.items():
+            _check(option, value, str(takes.parameters[option].annotation))
     except TypeError as error:
         listed = ", ".join(str(option.replace(annotation=option.empty)) for option in takes.parameters.values())
         raise ValueError(f"executor {name!r}: {error}; it takes {listed or 'no options'} (see {module}.{kind})"
                          ) from None
     return made(**options)
+
+
+def _check(option: str, value: Any, annotation: str) -> None:
+    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; others are not looked at."""
+    kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
+    wanted = [part.strip() for part in annotation.split("|")]
+    if not set(wanted) <= kinds.keys():
+        return
+    fits = any(isinstance(value, kinds[one]) and (one == "bool" or not isinstance(value, bool)) for one in wanted)
+    if not fits or isinstance(value, float) and not isfinite(value):
+        raise TypeError(f"{option}={value!r} is not of type {annotation}")

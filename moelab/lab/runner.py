@@ -29,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moelab.arguments import number
 from moelab.lab.results import REPOSITORY, environment, new_run_id, read_json, results_root, write_json
 
 CELL_TIMEOUT = 1200.0
@@ -133,16 +134,15 @@ def convert(parameter: Parameter, value: Any) -> Any:
     types = {"bool": bool, "int": int, "float": (int, float), "str": str, "list": list, "tuple": (list, tuple),
              "dict": dict}
     try:
-        if isinstance(value, str):
-            value = readers.get(base, _read_literal)(value)
+        read = readers.get(base, _read_literal)(value) if isinstance(value, str) else value
         expected = types.get(base, object)
-        if not isinstance(value, expected) or (isinstance(value, bool) and base in ("int", "float")):
+        if not isinstance(read, expected) or (isinstance(read, bool) and base in ("int", "float")):
             raise ValueError
     except (ValueError, SyntaxError):
         example = {"bool": "true", "list": '\'["a", "b"]\'', "dict": '\'{"a": 1}\''}.get(base, repr(parameter.default))
         raise ValueError(f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
                          f"for example {parameter.name}={example}") from None
-    return float(value) if base == "float" else value
+    return float(read) if base == "float" else read
 
 
 def _read_bool(text: str) -> bool:
@@ -245,7 +245,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options that `run` and `reproduce` share."""
     parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
                         help="set a parameter of the notebook; may be given several times")
-    parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, metavar="SECONDS",
+    parser.add_argument("--timeout", type=number(above=0), default=CELL_TIMEOUT, metavar="SECONDS",
                         help="the longest that one cell may take (%(default)g)")
     parser.add_argument("--results", metavar="FOLDER", help="where to write (results/, or $MOELAB_RESULTS)")
 

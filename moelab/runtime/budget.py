@@ -6,11 +6,14 @@ A container's limit counts like the machine's: cgroup v2 and v1 are read where t
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20
+_ALLOWED = ("it must be bytes, a fraction of the experts above 0 and up to 1, or a text such as '2GB', '800MiB', '50%' "
+            "or 'auto'")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
           "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _CGROUPS = (("memory.max", "memory.current", "memory.stat"),
@@ -30,17 +33,19 @@ def parse_budget(budget: str | float | int, everything: int, others: int) -> int
     ------
     ValueError : none of these.
     """
+    if isinstance(budget, str):
+        budget = budget.strip().lower()
     if isinstance(budget, str) and budget != "auto":
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|([kmgt]i?)?b?)\s*", budget.lower())
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%|([kmgt]i?)?b?)", budget)
         if match is None:
-            raise ValueError(f"the budget {budget!r} is not understood; write bytes, a fraction of the experts up to "
-                             f"1, '2GB', '800MiB', '50%' or 'auto'")
-        number, unit = float(match[1]), match[2]
-        return int(number / 100 * everything) if unit == "%" else int(number * _UNITS[match[3] or ""])
+            raise ValueError(f"the budget is {budget!r}; {_ALLOWED}")
+        budget, unit = float(match[1]), match[2]
+        if unit and budget > 0:
+            return int(budget / 100 * everything if unit == "%" else budget * _UNITS[match[3] or ""])
     if budget == "auto":
         return max(0, available() - others - RESERVE)
-    if isinstance(budget, bool) or not budget > 0:
-        raise ValueError(f"the budget is {budget!r}; it must be above 0")
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
+        raise ValueError(f"the budget is {budget!r}; {_ALLOWED}")
     return int(budget * everything) if budget <= 1 else int(budget)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from moelab.arguments import whole
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_header
 from moelab.models.seam import discover
@@ -248,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint folder or a hub id")
     parser.add_argument("destination", help="the store's folder, which must not exist")
     parser.add_argument("--codec", default=codecs.DEFAULT, choices=sorted(codecs.CODECS), help="(default: %(default)s)")
-    parser.add_argument("--shards", type=int, default=4, metavar="K", help="exponent shards a tensor (default: 4)")
+    parser.add_argument("--shards", type=whole(1), default=4, metavar="K", help="exponent shards a tensor (default: 4)")
 
 
 def main(args: argparse.Namespace) -> int:

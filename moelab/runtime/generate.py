@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from moelab import datasets
+from moelab.arguments import number, whole
 from moelab.experts import EXECUTORS, make
 from moelab.experts.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 from moelab.experts.quantization import Quantized
@@ -57,15 +58,15 @@ class Generation:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint folder or a hub id; if not given, the small model")
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
-    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
                         f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "
                         f"in blocks (default: {DEFAULT})")
-    parser.add_argument("--tp", type=int, metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")
+    parser.add_argument("--tp", type=whole(1), metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")
     parser.add_argument("--executor", choices=EXECUTORS, help="what computes the experts; if not given, "
                         "transformers' eager arithmetic; int8 quantises them first")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)")
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS",
+    parser.add_argument("--timeout", type=number(above=0), default=600, metavar="SECONDS",
                         help="how long a rank waits for another that is silent (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab.arguments import number, whole
 from moelab.models import opening, plug
 from moelab.progress import progress
 from moelab.runtime.rounds import COPY, MATMUL, Rounds
@@ -242,8 +243,8 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="an expert store")
-    parser.add_argument("--workers", type=int, default=1, metavar="L", help="threads that decode (default: 1)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="about how long to measure (default: 10)")
+    parser.add_argument("--workers", type=whole(1), default=1, metavar="L", help="threads that decode (default: 1)")
+    parser.add_argument("--seconds", type=number(above=0), default=10.0, help="about how long to measure (default: 10)")
     parser.add_argument("--output", metavar="FILE", help="keep all samples in a JSON file, for Profile.load")
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.seam import discover
@@ -202,9 +203,9 @@ def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], pool: torc
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", help="a folder that does not exist")
     parser.add_argument("--model", required=True, metavar="CARD", help="a model card's name, e.g. Qwen3-30B-A3B")
-    parser.add_argument("--scale", type=float, default=1.0, help="part of the model's layers (default: 1, all)")
+    parser.add_argument("--scale", type=number(above=0, most=1), default=1.0, help="part of the model's layers (default: 1, all)")
     parser.add_argument("--codec", choices=sorted(codecs.CODECS), help="write an expert store with this codec")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole(), default=0)
 
 
 def main(args: argparse.Namespace) -> int:

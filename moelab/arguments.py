@@ -1,0 +1,61 @@
+"""Types of command-line options: what cannot be used is refused where it is read, and the message says what can.
+
+    parser.add_argument("--tokens", type=whole(1)); parser.add_argument("--budgets", type=several(number(above=0)))
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def whole(least: int = 0) -> Callable[[str], int]:
+    """Reads a whole number of at least `least`."""
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < least:
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return value
+    return read
+
+
+def number(least: float = -math.inf, *, above: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
+    """Reads a finite number: at least `least`, more than `above`, at most `most`."""
+    limits = [f"at least {least:g}" if least > -math.inf else "", f"above {above:g}" if above > -math.inf else "",
+              f"at most {most:g}" if most < math.inf else ""]
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= least and above < value <= most):
+            raise ArgumentTypeError(f"{text!r} is not a finite number " + " and ".join(filter(None, limits)))
+        return value
+    return read
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Reads one of `names`; where one word stands alone, argparse's `choices` does the same."""
+    names = list(names)
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+    return read
+
+
+def several(read: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
+    """Reads values with commas between them, each by `read`; at least one."""
+    def read_all(text: str) -> list[Any]:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:
+            raise ArgumentTypeError(f"{text!r} names nothing; write values with commas between them")
+        return [read(part) for part in parts]
+    return read_all

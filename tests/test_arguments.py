@@ -1,0 +1,100 @@
+"""Every number and list of the command line: what cannot be used is refused where it is read, in words."""
+
+import argparse
+import importlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab.__main__ import COMMANDS, main, told
+from moelab.arguments import number, one_of, several, whole
+from moelab.bench import BENCHES
+
+PYTHONS_OWN = ("invalid int", "invalid float", "invalid <lambda>", "Traceback", "could not convert", "invalid literal")
+
+
+def parsers():
+    """(words before the options, parser) of every command, subcommand and bench."""
+    for name, (module, _) in COMMANDS.items():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(module).add_arguments(parser)
+        nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        yield from (((name, sub), one) for sub, one in nested[0].choices.items()) if nested else [((name,), parser)]
+    for name, module in BENCHES.items():
+        parser = argparse.ArgumentParser()
+        module = importlib.import_module(module)
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(parser)
+            yield ("bench", name), parser
+
+
+OPTIONS = [(words, action) for words, parser in parsers() for action in parser._actions
+           if action.option_strings and action.type is not None and getattr(action.type, "__name__", "") != "Path"]
+
+
+@pytest.mark.parametrize("words, action", OPTIONS, ids=lambda x: " ".join(x) if isinstance(x, tuple) else x.dest)
+@pytest.mark.parametrize("text", ["-5", "nan", "x", "", "1e999", ","])
+def test_no_option_takes_nonsense(words, action, text):
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        action.type(text)
+    assert repr(text) in str(error.value) and not any(own in str(error.value) for own in PYTHONS_OWN)
+
+
+def test_there_are_such_options():
+    assert len(OPTIONS) > 60 and not any(action.type in (int, float) for _, action in OPTIONS)
+
+
+@given(st.integers(), st.integers(-100, 100))
+def test_whole_numbers(value, least):
+    if value >= least:
+        assert whole(least)(str(value)) == value
+    else:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"at least {least}"):
+            whole(least)(str(value))
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_numbers(value):
+    reads = number(above=0, most=1)
+    if 0 < value <= 1:
+        assert reads(repr(value)) == value
+    else:
+        with pytest.raises(argparse.ArgumentTypeError, match="above 0 and at most 1"):
+            reads(repr(value))
+
+
+def test_lists_and_names():
+    assert several(number(above=0))("1, 2.5,") == [1.0, 2.5] and several(one_of("ab"))("b,a") == ["b", "a"]
+    with pytest.raises(argparse.ArgumentTypeError, match="'c' is none of a, b"):
+        several(one_of("ab"))("a,c")
+
+
+@pytest.mark.parametrize("line", [
+    "ane plan Phi-3.5-MoE --chunk -5", "ane plan Phi-3.5-MoE --layers x", "ane plan Phi-3.5-MoE --layers 99",
+    "ane plan Phi-3.5-MoE --device nope", "bench planning --instances -1", "profile nowhere --seconds -1",
+    "generate --tp -1", "bench engine --only everything", "evaluate --modes executor:capacity:factor=x",
+    "evaluate --modes executor:blockwise:skip_tokens=perhaps", "run 01 -p smoke=maybe"])
+def test_what_was_accepted_or_told_in_python_s_words(line, capsys):
+    try:
+        status = main(line.split())
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr().err
+    assert status == 2 and not any(own in said for own in (*PYTHONS_OWN, "n < 0", "is None", "not supported"))
+    assert line.split()[-1].rpartition("=")[2] in said           # what was typed is named
+
+
+def test_the_version(capsys):
+    import moelab
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out.strip() == f"moelab {moelab.__version__}"
+
+
+def test_errors_of_the_system_in_words():
+    full = told(OSError(28, "No space left on device", "/data/x"))
+    assert full == ("No space left on device (/data/x); free some space, or write to another disk, and run the command "
+                    "again")
+    assert "Errno" not in told(PermissionError(13, "Permission denied")) and told(KeyError("no layer 3")) == "no layer 3"
+    assert told(FileNotFoundError("there is no checkpoint folder at x")) == "there is no checkpoint folder at x"
