@@ -13,11 +13,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets", "kernels"}
+COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets", "kernels", "arguments", "files"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "progress": set(), "table": set(), "tensorfile": set(), "cards": set(), "datasets": set(),
-    "kernels": set(),
+    "kernels": set(), "arguments": set(), "files": set(),
     "models": set(),
     "trace": {"models"},
     "recording": {"models", "trace"},
@@ -48,7 +48,7 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "table", "lab", "__main__", "__init__"}
+WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "table", "arguments", "files", "lab", "__main__", "__init__"}
 
 
 def part_of(path):

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("destination", type=Path, help="the new folder; until it is whole, DESTINATION.part")
     _planning(one)
     one.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning")
-    one.add_argument("--context", type=whole(1), default=2048, metavar="P", help="positions of the KV cache (%(default)s)")
+    one.add_argument("--context", type=whole(1), default=2048, metavar="P",
+                     help="positions of the KV cache (%(default)s)")
     one.add_argument("--layout", default="bc1s", help="bc1s or paper (%(default)s)")
     one.add_argument("--units", default="cpuAndNeuralEngine", help="what a Mac is asked for: cpuAndNeuralEngine, "
                      "cpuOnly, cpuAndGPU or all (%(default)s)")
@@ -71,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     one = command("doctor", doctor, "on a Mac: check that each operation is on the Neural Engine, and computes well")
     _comparing(one)
-    one.add_argument("--timeout", type=number(above=0), default=300.0, metavar="S", help="for one package (%(default)s)")
+    one.add_argument("--timeout", type=number(above=0), default=300.0, metavar="S",
+                     help="for one package (%(default)s)")
     one.add_argument("--json", action="store_true", help="print JSON")
 
     one = command("bench", bench, "on a Mac: latency and energy of prefills")

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=whole(1), default=256, metavar="B", help="(%(default)s)")
     parser.add_argument("--group-size", type=whole(1), default=8, metavar="G", help="(%(default)s)")
     parser.add_argument("--system", default="npumoe", help="a key of moelab.ane.systems.SYSTEMS (%(default)s)")
-    parser.add_argument("--drop", type=number(0, most=1), default=0.14, help="share of routings that shall be dropped, which "
+    parser.add_argument("--drop", type=number(0, most=1), default=0.14,
+                        help="share of routings that shall be dropped, which "
                         "chooses the slack on the calibration (%(default)s)")
     parser.add_argument("--slack", type=number(above=0), help="factor of all capacities, instead of --drop")
     parser.add_argument("--calibration", type=whole(1), default=32, metavar="N", help="prompts a source (%(default)s)")

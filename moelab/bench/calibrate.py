@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"of {', '.join(datasets.SOURCES)} (%(default)s)")
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt, in tokens of the model "
                                                                 "(%(default)s)")
-    parser.add_argument("--new-tokens", type=whole(), default=17, metavar="N", help="generated after each prompt; n tokens "
+    parser.add_argument("--new-tokens", type=whole(), default=17, metavar="N",
+                        help="generated after each prompt; n tokens "
                         "are n - 1 decode steps, 0 leaves decode out (%(default)s)")
     parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="prompts a forward pass (%(default)s)")
     parser.add_argument("--external", action="store_true", help="read experts one by one where they are needed: "

@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
-import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from functools import cached_property, partial
@@ -29,6 +27,7 @@ from typing import Any
 from moelab import datasets
 from moelab.arguments import whole
 from moelab.bench import accuracy
+from moelab.files import results_root, write_json
 from moelab.experts.int8 import Int8
 from moelab.experts.quantization import Quantized
 from moelab.models import plug, plugged
@@ -48,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
                         "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE]; with executors that drop "
                         "tokens all modes run one text at a time, as texts of a batch would compete")
-    parser.add_argument("--limit", type=whole(2), metavar="N", help="questions a task, at least two, as a standard error "
+    parser.add_argument("--limit", type=whole(2), metavar="N",
+                        help="questions a task, at least two, as a standard error "
                         "needs; if not given, 200 of moelab's own and all of lm-eval's")
     parser.add_argument("--tokens", type=whole(1), default=256,
                         help="length of a prompt, in tokens of the model (%(default)s)")
@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vectors", type=Path, metavar="FILE", help="default vectors, measured if not given")
     parser.add_argument("--estimator", type=Path, metavar="FILE", help="a trained estimator: estimator, hybrid and "
                                                                        "router-free need one")
-    parser.add_argument("--calibration", type=whole(1), default=64, metavar="N", help="prompts of the training split that "
+    parser.add_argument("--calibration", type=whole(1), default=64, metavar="N",
+                        help="prompts of the training split that "
                         "measure what a predictor needs (%(default)s)")
     parser.add_argument("--chat", action="store_true", help="lm-eval's questions in the tokenizer's chat template")
     parser.add_argument("--run-code", action="store_true", help="let tasks execute the code that the model writes, "
@@ -241,12 +242,6 @@ class Ingredients:
 
 
 def write(found: dict[str, Any], output: Path | None) -> Path:
-    """Write a result whole or not at all; returns its path, by default a new one in results/runs/evaluate/."""
-    if output is None:
-        root = Path(os.environ.get("MOELAB_RESULTS") or Path(__file__).parents[2] / "results")
-        output = root / "runs" / "evaluate" / f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(output.name + ".part")
-    part.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, output)
-    return output
+    """Write a result atomically; returns its path, by default a new one in results/runs/evaluate/."""
+    now = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
+    return write_json(output or results_root() / "runs" / "evaluate" / f"{now}.json", found)

@@ -168,7 +168,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{letter}", type=whole(1), default=value)
     parser.add_argument("--tokens", type=whole(1), default=512, help="of the prompt")
     parser.add_argument("--cold", type=number(above=0), default=400e6, help="bytes of weights that take turns")
-    parser.add_argument("--rounds", type=whole(1), default=9, help="of the prompt; single tokens have five times as many")
+    parser.add_argument("--rounds", type=whole(1), default=9,
+                        help="of the prompt; single tokens have five times as many")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
 
 

@@ -316,9 +316,11 @@ def one_layer(machine: Hardware, system: System, routing: Routing, placement: st
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configurations", type=whole(), default=10_000, help="random configurations to check; 0 for none")
+    parser.add_argument("--configurations", type=whole(), default=10_000,
+                        help="random configurations to check; 0 for none")
     parser.add_argument("--seeds", type=whole(1), default=3, help="seeds of the routing (default: 3)")
-    parser.add_argument("--engine-tokens", type=whole(1), default=16, help="decode tokens on which engines are compared")
+    parser.add_argument("--engine-tokens", type=whole(1), default=16,
+                        help="decode tokens on which engines are compared")
     parser.add_argument("--fit", dest="search", action="store_true", help="search the assumptions again (minutes)")
     parser.add_argument("--sensitivity", dest="sensitive", action="store_true",
                         help="change one assumption at a time (minutes)")

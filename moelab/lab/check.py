@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelab.lab.results import SCHEMA, finished_runs, read_json, results_root, write_json
+from moelab.files import read_json, results_root, write_json
+from moelab.lab.results import SCHEMA, finished_runs
 from moelab.table import format_value, text_table
 
 TOLERANCE = 0.02

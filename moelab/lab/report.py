@@ -13,7 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from moelab.lab.results import finished_runs, read_json, results_root
+from moelab.files import read_json, results_root
+from moelab.lab.results import finished_runs
 from moelab.table import format_value
 
 STYLE = """

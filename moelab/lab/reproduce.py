@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.lab.report import write_report
-from moelab.lab.results import read_json
+from moelab.files import read_json
 from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, notebooks, run_notebook,
                                split_assignments)
 from moelab.table import format_value, text_table

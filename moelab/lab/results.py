@@ -14,7 +14,8 @@ a run is a folder that other tools can read.
 
 from __future__ import annotations
 
-import json
+import ast
+import builtins
 import math
 import os
 import platform
@@ -27,7 +28,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from moelab.files import CHECKOUT, results_root, write_json
+
 SCHEMA = "moelab.metrics/1"
 #: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
 #: modelled: a fitted formula; paper: a source's figure
@@ -35,22 +37,9 @@ KINDS = ("exact", "measured", "simulated", "modelled", "paper")
 UNFINISHED = (".part", ".failed")
 
 
-def results_root(results: str | Path | None = None) -> Path:
-    """Where results lie: the argument, else the environment's MOELAB_RESULTS, else `results/` of the repository."""
-    return Path(results or os.environ.get("MOELAB_RESULTS") or REPOSITORY / "results").resolve()
-
-
 def new_run_id() -> str:
     """A name for a run that sorts by time (UTC)."""
     return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
 
 
 def open_run(notebook: str, params: dict[str, Any], seed: int) -> Run:
@@ -61,11 +50,46 @@ def open_run(notebook: str, params: dict[str, Any], seed: int) -> Run:
     notebook : the notebook's name without suffix, such as "01_calibration".
     params : the parameters that determine the metrics; a check refuses to compare runs where they differ.
     seed : the random seed.
+
+    Raises
+    ------
+    ValueError : papermill, called directly, has set a parameter that the notebook does not have, or one of another
+        type; it only warns of the first.
     """
+    shell = getattr(builtins, "get_ipython", lambda: None)()
+    check_injected([] if shell is None else shell.user_ns.get("In", []))
     directory = os.environ.get("MOELAB_RUN_DIR")
     if not directory:
         directory = results_root() / "runs" / notebook / f"interactive-{new_run_id()}"
     return Run(notebook, dict(params), seed, Path(directory))
+
+
+def check_injected(cells: list[str]) -> None:
+    """Compare the cell that papermill injects into a notebook with the cells that ran before it; see `open_run`."""
+    known: dict[str, Any] = {}                          # name → its value where that is a literal, else None
+    for cell in cells:
+        try:
+            body = ast.parse(cell).body
+        except SyntaxError:                             # a cell with magics
+            continue
+        for node in body:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                value = None
+            name, default = ast.unparse(target), known.get(ast.unparse(target))
+            if cell.startswith("# Parameters\n"):
+                if name not in known:
+                    raise ValueError(f"the notebook has no parameter {name!r}; it has {', '.join(known)}")
+                same = isinstance(value, bool) == isinstance(default, bool) and isinstance(
+                    value, (int, float) if isinstance(default, float) else type(default))
+                if default is not None and not same:
+                    raise ValueError(f"parameter {name} is {value!r}; it must be of type {type(default).__name__}, "
+                                     f"for example {name}={default!r}")
+            known[name] = value
 
 
 @dataclass
@@ -149,14 +173,6 @@ def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path
     return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and not path.name.endswith(UNFINISHED))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; what cannot be read is named in a ValueError."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete it or make it again") from error
-
-
 # ---------------------------------------------------------------------------------------------- the environment
 
 def environment() -> dict[str, Any]:
@@ -173,9 +189,12 @@ def environment() -> dict[str, Any]:
 
 
 def _git() -> str | None:
-    """The commit, with "+changes" where the tree differs from it; None outside a repository."""
+    """The commit, with "+changes" where the tree differs from it; None outside a clone of moelab."""
+    if CHECKOUT is None:
+        return None
+
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True,
+        return subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True, check=True,
                               timeout=20).stdout.strip()
     try:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from moelab.arguments import number
-from moelab.lab.results import REPOSITORY, environment, new_run_id, read_json, results_root, write_json
+from moelab.files import CHECKOUT, read_json, results_root, write_json
+from moelab.lab.results import environment, new_run_id
 
 CELL_TIMEOUT = 1200.0
 
@@ -63,7 +64,7 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
     ------
     FileNotFoundError : a name that fits none, with the list of those there are.
     """
-    known = sorted((REPOSITORY / "notebooks").glob("[0-9]*.ipynb"))
+    known = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
     if not names:
         return known
     found = []
@@ -201,7 +202,7 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
     variables = {"MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(part), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     start = time.monotonic()
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"], stdin=subprocess.PIPE,
-                               cwd=REPOSITORY, env=os.environ | variables, text=True, start_new_session=True)
+                               cwd=CHECKOUT, env=os.environ | variables, text=True, start_new_session=True)
     try:
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()

@@ -34,9 +34,10 @@ import torch
 import torch.nn.functional as F
 
 from moelab import datasets
+from moelab.files import small_model
 from moelab.progress import progress
 
-SMALL = Path(__file__).parents[2] / "data" / "small"
+SMALL = small_model()
 END = "<|endoftext|>"
 TOKENS_A_STEP = 2048
 

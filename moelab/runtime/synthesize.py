@@ -203,7 +203,8 @@ def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], pool: torc
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", help="a folder that does not exist")
     parser.add_argument("--model", required=True, metavar="CARD", help="a model card's name, e.g. Qwen3-30B-A3B")
-    parser.add_argument("--scale", type=number(above=0, most=1), default=1.0, help="part of the model's layers (default: 1, all)")
+    parser.add_argument("--scale", type=number(above=0, most=1), default=1.0,
+                        help="part of the model's layers (default: 1, all)")
     parser.add_argument("--codec", choices=sorted(codecs.CODECS), help="write an expert store with this codec")
     parser.add_argument("--seed", type=whole(), default=0)
 

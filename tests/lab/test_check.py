@@ -4,7 +4,7 @@ import pytest
 
 from moelab.__main__ import main
 from moelab.lab.check import compare
-from moelab.lab.results import write_json
+from moelab.files import write_json
 
 
 def content(params=None, seed=0, **metrics):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from moelab.lab import open_run
-from moelab.lab.results import finished_runs, write_json
+from moelab.files import write_json
+from moelab.lab.results import check_injected, finished_runs
 
 
 def test_an_interactive_run_writes_beside_the_others_and_does_not_count(results):
@@ -63,3 +64,21 @@ def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
     for name in ("20250102-1", "20250101-2", "20250103-1@h@1.part", "20250104-1.failed", "interactive-1"):
         (tmp_path / "runs" / "n" / name).mkdir(parents=True)
     assert [path.name for path in finished_runs("n", tmp_path)] == ["20250101-2", "20250102-1"]
+
+
+CELL = "smoke: bool = False  # small\nn: int = 3\nshare = 0.5\nname: str = ''\nlimit: int | None = None\nk = 2 * 3"
+
+
+@pytest.mark.parametrize("injected", ["smoke = True\nn = 7", "share = 1", "name = \"x\"", "limit = 4", "k = 1"])
+def test_parameters_that_papermill_may_inject(injected):
+    check_injected(["", CELL, f"# Parameters\n{injected}\n", "other = 1"])
+
+
+@pytest.mark.parametrize("injected, said", [
+    ("smok = True", "no parameter 'smok'; it has smoke, n, share"),
+    ("smoke = 1", "smoke is 1; it must be of type bool"),
+    ("n = True", "n is True; it must be of type int"), ("n = 'x'", "of type int, for example n=3"),
+    ("share = 'x'", "of type float"), ("name = 4", "of type str")])
+def test_parameters_that_papermill_would_pass_in_silence(injected, said):
+    with pytest.raises(ValueError, match=said):
+        check_injected(["", CELL, f"# Parameters\n{injected}\n"])

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from moelab.__main__ import main
-from moelab.lab.results import REPOSITORY, finished_runs
+from moelab.files import CHECKOUT
+from moelab.lab.results import finished_runs
 from moelab.lab.runner import (NotebookFailed, check_parameters, convert, inspect, notebooks, remove_leftovers,
                                run_notebook)
 from tests.lab.conftest import GOOD
@@ -51,7 +52,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     assert about["env"]["versions"]["python"] == sys.version.split()[0]
     assert any(package.startswith("numpy==") for package in about["packages"])
     # the kernel is this interpreter and works in the root of the repository
-    assert printed(directory / "good.ipynb").strip() == f"{REPOSITORY} {sys.executable} 7 True 1"
+    assert printed(directory / "good.ipynb").strip() == f"{CHECKOUT} {sys.executable} 7 True 1"
     nb, outputs = displayed(directory / "good.ipynb")
     figure = next(o for o in outputs if "application/vnd.plotly.v1+json" in o["data"])
     assert figure["data"]["text/plain"] == '[Figure: It rises from 1 to 2, "always"]'
@@ -95,7 +96,7 @@ def test_a_killed_kernel_is_told_in_a_sentence(notebook):
 
 def test_a_killed_runner_leaves_only_a_part_that_later_runs_remove(notebook, results):
     path = notebook("long", "import time; time.sleep(300)")
-    runner = subprocess.Popen([sys.executable, "-m", "moelab", "run", str(path)], cwd=REPOSITORY)
+    runner = subprocess.Popen([sys.executable, "-m", "moelab", "run", str(path)], cwd=CHECKOUT)
     folder = results / "runs" / "long"
     until = time.monotonic() + 60
     while time.monotonic() < until and not list(folder.glob("*.part/long.ipynb")):

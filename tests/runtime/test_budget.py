@@ -8,7 +8,8 @@ from moelab.runtime.budget import RESERVE, available, parse_budget
 
 @pytest.mark.parametrize("budget, wanted", [
     ("2GB", 2_000_000_000), ("2 gb", 2_000_000_000), ("800MiB", 800 << 20), ("1.5GiB", 3 << 29), ("64kB", 64_000),
-    ("4096", 4096), ("50%", 500), ("0.5", 500), (" 2GB ", 2_000_000_000), ("12.5 %", 125), (0.25, 250), (1.0, 1000), (1, 1000), (4096, 4096)])
+    ("4096", 4096), ("50%", 500), ("0.5", 500), (" 2GB ", 2_000_000_000),
+    ("12.5 %", 125), (0.25, 250), (1.0, 1000), (1, 1000), (4096, 4096)])
 def test_budgets(budget, wanted):
     assert parse_budget(budget, everything=1000, others=10) == wanted
 
