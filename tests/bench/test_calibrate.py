@@ -40,7 +40,6 @@ def test_a_plan_reads_it_and_without_new_tokens_there_is_no_decode(tmp_path, cap
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (["--prompts", "0"], "--prompts is 0"), (["--batch", "0"], "--batch is 0"), (["--new-tokens", "-1"], "at least 0"),
     (["--sources", "code,nothing"], "'nothing'"), (["--sources", ","], "none is named"),
     (["--tokens", "8"], "at least 64")])
 def test_bad_input_is_refused(arguments, told, tmp_path, capsys):

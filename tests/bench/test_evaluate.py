@@ -96,8 +96,7 @@ def test_modes_by_name(text, expected):
     (["--modes", "hint:oracle"], "an oracle must be told"),
     (["--modes", "router-free:quasi"], "only the estimator"),
     (["--modes", "speculative:hybrid"], "need --estimator FILE"),
-    (["--budget", "50%"], "--budget 50% is for an expert store"),
-    (["--limit", "1"], "at least two questions")])
+    (["--budget", "50%"], "--budget 50% is for an expert store")])
 def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
     assert main(["evaluate", "--calibration", "1", "--tokens", "64", *arguments]) == 2
     told = capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_errors_say_what_to_do(measured, store, tmp_path):
 def test_the_command_prints_and_keeps(store, tmp_path, capsys):
     parser = argparse.ArgumentParser()
     profiling.add_arguments(parser)
-    arguments = [str(store.folder), "--seconds", "0", "--output", str(tmp_path / "p")]
+    arguments = [str(store.folder), "--seconds", "0.001", "--output", str(tmp_path / "p")]
     assert profiling.main(parser.parse_args(arguments)) == 0
     printed = capsys.readouterr().out
     assert "read both" in printed and "a token" in printed and Profile.load(tmp_path / "p").model == store.spec.name
