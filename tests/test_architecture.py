@@ -39,7 +39,8 @@ DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
 #: above everything, so they may use what `moelab` itself exports
 FACADE_USERS = {"bench", "viz", "lab", "__main__", "__init__"}
 #: constructors that hand on to the part that knows, inside a function
-HANDED_ON = {("specs", "models"), ("specs", "cards"), ("datasets", "models")}
+HANDED_ON = {("specs", "models"), ("specs", "cards"), ("datasets", "models"),
+              ("models", "store")}
 #: package → the only parts that may import it
 ONLY_IN = {
     "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},

@@ -2,7 +2,7 @@
 
 Three things: a model class and a meta-device twin for a config; construction with some classes replaced, which
 is how a model comes into being without its experts; and the key renaming and weight conversion that turn any hub
-checkpoint's expert tensors into the ones the model computes with. Written against transformers 5.20 to 5.23;
+checkpoint's tensors into the ones the model computes with. Written against transformers 5.20 to 5.23;
 when a later release moves something, `tests/models/test_compat.py` says what.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,33 +86,43 @@ def share_conversion(model_type: str, like: str) -> None:
         model_type, conversion_mapping.get_checkpoint_conversion_mapping(like))
 
 
-# ------------------------------------------------------------------------------- checkpoint keys → expert tensors
+# -------------------------------------------------------------------------- checkpoint keys → the model's parameters
 
 @dataclass
 class ParameterPlan:
-    """Where one parameter of one experts module comes from.
+    """Where one parameter, or the parameters that are made together with it, come from.
 
-    sources : checkpoint keys by pattern; either one key that holds all E experts, or E keys, one an expert.
+    target : its full name in the model.
+    sources : checkpoint keys by pattern. One each, or, where they lie `apart`, one for each number from 0 on, in
+        this order; of experts those are the experts.
     converter : transformers' WeightConverter from these sources, or None where a key is merely renamed.
     """
 
-    name: str
+    target: str
     sources: dict[str, list[str]]
     converter: Any = None
+    apart: bool = False
+
+    @property
+    def keys(self) -> list[str]:
+        """All its keys."""
+        return [key for keys in self.sources.values() for key in keys]
 
 
-def expert_plan(twin: torch.nn.Module, keys: Iterable[str], experts: Iterable[str], quantizer: Any = None
-                ) -> dict[str, dict[str, ParameterPlan]]:
-    """For each experts module, how its parameters are made of checkpoint keys: {module: {parameter: plan}}.
+def loading_plan(twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = None
+                 ) -> tuple[dict[str, ParameterPlan], dict[str, str]]:
+    """How a model's parameters are made of checkpoint keys, as transformers would load them: ({target: plan}, foreign).
 
-    twin : the model on the meta device, with its experts.
-    keys : all keys of the checkpoint.
-    experts : names of the experts modules.
+    twin : the whole model on the meta device, with its experts.
+    foreign : what the model has no parameter for, {name it would have: key}.
+
+    Raises ValueError where numbered keys lack a number or have one twice, or two keys claim one parameter.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
+        apply_renamings,
         dot_natural_key,
         rename_source_key,
     )
@@ -121,38 +132,114 @@ def expert_plan(twin: torch.nn.Module, keys: Iterable[str], experts: Iterable[st
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     parameters = twin.state_dict()
-    owners = sorted(experts, key=len, reverse=True)
-    plans: dict[str, dict[str, ParameterPlan]] = {name: {} for name in owners}
-
+    plans: dict[str, ParameterPlan] = {}
+    foreign: dict[str, str] = {}
     for key in sorted(keys, key=dot_natural_key):
-        if "expert" not in key:
-            continue
         target, pattern = rename_source_key(key, renamings, converters, twin.base_model_prefix, parameters)
         if target not in parameters and key in parameters:
-            target, pattern = key, None
-        owner = next((name for name in owners if target.startswith(name + ".")), None)
-        if owner is None or target not in parameters:
+            target, pattern = rename_source_key(key, [], [], twin.base_model_prefix, parameters)
+        if target not in parameters:
+            foreign[target] = key
             continue
-        name = target[len(owner) + 1:]
-        plan = plans[owner].setdefault(name, ParameterPlan(name, {}, by_pattern.get(pattern)))
+        plan = plans.setdefault(target, ParameterPlan(target, {}, by_pattern.get(pattern)))
+        if pattern is None and plan.sources or (plan.converter is None) != (pattern is None):
+            raise ValueError(f"{key} and {plan.keys[0]} both are {target}")
         plan.sources.setdefault(pattern or key, []).append(key)
-    return plans
+    for plan in plans.values():
+        plan.apart = any("*" in pattern for pattern in plan.sources)
+        for pattern, found in plan.sources.items():
+            plan.sources[pattern] = _in_order(plan, pattern, found, [apply_renamings(key, renamings) for key in found],
+                                              len(parameters[plan.target]) if _stacks(plan) else None)
+    return plans, foreign
 
 
-def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], full_name: str, twin: torch.nn.Module,
-                   quantizer: Any = None) -> torch.Tensor:
-    """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own conversion.
+def _stacks(plan: ParameterPlan) -> bool:
+    """Whether the parameter's first axis counts its sources."""
+    return plan.converter is not None and type(plan.converter.operations[0]).__name__ == "MergeModulelist"
 
-    full_name : the parameter's full name in the model.
-    """
+
+def _in_order(plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[str], count: int | None) -> list[str]:
+    """A pattern's keys in the order of their numbers, which are 0 … count−1, each once."""
+    if "*" not in pattern:
+        if len(keys) > 1:
+            raise ValueError(f"{' and '.join(keys[:4])} all are {pattern} of {plan.target}")
+        return keys
+    shape = re.compile(pattern.replace("*.", r"(.*)\."))
+    numbers = {}
+    for key, name in zip(keys, renamed):
+        match = shape.search(name)
+        number = int(match[1]) if match and re.fullmatch(r"0|[1-9]\d{0,8}", match[1]) else None
+        if number is None or number in numbers or not 0 <= number < (len(keys) if count is None else count):
+            raise ValueError(f"{key} is none of the {len(keys) if count is None else count} tensors {pattern} that "
+                             f"{plan.target} is made of, which are numbered from 0 on and each there once")
+        numbers[number] = key
+    if absent := sorted(set(range(count or 0)) - set(numbers)):
+        other = [key for number, key in numbers.items() if str(number) in key.split(".")]
+        name = _renumbered(other[0], next(n for n, key in numbers.items() if key == other[0]), absent[0])
+        raise ValueError(f"{name} is missing, one of the {count} tensors {pattern} that {plan.target} is made of"
+                         + (f", and {len(absent) - 1} more" if len(absent) > 1 else ""))
+    return [numbers[number] for number in sorted(numbers)]
+
+
+def _renumbered(key: str, number: int, other: int) -> str:
+    """The key with the last of its parts that is this number replaced by another."""
+    parts = key.split(".")
+    parts[len(parts) - 1 - parts[::-1].index(str(number))] = str(other)
+    return ".".join(parts)
+
+
+def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: torch.nn.Module, quantizer: Any = None
+              ) -> dict[str, torch.Tensor]:
+    """The parameters that a plan makes, by full name, from its sources by pattern: a tensor or a list of them each."""
     if plan.converter is None:
-        return next(iter(tensors.values()))
+        return {plan.target: next(iter(tensors.values()))}
     converter = deepcopy(plan.converter)
-    for pattern, tensor in tensors.items():
-        converter.add_tensor(full_name, pattern, pattern, tensor)
-    made = converter.convert(full_name, model=twin, config=twin.config, hf_quantizer=quantizer)
-    made = made[full_name]
-    return made[0] if isinstance(made, list) else made
+    for pattern, found in tensors.items():
+        for tensor in found if isinstance(found, list) else [found]:
+            converter.add_tensor(plan.target, pattern, pattern, tensor)
+    made = converter.convert(plan.target, model=twin, config=twin.config, hf_quantizer=quantizer)
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: torch.nn.Module,
+                   quantizer: Any = None) -> torch.Tensor:
+    """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own conversion."""
+    return converted(plan, tensors, twin, quantizer)[plan.target]
+
+
+def may_lack(twin: torch.nn.Module, made: set[str], foreign: set[str]) -> tuple[set[str], set[str]]:
+    """(missing, unexpected): names without a source, and foreign ones, that the architecture does not declare optional.
+
+    made : full names of the parameters and persistent buffers that the checkpoint has.
+    """
+    missing, ties = set(twin.state_dict()) - made, dict(twin.all_tied_weights_keys)
+    for name in list(missing):
+        group, before = {name}, set()           # whatever is tied to it, in either direction
+        while group != before:
+            before = set(group)
+            group |= {word for pair in ties.items() if group & set(pair) for word in pair}
+        if group & made:
+            missing.discard(name)
+    report = SimpleNamespace(missing_keys=missing, unexpected_keys=set(foreign))
+    twin._adjust_missing_and_unexpected_keys(report)
+    return report.missing_keys, report.unexpected_keys
+
+
+def kept_in_fp32(twin: torch.nn.Module, name: str) -> bool:
+    """Whether a parameter is fp32 whatever the dtype of the model, by the architecture's own declaration or code."""
+    patterns = twin._get_dtype_plan(twin.config.dtype)
+    return twin.state_dict()[name].dtype == torch.float32 or any(
+        re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+
+
+def published_names(twin: torch.nn.Module) -> dict[str, list[str]]:
+    """Parameter → the keys under which checkpoints of the architecture are saved, as far as transformers can tell."""
+    from transformers.core_model_loading import revert_weight_conversion
+    try:
+        plans, _ = loading_plan(twin, revert_weight_conversion(twin, twin.state_dict()))
+    except Exception:           # only words of an error depend on it
+        return {}
+    return {target: plan.keys for target, plan in plans.items()}
 
 
 def numbered_expert(name: str) -> tuple[int, str] | None:

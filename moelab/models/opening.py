@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
+from moelab.models.completeness import Plan, blamed, complete
 from moelab.models.seam import discover, external_class, plug
 from moelab.models.small import SMALL
 from moelab.specs import MoESpec
@@ -27,11 +28,12 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
 
     Parameters
     ----------
-    name_or_path : a hub id, a checkpoint folder, or None for the small model shipped in `data/small`.
+    name_or_path : a hub id, the folder of a checkpoint or of an expert store, or None for the small model shipped in
+        `data/small`.
     experts : "resident" loads everything, with transformers' `eager` experts, the reference that everything else
         is compared with; "external" neither reads nor allocates the experts' weights and supplies them one by one
         from the checkpoint, slowly, until another source is plugged in (`moelab.models.plug`).
-    dtype : of the weights; "auto" takes the checkpoint's.
+    dtype : of the weights; "auto" takes what config.json says, or else the checkpoint's.
     device : where to; the CPU by default.
 
     Returns
@@ -41,38 +43,94 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     Raises
     ------
     FileNotFoundError : no such folder, or a hub id that can be had neither from the cache nor the network.
-    ValueError : a dense model, an unknown architecture, a damaged file, an unknown `experts`.
+    ValueError : a dense model, an unknown architecture, a damaged or hostile file, an unknown `experts`; a tensor that
+        is missing, unexpected, of another shape or type than the model's (see `moelab.models.completeness`).
     """
-    from transformers.utils import logging
-
     if experts not in ("resident", "external"):
         raise ValueError(f"experts is {experts!r}; it must be 'resident' or 'external'")
     checkpoint = Checkpoint.at(find(name_or_path))
     config = compat.dequantising(load_config(checkpoint.folder))
-    spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
-    cls = compat.model_class(config)
-    options = {"dtype": dtype, "experts_implementation": "eager", "local_files_only": True}
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()       # with external experts, their unread weights would be reported as unexpected
-    try:
-        if experts == "resident":
-            model = cls.from_pretrained(checkpoint.folder, config=config, **options)
+    where = checkpoint.folder / "config.json"
+    with blamed(where, "its values make no sense", passing=ValueError):
+        spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
+    plan = complete(checkpoint, config)
+    tokenizer = _load_tokenizer(checkpoint.folder)
+    if checkpoint.store is not None:
+        from moelab.store.verify import check_weights
+        check_weights(checkpoint.store)
+    dtype = _dtype(dtype, config, plan)
+    outside = experts == "external" or checkpoint.store is not None
+    left_out = plan.ignored | (plan.expert_keys if outside else set())
+    with blamed(where, f"no {config.model_type} model can be made of its checkpoint"):
+        with compat.classes_replaced({type(layer.experts) for layer in plan.layers} if outside else (), external_class):
+            model = _load(compat.model_class(config), checkpoint, config, dtype, left_out)
+    if outside:
+        source = CheckpointExperts(checkpoint, config, model.dtype, device or "cpu", plan)
+        if experts == "external":
+            plug(model, source=source)
         else:
-            stock = {type(layer.experts) for layer in discover(compat.meta_twin(config))}
-            with compat.classes_replaced(stock, external_class):
-                model = cls.from_pretrained(checkpoint.folder, config=config, **options)
-            plug(model, source=CheckpointExperts(checkpoint, config, model.dtype, device or "cpu"))
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+            _take_in(model, plan, source)
     _align(model)
     model.spec = spec
-    model.tokenizer = _load_tokenizer(checkpoint.folder)
+    model.tokenizer = tokenizer
     return model.to(device).eval() if device is not None else model.eval()
+
+
+def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, left_out: set[str]) -> Any:
+    """The model with the checkpoint's tensors but those left out; only files that were checked are read.
+
+    Given tensors and no folder, transformers looks for nothing else there: no adapters, other weights or code.
+    """
+    from safetensors import safe_open
+    from transformers import GenerationConfig
+    from transformers.utils import logging
+
+    files = {file: safe_open(file, "pt") for file in checkpoint.files}
+    tensors = {key: files[file].get_slice(key) for key, file in checkpoint.keys() if key not in left_out}
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, report = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype,
+                                            experts_implementation="eager", output_loading_info=True,
+                                            trust_remote_code=False)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    if wrong := [f"{kind.replace('_', ' ')}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]:
+        raise ValueError(f"transformers reports {'; '.join(wrong)}")
+    model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
+    own = (checkpoint.folder / "generation_config.json").is_file()
+    with blamed(checkpoint.folder / "generation_config.json", "no generation config can be read of it"):
+        model.generation_config = GenerationConfig.from_pretrained(
+            checkpoint.folder, local_files_only=True, **({} if own else {"config_file_name": "config.json",
+                                                                         "_from_model_config": True}))
+    return model
+
+
+def _dtype(dtype: torch.dtype | str, config: Any, plan: Plan) -> torch.dtype:
+    """What to compute in: as asked, or as config.json says, or else as most weights are stored."""
+    if dtype != "auto":
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ValueError(f"dtype is {dtype!r}; it must be 'auto' or a floating-point type of torch")
+        return found
+    return getattr(config, "dtype", None) or plan.dtype
+
+
+def _take_in(model: Any, plan: Plan, source: CheckpointExperts) -> None:
+    """Give a model that was built without its experts resident ones, read one by one."""
+    for layer, stock in zip(discover(model), plan.layers):
+        experts, tensors = stock.experts, {}
+        for name, parameter in experts.named_parameters():
+            tensors[name] = torch.empty(parameter.shape, dtype=model.dtype)
+        for expert in range(experts.num_experts):
+            for name, tensor in source(layer.index, expert).items():
+                into = tensors[name][expert] if name in tensors else tensors[f"expert_{expert}.{name}"]
+                into.copy_(tensor)
+        experts.load_state_dict(tensors, assign=True)
+        if hasattr(experts, "config"):
+            experts.config = layer.experts.config
+        layer.block.experts = experts
 
 
 def _align(model: torch.nn.Module) -> None:
@@ -93,6 +151,9 @@ def find(name_or_path: str | Path | None) -> Path:
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
+    if path.with_name(path.name + ".part").is_dir():
+        raise FileNotFoundError(f"there is nothing at {path} yet: its conversion was cut off; run the same convert "
+                                f"command again and it goes on")
     text = str(name_or_path)
     looks_like_id = text.count("/") <= 1 and not text.startswith((".", "/", "~")) and os.sep * 2 not in text
     if not looks_like_id:
@@ -132,16 +193,21 @@ def load_config(folder: Path) -> Any:
 
     from moelab.models import deepseek
     deepseek.register()
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        import json
-        try:
-            model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-        except ValueError as broken:
-            raise ValueError(f"{folder / 'config.json'} is damaged ({broken}); download it again") from error
-        raise ValueError(f"transformers {transformers.__version__} does not know model_type {model_type!r} "
-                         f"({folder / 'config.json'}): upgrade transformers, or check the config") from error
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint")
+    fields = read_json(file)
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        own = ", or it comes with code of its own (auto_map), which is never run here" if "auto_map" in fields else ""
+        raise ValueError(f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
+                         f"({file}): upgrade transformers, or check the config{own}")
+    for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
+        if "/" in str(fields.get(name, "")):
+            raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing of "
+                             f"the kind is fetched. Remove that line")
+    with blamed(file, f"it is no config of a {model_type} model"):
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -149,11 +215,12 @@ def _load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
                                                      "spiece.model", "vocab.json")):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "left"         # what batched generation with a decoder needs
-    return tokenizer
+    with blamed(folder, "its tokenizer cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.padding_side = "left"         # what batched generation with a decoder needs
+        return tokenizer
 
 
 def model_name(name_or_path: str | Path | None, folder: Path) -> str:

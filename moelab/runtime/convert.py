@@ -18,21 +18,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moelab.arguments import whole
-from moelab.models import compat, opening, plug
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_header
+from moelab.models import opening, plug
+from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.seam import discover
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.store import codecs
-from moelab.store.bits import as_bytes
-from moelab.store.layout import TORCH_NAMES, WEIGHT_MAP, WEIGHTS, ExpertStore, StoreError, source_identity
+from moelab.store.layout import WEIGHT_MAP, WEIGHTS, ExpertStore, StoreError, source_identity
 from moelab.store.reader import Reader, StoreExperts, decode, empty_tensors
 from moelab.store.verify import check_weights, verify
 from moelab.store.writer import StoreWriter
@@ -73,14 +71,13 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
             raise ValueError(f"{checkpoint.folder} is quantised with {getattr(method, 'value', method)!r}; only MXFP4 "
                              f"is converted. Take the bf16 checkpoint of the model, or dequantise it first")
     spec = MoESpec.from_config(config, name=opening.model_name(source, checkpoint.folder))
-    twin = compat.meta_twin(config)
-    modules = {layer.name + ".experts": layer.experts for layer in discover(twin)}
+    experts = CheckpointExperts(checkpoint, config)
+    modules = {layer.name + ".experts": layer.experts for layer in experts.plan.layers}
     layers = [(name, module.num_experts, not isinstance(module, torch.nn.ModuleDict))
               for name, module in modules.items()]
     identity = source_identity(checkpoint.folder / "config.json", checkpoint.files)
     writer = StoreWriter(destination, spec, identity, layers, codec, K)
     try:
-        experts = _ReadExperts(checkpoint, config)
         each = spec.expert_params * (4 if spec.dtype == "float32" else 2)
         with progress(total=sum(E for _, E, _ in layers) * each, desc="converting", unit="B",
                       initial=len(writer.records) * each) as bar:
@@ -89,54 +86,17 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
                 size = sum(t.nbytes for t in tensors.values())
                 writer.add(layer, expert, tensors)
                 bar.update(size)
-        plans = compat.expert_plan(twin, dict(checkpoint.keys()), modules, compat.quantizer_for(config))
-        used = {key for plan in plans.values() for p in plan.values() for keys in p.sources.values() for key in keys}
-        writer.finish(other_weights(checkpoint, used), list(_small_files(checkpoint.folder)))
+        writer.finish(other_weights(checkpoint, experts.plan.expert_keys), list(_small_files(checkpoint.folder)))
         verify(writer.folder)
         return ExpertStore(writer.publish())
     finally:
         writer.close()
 
 
-class _ReadExperts(CheckpointExperts):
-    """The same source by plain reads: what was read of a mapped file would count as this process's memory."""
-
-    @cached_property
-    def _headers(self) -> dict[Path, tuple[int, dict[str, Any]]]:
-        headers = {file: read_header(file) for file in self.checkpoint.files}
-        return {file: (8 + int(header["__metadata__"]["moelab.header"]), header) for file, header in headers.items()}
-
-    def _read(self, keys: list[str], expert: int) -> torch.Tensor:
-        E = self._layers[0].experts.num_experts
-        key = keys[expert] if len(keys) == E and E > 1 else keys[0]
-        start, header = self._headers[self._files[key]]
-        (begin, end), shape = header[key]["data_offsets"], header[key]["shape"]
-        if key == keys[0] and len(keys) == 1 and not compat.numbered_expert(key.rpartition("experts.")[2]):
-            size = (end - begin) // shape[0]                            # one of the E that the tensor holds
-            begin, end, shape = begin + expert * size, begin + (expert + 1) * size, [1, *shape[1:]]
-        tensor = torch.empty(shape, dtype=getattr(torch, TORCH_NAMES[header[key]["dtype"]]))
-        with open(self._files[key], "rb", buffering=0) as f:
-            f.seek(start + begin)
-            view = memoryview(as_bytes(tensor))
-            while view:
-                n = f.readinto(view)
-                if not n:
-                    raise OSError(f"{self._files[key]} ends inside the tensor {key}; download it again")
-                view = view[n:]
-        return tensor
-
-
 def other_weights(checkpoint: Checkpoint, used: set[str]) -> dict[str, tuple[Path, int, str, list[int], int]]:
     """key → (file, offset, dtype, shape, bytes) of every tensor that is no expert's."""
-    found = {}
-    for file in checkpoint.files:
-        header = read_header(file)
-        start = 8 + int(header.pop("__metadata__")["moelab.header"])
-        for key, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if key not in used:
-                found[key] = (file, start + begin, entry["dtype"], entry["shape"], end - begin)
-    return dict(sorted(found.items()))
+    return {key: (t.file, t.begin, t.dtype, list(t.shape), t.nbytes) for key, t in sorted(checkpoint.tensors.items())
+            if key not in used}
 
 
 def _small_files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -220,11 +180,9 @@ def _restored_header(layer: Any) -> tuple[bytes, dict[tuple[int, str], int]]:
 def open_store(store: ExpertStore | str | Path, **options: Any) -> Any:
     """Open the model of a store, its experts read from there one by one: `open_model` for stores.
 
-    options : of `moelab.store.reader.Reader`. The other weights are checked before they are loaded. Raises what
-    `ExpertStore` and `open_model` raise.
+    options : of `moelab.store.reader.Reader`. Raises what `ExpertStore` and `open_model` raise.
     """
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    check_weights(store)
     model = opening.open_model(store.folder, experts="external")
     plug(model, source=StoreExperts(store, model.dtype, **options))
     return model

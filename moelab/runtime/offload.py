@@ -33,7 +33,6 @@ from moelab.runtime.slots import Sizes, Slots
 from moelab.schedule.requests import Delays
 from moelab.store.layout import DTYPES, ExpertStore
 from moelab.store.reader import Reader
-from moelab.store.verify import check_weights
 
 
 def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
@@ -71,7 +70,6 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     ValueError : a budget that is too small (the message says the least), a plan beyond the budget, unknown options.
     """
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    check_weights(store)
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     if ahead < 0:

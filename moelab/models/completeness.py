@@ -1,0 +1,218 @@
+"""Whether a checkpoint is the whole model that its config describes, asked before a weight is read.
+
+transformers fills a parameter that a checkpoint lacks with random numbers and says so in a report that few read; with
+external experts, whose keys nothing claims, the report cannot even be read. Here every key of the checkpoint is
+mapped to the parameter that it feeds, by transformers' own tables, and the conversion is carried out on tensors
+without memory (the meta device). What is missing, unexpected or of another shape, and what the architecture does not
+itself declare tied or optional, is refused by name; so is a tensor of another type than its siblings.
+
+Types: the tensors of one kind, those whose names differ in numbers only, are stored alike. Most kinds share one
+floating type. Another kind may be fp32 (routers' correction biases, states of recurrent layers) if there are several
+of it, which no accident explains, or if the architecture itself computes with it in fp32.
+
+Left out: the values. Nothing tells a wrong number from a right one; a store has checksums for that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelab.models import compat
+from moelab.models.checkpoint import DTYPES, Checkpoint, Stored
+from moelab.models.seam import MoELayer, discover
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+#: names of what a config counts, and constructing a model takes time for
+COUNTS = re.compile(r"(^|_)(layers?|experts?|heads|blocks)(_|$)")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is made of a checkpoint that is complete.
+
+    twin : the model on the meta device; layers : its MoE layers; quantizer : see `compat.quantizer_for`.
+    dtype : of most of its floating-point weights.
+    experts : for each MoE layer, the experts module's parameters by name and how each is made; {} in a store.
+    expert_keys : the checkpoint's keys that feed experts.
+    ignored : its keys that the architecture declares superfluous.
+    """
+
+    twin: torch.nn.Module
+    layers: list[MoELayer]
+    quantizer: Any
+    dtype: torch.dtype
+    experts: list[dict[str, compat.ParameterPlan]]
+    expert_keys: set[str]
+    ignored: set[str]
+
+
+@contextmanager
+def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iterator[None]:
+    """Whatever a library makes of a file that is damaged or foreign becomes a ValueError that names the file.
+
+    passing : errors that are left as they are.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:          # a panic of a Rust extension is no Exception
+        if isinstance(error, OSError) and error.errno or not (
+                isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        raise ValueError(f"{file}: {what} ({type(error).__name__}: {str(error)[:1000]})") from error
+
+
+def complete(checkpoint: Checkpoint, config: Any) -> Plan:
+    """The plan of a checkpoint that holds exactly the model of this config.
+
+    Raises
+    ------
+    ValueError : it does not, naming what is missing, unexpected, of another shape or another type; a dense model; an
+        architecture that cannot be built with this config.
+    """
+    where = checkpoint.folder / "config.json"
+    _plausible(checkpoint, config)
+    compat.model_class(config)
+    with blamed(where, f"no {config.model_type} model can be built of this config"):
+        twin = compat.meta_twin(config)
+        quantizer = compat.quantizer_for(config)
+    layers = discover(twin)
+    try:
+        plans, foreign = compat.loading_plan(twin, checkpoint.tensors, quantizer)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder} is not complete: {error}; download the checkpoint again") from error
+    made = {name for plan in plans.values() for name in _made(checkpoint, plan, twin, quantizer)}
+    made |= _experts_of_store(checkpoint, layers)
+    missing, unexpected = compat.may_lack(twin, made, set(foreign))
+    if missing:
+        keys = compat.published_names(twin)
+        names = [" and ".join([name, *(f"(as a key: {key})" for key in keys.get(name, ())[:2] if key != name)])
+                 for name in sorted(missing)]
+        raise ValueError(f"{checkpoint.folder} lacks {_some(names)}, which {config.model_type} with this config needs"
+                         + (f"; it has {_some(sorted(foreign[name] for name in unexpected))}, which has no place in it"
+                            if unexpected else "") + "; download the checkpoint again")
+    if unexpected:
+        raise ValueError(f"{checkpoint.folder} has {_some(sorted(foreign[name] for name in unexpected))}, which has no "
+                         f"place in a {config.model_type} model with this config; check config.json, or download the "
+                         f"checkpoint again")
+    dtype = _types(checkpoint, plans, twin, quantizer)
+    experts: list[dict[str, compat.ParameterPlan]] = []
+    for layer in layers:
+        prefix = layer.name + ".experts."
+        experts.append({target[len(prefix):]: plan for target, plan in plans.items() if target.startswith(prefix)})
+        together = {name for name, _ in layer.experts.named_parameters()} - set(experts[-1])
+        if together and checkpoint.store is None:
+            raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, and "
+                             f"moelab reads experts one by one; this layout of {config.model_type} is not read")
+    expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
+    return Plan(twin, layers, quantizer, dtype, experts, expert_keys, set(foreign.values()))
+
+
+def _plausible(checkpoint: Checkpoint, config: Any) -> None:
+    """ValueError for a config with more layers than the checkpoint has tensors, or more of anything else it counts."""
+    most = len(checkpoint.tensors) + (len(checkpoint.store.layers) * checkpoint.store.spec.E if checkpoint.store else 0)
+    widest = max([most, *(n for entry in checkpoint.tensors.values() for n in entry.shape)])
+    for part in [config, *(getattr(config, name, None) for name in type(config).sub_configs)]:
+        for name, value in vars(part).items() if part is not None else ():
+            limit = most if "layer" in name else widest
+            if type(value) is int and value > limit and COUNTS.search(name):
+                raise ValueError(f"{checkpoint.folder / 'config.json'} says {name} = {value:,}, and the checkpoint has "
+                                 f"{len(checkpoint.tensors):,} tensors; one of the two is damaged or not the other's")
+
+
+def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, twin: torch.nn.Module, quantizer: Any) -> set[str]:
+    """Names of what a plan makes; ValueError unless every one has the shape that the model's parameter has."""
+    parameters, tensors = twin.state_dict(), checkpoint.tensors
+    for keys in plan.sources.values():
+        shapes = Counter(tensors[key].shape for key in keys)
+        usual, times = shapes.most_common(1)[0]
+        odd = [key for key in keys if tensors[key].shape != usual or times == 1] if len(shapes) > 1 else []
+        if odd:
+            raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of {plan.target}; "
+                             f"download the checkpoint again")
+    stored = {pattern: [torch.empty(tensors[key].shape, dtype=DTYPES[tensors[key].dtype], device="meta")
+                        for key in keys] for pattern, keys in plan.sources.items()}
+    wanted = f"{plan.target} is {list(parameters[plan.target].shape)} in {twin.config.model_type} with this config"
+    try:
+        if plan.converter is None:
+            stored = {pattern: found[0] for pattern, found in stored.items()}
+        made = compat.converted(plan, stored, twin, quantizer)
+    except Exception as error:
+        raise ValueError(f"{checkpoint.folder}: {wanted}, and cannot be made of {_described(tensors, plan.keys)} "
+                         f"({type(error).__name__}: {error}); download the checkpoint again") from error
+    for name, tensor in made.items():
+        if name in parameters and tensor.shape != parameters[name].shape:
+            wanted = f"{name} is {list(parameters[name].shape)} in {twin.config.model_type} with this config"
+            raise ValueError(f"{checkpoint.folder}: {wanted}, and {_described(tensors, plan.keys)}; download the "
+                             f"checkpoint again")
+    return set(made)
+
+
+def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str]:
+    """Full names of the experts' parameters that a store has; ValueError where they are not the model's."""
+    if checkpoint.store is None:
+        return set()
+    made = set()
+    for i, layer in enumerate(layers):
+        prefix, stacked = layer.name + ".experts.", not isinstance(layer.experts, torch.nn.ModuleDict)
+        shapes = {prefix + name: tuple(p.shape) for name, p in layer.experts.named_parameters()}
+        stored: dict[str, tuple] = {}
+        for there in checkpoint.store.layers[i:i + 1]:
+            for e, entries in enumerate(there.experts):
+                for name, entry in entries.items():
+                    key = f"{there.module}.{name}" if stacked else f"{there.module}.expert_{e}.{name}"
+                    stored[key] = (len(there.experts), *entry.shape) if stacked else tuple(entry.shape)
+        if stored != shapes or len(checkpoint.store.layers) != len(layers):
+            raise ValueError(f"{checkpoint.folder} holds other experts than its config.json describes (MoE layer {i} "
+                             f"of {len(layers)}); convert the model again")
+        made |= set(shapes)
+    return made
+
+
+def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], twin: torch.nn.Module, quantizer: Any
+           ) -> torch.dtype:
+    """The type of most weights; ValueError for one that is neither its siblings' nor kept by the architecture."""
+    tensors, parameters = checkpoint.tensors, twin.state_dict()
+    kinds, floats = defaultdict(list), Counter()
+    for plan in plans.values():
+        for key in plan.keys:
+            kinds[re.sub(r"\d+", "#", key)].append((key, plan))
+            floats[tensors[key].dtype] += tensors[key].nbytes if tensors[key].dtype in FLOATS else 0
+    if not floats.total():
+        raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
+    main = floats.most_common(1)[0][0]
+    for members in kinds.values():
+        types = Counter(tensors[key].dtype for key, _ in members)
+        usual, times = types.most_common(1)[0]
+        if len(types) > 1:
+            odd = [key for key, _ in members if tensors[key].dtype != usual or times == 1]
+            raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of its kind; download "
+                             f"the checkpoint again")
+        key, plan = members[0]
+        target = parameters[plan.target].dtype
+        if quantizer is not None and plan.converter is not None:
+            continue                        # what the quantiser stores, it knows
+        kept = usual == "F32" and (len(members) > 1 or compat.kept_in_fp32(twin, plan.target))
+        if usual != main and not kept if target.is_floating_point else DTYPES[usual] != target:
+            raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])}, where the checkpoint's other weights "
+                             f"are {main}" + ("" if target.is_floating_point else f" and the model has {target}")
+                             + "; download the checkpoint again")
+    return DTYPES[main]
+
+
+def _described(tensors: dict[str, Stored], keys: list[str]) -> str:
+    return _some([f"{key} is {tensors[key].dtype} {list(tensors[key].shape)}" for key in keys])
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
