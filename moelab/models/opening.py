@@ -16,7 +16,7 @@ import torch
 
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
-from moelab.models.completeness import Plan, blamed, complete
+from moelab.models.completeness import COUNTS, Plan, blamed, complete
 from moelab.models.seam import discover, external_class, plug
 from moelab.models.small import SMALL
 from moelab.specs import MoESpec
@@ -206,6 +206,10 @@ def load_config(folder: Path) -> Any:
         if "/" in str(fields.get(name, "")):
             raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing of "
                              f"the kind is fetched. Remove that line")
+    for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
+        for name, value in part.items():
+            if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < 100_000:
+                raise ValueError(f"{file} says {name} = {value:,}, which no model has; download it again")
     with blamed(file, f"it is no config of a {model_type} model"):
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
