@@ -204,6 +204,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     The samples are 64 pieces of 4 KB spread over a file; a change that leaves all of them untouched is not seen.
     """
     digest = sha256((checkpoint.folder / "config.json").read_bytes())
+    if checkpoint.store is not None:            # its index has the checksum of every expert
+        digest.update((checkpoint.folder / "index.json").read_bytes())
     for path in sorted(checkpoint.files):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

@@ -271,13 +271,13 @@ class Accelerate(Transformers):
         import torch
         import transformers
         transformers.utils.logging.disable_progress_bar()
-        config = transformers.AutoConfig.from_pretrained(options["model"])
+        config = transformers.AutoConfig.from_pretrained(options["model"], trust_remote_code=False)
         places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
         places |= {f"model.layers.{i}": "cpu" if i < options["layers"] else "disk"
                    for i in range(config.num_hidden_layers)}
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            options["model"], dtype=torch.bfloat16, experts_implementation="eager", device_map=places,
-            offload_folder=options["offload"])
+            options["model"], trust_remote_code=False, dtype=torch.bfloat16, experts_implementation="eager",
+            device_map=places, offload_folder=options["offload"])
         super().__init__(model.eval())
 
 

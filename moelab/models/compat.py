@@ -207,29 +207,30 @@ def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: 
     return converted(plan, tensors, twin, quantizer)[plan.target]
 
 
-def may_lack(twin: torch.nn.Module, made: set[str], foreign: set[str]) -> tuple[set[str], set[str]]:
-    """(missing, unexpected): names without a source, and foreign ones, that the architecture does not declare optional.
+def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: set[str]
+             ) -> tuple[set[str], set[str]]:
+    """(missing, unexpected) without what the architecture declares tied, optional or superfluous.
 
-    made : full names of the parameters and persistent buffers that the checkpoint has.
+    missing, made : full names of the parameters and persistent buffers that the checkpoint lacks and has.
+    foreign : names of what it has beyond those.
     """
-    missing, ties = set(twin.state_dict()) - made, dict(twin.all_tied_weights_keys)
+    ties = dict(twin.all_tied_weights_keys)
     for name in list(missing):
         group, before = {name}, set()           # whatever is tied to it, in either direction
         while group != before:
             before = set(group)
             group |= {word for pair in ties.items() if group & set(pair) for word in pair}
         if group & made:
-            missing.discard(name)
+            missing = missing - {name}
     report = SimpleNamespace(missing_keys=missing, unexpected_keys=set(foreign))
     twin._adjust_missing_and_unexpected_keys(report)
     return report.missing_keys, report.unexpected_keys
 
 
-def kept_in_fp32(twin: torch.nn.Module, name: str) -> bool:
+def kept_in_fp32(twin: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter is fp32 whatever the dtype of the model, by the architecture's own declaration or code."""
     patterns = twin._get_dtype_plan(twin.config.dtype)
-    return twin.state_dict()[name].dtype == torch.float32 or any(
-        re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+    return parameter.dtype == torch.float32 or any(re.search(p.replace("*", ".*"), name) for p in patterns)
 
 
 def published_names(twin: torch.nn.Module) -> dict[str, list[str]]:

@@ -19,6 +19,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Plan:
 
     twin : the model on the meta device; layers : its MoE layers; quantizer : see `compat.quantizer_for`.
     dtype : of most of its floating-point weights.
+    narrowed : keys of weights that are stored more precisely than the architecture computes with them.
     experts : for each MoE layer, the experts module's parameters by name and how each is made; {} in a store.
     expert_keys : the checkpoint's keys that feed experts.
     ignored : its keys that the architecture declares superfluous.
@@ -49,6 +51,7 @@ class Plan:
     layers: list[MoELayer]
     quantizer: Any
     dtype: torch.dtype
+    narrowed: list[str]
     experts: list[dict[str, compat.ParameterPlan]]
     expert_keys: set[str]
     ignored: set[str]
@@ -82,7 +85,11 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
     where = checkpoint.folder / "config.json"
     _plausible(checkpoint, config)
     compat.model_class(config)
+    main = _main_type(checkpoint)
     with blamed(where, f"no {config.model_type} model can be built of this config"):
+        if config.dtype is None:
+            config = deepcopy(config)
+            config.dtype = DTYPES[main]
         twin = compat.meta_twin(config)
         quantizer = compat.quantizer_for(config)
     layers = discover(twin)
@@ -90,9 +97,10 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
         plans, foreign = compat.loading_plan(twin, checkpoint.tensors, quantizer)
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder} is not complete: {error}; download the checkpoint again") from error
-    made = {name for plan in plans.values() for name in _made(checkpoint, plan, twin, quantizer)}
+    parameters = twin.state_dict()
+    made = {name for plan in plans.values() for name in _made(checkpoint, plan, parameters, twin, quantizer)}
     made |= _experts_of_store(checkpoint, layers)
-    missing, unexpected = compat.may_lack(twin, made, set(foreign))
+    missing, unexpected = compat.may_lack(twin, set(parameters) - made, made, set(foreign))
     if missing:
         keys = compat.published_names(twin)
         names = [" and ".join([name, *(f"(as a key: {key})" for key in keys.get(name, ())[:2] if key != name)])
@@ -104,7 +112,7 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
         raise ValueError(f"{checkpoint.folder} has {_some(sorted(foreign[name] for name in unexpected))}, which has no "
                          f"place in a {config.model_type} model with this config; check config.json, or download the "
                          f"checkpoint again")
-    dtype = _types(checkpoint, plans, twin, quantizer)
+    narrowed = _types(checkpoint, plans, parameters, twin, quantizer, main)
     experts: list[dict[str, compat.ParameterPlan]] = []
     for layer in layers:
         prefix = layer.name + ".experts."
@@ -114,7 +122,7 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
             raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, and "
                              f"moelab reads experts one by one; this layout of {config.model_type} is not read")
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
-    return Plan(twin, layers, quantizer, dtype, experts, expert_keys, set(foreign.values()))
+    return Plan(twin, layers, quantizer, DTYPES[main], narrowed, experts, expert_keys, set(foreign.values()))
 
 
 def _plausible(checkpoint: Checkpoint, config: Any) -> None:
@@ -129,9 +137,10 @@ def _plausible(checkpoint: Checkpoint, config: Any) -> None:
                                  f"{len(checkpoint.tensors):,} tensors; one of the two is damaged or not the other's")
 
 
-def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, twin: torch.nn.Module, quantizer: Any) -> set[str]:
+def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[str, torch.Tensor],
+          twin: torch.nn.Module, quantizer: Any) -> set[str]:
     """Names of what a plan makes; ValueError unless every one has the shape that the model's parameter has."""
-    parameters, tensors = twin.state_dict(), checkpoint.tensors
+    tensors = checkpoint.tensors
     for keys in plan.sources.values():
         shapes = Counter(tensors[key].shape for key in keys)
         usual, times = shapes.most_common(1)[0]
@@ -178,18 +187,27 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
     return made
 
 
-def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], twin: torch.nn.Module, quantizer: Any
-           ) -> torch.dtype:
-    """The type of most weights; ValueError for one that is neither its siblings' nor kept by the architecture."""
-    tensors, parameters = checkpoint.tensors, twin.state_dict()
-    kinds, floats = defaultdict(list), Counter()
+def _main_type(checkpoint: Checkpoint) -> str:
+    """The floating-point type of most of a checkpoint's bytes."""
+    floats: Counter[str] = Counter()
+    for entry in checkpoint.tensors.values():
+        if entry.dtype in FLOATS:
+            floats[entry.dtype] += entry.nbytes
+    if not floats.total():
+        raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
+    return floats.most_common(1)[0][0]
+
+
+def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
+           twin: torch.nn.Module, quantizer: Any, main: str) -> list[str]:
+    """Keys of weights that lose precision; ValueError for a type that is neither its siblings' nor kept by the
+    architecture."""
+    tensors, narrowed = checkpoint.tensors, []
+    kinds = defaultdict(list)
     for plan in plans.values():
         for key in plan.keys:
             kinds[re.sub(r"\d+", "#", key)].append((key, plan))
-            floats[tensors[key].dtype] += tensors[key].nbytes if tensors[key].dtype in FLOATS else 0
-    if not floats.total():
-        raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
-    main = floats.most_common(1)[0][0]
+    computed = twin.config.dtype
     for members in kinds.values():
         types = Counter(tensors[key].dtype for key, _ in members)
         usual, times = types.most_common(1)[0]
@@ -198,15 +216,18 @@ def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], twin:
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of its kind; download "
                              f"the checkpoint again")
         key, plan = members[0]
-        target = parameters[plan.target].dtype
         if quantizer is not None and plan.converter is not None:
             continue                        # what the quantiser stores, it knows
-        kept = usual == "F32" and (len(members) > 1 or compat.kept_in_fp32(twin, plan.target))
-        if usual != main and not kept if target.is_floating_point else DTYPES[usual] != target:
+        kept = compat.kept_in_fp32(twin, plan.target, parameters[plan.target])
+        target = parameters[plan.target].dtype
+        fits = usual == main or usual == "F32" and (kept or len(members) > 1)
+        if not fits if target.is_floating_point else DTYPES[usual] != target:
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])}, where the checkpoint's other weights "
                              f"are {main}" + ("" if target.is_floating_point else f" and the model has {target}")
                              + "; download the checkpoint again")
-    return DTYPES[main]
+        if target.is_floating_point and not kept and torch.promote_types(DTYPES[usual], computed) != computed:
+            narrowed.append(key)
+    return narrowed
 
 
 def _described(tensors: dict[str, Stored], keys: list[str]) -> str:

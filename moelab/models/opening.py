@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     if checkpoint.store is not None:
         from moelab.store.verify import check_weights
         check_weights(checkpoint.store)
+    if dtype == "auto" and plan.narrowed:
+        more = f" and {len(plan.narrowed) - 1} kinds more" if len(plan.narrowed) > 1 else ""
+        warnings.warn(f"{checkpoint.folder} stores {plan.narrowed[0]}{more} more precisely than transformers computes "
+                      f"with it, in the {config.dtype} that config.json asks for", stacklevel=2)
     dtype = _dtype(dtype, config, plan)
     outside = experts == "external" or checkpoint.store is not None
     left_out = plan.ignored | (plan.expert_keys if outside else set())

@@ -162,6 +162,19 @@ def test_the_dtype_is_the_configs_or_else_the_weights(tmp_path):
     for said, meant in (("float32", torch.float32), (None, torch.bfloat16)):
         (folder / "config.json").write_text(json.dumps({**fields, "dtype": said}))
         assert open_model(folder).dtype == open_model(folder, experts="external").dtype == meant
+    file = folder / "model.safetensors"
+    tensors = read(file)
+    write(file, {key: ("F32", t[1], torch.frombuffer(bytearray(t[2]), dtype=torch.bfloat16).float().numpy().tobytes())
+                 for key, t in tensors.items()})
+    (folder / "config.json").write_text(json.dumps({**fields, "dtype": "bfloat16"}))
+    with pytest.warns(UserWarning, match="more precisely than transformers computes"):
+        assert open_model(folder).dtype == torch.bfloat16
+    write(file, tensors | {(key := "model.norm.weight"): ("F32", [32], bytes(128))})
+    for said in ("bfloat16", None):
+        (folder / "config.json").write_text(json.dumps({**fields, "dtype": said}))
+        with pytest.raises(ValueError, match=f"{key} is F32"):
+            open_model(folder)
+    write(file, tensors)
     assert open_model(folder, dtype="float16").dtype == torch.float16
     for wrong in ("flaot32", "int8", torch.int8):
         with pytest.raises(ValueError, match="dtype is"):
