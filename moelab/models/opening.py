@@ -224,6 +224,11 @@ def _load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
                                                      "spiece.model", "vocab.json")):
         return None
+    settings = folder / "tokenizer_config.json"
+    named = read_json(settings).get("fast_tokenizer_files", "") if settings.is_file() else ""
+    if "/" in str(named) or "\\" in str(named):
+        raise ValueError(f"{settings} names {str(named)[:80]}, outside the folder; nothing of the kind is read. Remove "
+                         f"fast_tokenizer_files")
     with blamed(folder, "its tokenizer cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if tokenizer.pad_token is None:

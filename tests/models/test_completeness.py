@@ -397,7 +397,8 @@ def test_damaged_small_files(name, tmp_path):
     folder = Path(shutil.copytree(SMALL, tmp_path / "m"))
     if not (folder / name).exists():
         (folder / name).write_text("{}")
-    for content in (b"", b"[]", b"{", b"\xff\xfe", b'{"a":' * 50_000, b"3", b'{"model": 3}', b'{"max_length": []}'):
+    for content in (b"", b"[]", b"{", b"\xff\xfe", b'{"a":' * 50_000, b"3", b'{"model": 3}', b'{"max_length": []}',
+                    b'{"fast_tokenizer_files": ["../tokenizer.4.0.0.json"]}'):
         (folder / name).write_bytes(content)
         try:
             open_model(folder, experts="external")
