@@ -156,7 +156,8 @@ def read_header(file: Path) -> dict[str, Stored]:
     for key, entry in header.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            possible = dtype in DTYPES and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            possible = dtype in DTYPES and len(shape) <= 16 and all(
+                type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end))
         except (TypeError, KeyError, ValueError):
             possible = False
         if not possible or end - begin != prod(shape) * DTYPES[dtype].itemsize:
@@ -185,9 +186,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _parse(file: Path, raw: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
-            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-            raise ValueError(f"{twice[:200]!r} twice")
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{key[:200]!r} twice")
+            found[key] = value
         return found
     try:
         found = json.loads(raw, object_pairs_hook=unique)

@@ -119,15 +119,15 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
         experts.append({target[len(prefix):]: plan for target, plan in plans.items() if target.startswith(prefix)})
         together = {name for name, _ in layer.experts.named_parameters()} - set(experts[-1])
         if together and checkpoint.store is None:
-            raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, and "
-                             f"moelab reads experts one by one; this layout of {config.model_type} is not read")
+            raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, "
+                             f"and moelab reads experts one by one; this layout of {config.model_type} is not read")
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
     return Plan(twin, layers, quantizer, DTYPES[main], narrowed, experts, expert_keys, set(foreign.values()))
 
 
 def _plausible(checkpoint: Checkpoint, config: Any) -> None:
-    """ValueError for a config with more layers than the checkpoint has tensors, or more of anything else it counts."""
-    most = len(checkpoint.tensors) + (len(checkpoint.store.layers) * checkpoint.store.spec.E if checkpoint.store else 0)
+    """ValueError for a config with many more layers than the checkpoint has tensors, or of anything else it counts."""
+    most = max(1000, len(checkpoint.tensors))
     widest = max([most, *(n for entry in checkpoint.tensors.values() for n in entry.shape)])
     for part in [config, *(getattr(config, name, None) for name in type(config).sub_configs)]:
         for name, value in vars(part).items() if part is not None else ():
@@ -213,9 +213,13 @@ def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], param
         usual, times = types.most_common(1)[0]
         if len(types) > 1:
             odd = [key for key, _ in members if tensors[key].dtype != usual or times == 1]
-            raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of its kind; download "
-                             f"the checkpoint again")
+            raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of its kind; "
+                             f"download the checkpoint again")
         key, plan = members[0]
+        either = any(getattr(op, "check_dims", False) for op in getattr(plan.converter, "operations", ()))
+        if either and len({tensors[key].shape for key, _ in members}) > 1:      # it may lie transposed, but all alike
+            raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key for key, _ in members])}, which are not "
+                             f"laid out alike; download the checkpoint again")
         if quantizer is not None and plan.converter is not None:
             continue                        # what the quantiser stores, it knows
         kept = compat.kept_in_fp32(twin, plan.target, parameters[plan.target])
@@ -236,4 +240,4 @@ def _described(tensors: dict[str, Stored], keys: list[str]) -> str:
 
 def _some(names: list[str]) -> str:
     """The first names of a list, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
+    return ", ".join(name[:300] for name in names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")

@@ -209,8 +209,8 @@ def load_config(folder: Path) -> Any:
                          f"({file}): upgrade transformers, or check the config{own}")
     for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
         if "/" in str(fields.get(name, "")):
-            raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing of "
-                             f"the kind is fetched. Remove that line")
+            raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
+                             f"of the kind is fetched. Remove that line")
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
         for name, value in part.items():
             if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < 100_000:
