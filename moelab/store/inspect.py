@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.store.layout import WEIGHTS, ExpertStore
+from moelab.store.layout import ExpertStore
 
 
 def describe(store: ExpertStore) -> str:
@@ -21,7 +21,7 @@ def describe(store: ExpertStore) -> str:
                      f"{row['E_bytes'] / 1e6:>10,.2f}{row['SM_bytes'] / 1e6:>10,.2f}{row['fraction']:>9.2%}"
                      f"  {row['codec']}")
     lines += ["", f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
-                  f"{store.files[WEIGHTS][0] / 1e6:,.2f} MB"]
+                  f"{store.weights_size / 1e6:,.2f} MB"]
     return "\n".join(lines)
 
 
