@@ -250,7 +250,7 @@ def _need(ok: Any, what: str) -> None:
 
 
 def _integer(value: Any, what: str, least: int = 0) -> int:
-    _need(type(value) is int and least <= value < 1 << 50, f"{what} is {str(value)[:40]!r}")
+    _need(type(value) is int and least <= value < 1 << 50, f"{what} is {str(value)[:40]!r}, which is impossible")
     return value
 
 
