@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moelab.models.checkpoint import Checkpoint
+if TYPE_CHECKING:
+    from moelab.models.checkpoint import Checkpoint
 
 #: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
 PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
@@ -36,6 +37,21 @@ def identity(model: torch.nn.Module) -> str:
     if origin is not None and _looks(model, origin.weights) == origin.weights:
         return origin.identity
     return _digest("live", _said(model.config), json.dumps(_looks(model)))
+
+
+def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
+    """ValueError if an executor or a source says that its weights are another model's; one that says nothing may be
+    anything.
+
+    parts : with an `identity`, and a `name` for people.
+    """
+    for part in parts:
+        made_of = getattr(part, "identity", None)
+        if isinstance(made_of, str) and made_of != (mine := identity(model)):
+            spec = getattr(model, "spec", None)
+            raise ValueError(f"these are weights of {getattr(part, 'name', 'another model')} (identity {made_of}), and "
+                             f"the model is {spec.name if spec else type(model).__name__} (identity {mine}), or was "
+                             f"changed since it was opened: open the model that they belong to with moelab.open_model")
 
 
 def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
@@ -61,12 +77,12 @@ def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
 
 
 def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
-    """(offset, length) of what is read of a tensor of `size` bytes: at both ends and evenly in between, at least one
-    piece for each expert of a tensor [E, …, …]."""
+    """(offset, length) of what is read of a tensor of `size` bytes: pieces at even distances, at least one of each
+    expert of a tensor [E, …, …]."""
     if size <= WHOLE:
         return [(0, size)]
     n = max(2, size // EACH, shape[0] if len(shape) > 2 else 0)
-    return [(i * (size - PIECE) // (n - 1), PIECE) for i in range(n)]
+    return [(min(i * size // n, size - PIECE), PIECE) for i in range(n)]
 
 
 def vouch(model: torch.nn.Module, origin: Checkpoint | str) -> None:
