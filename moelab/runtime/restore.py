@@ -32,7 +32,7 @@ from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHT_MAP, WEIGHTS, ExpertStore,
                                  StoreError, plain_name)
-from moelab.store.modes import MEASURED
+from moelab.store.modes import MEASURED, modes
 from moelab.store.reader import Reader, decode, empty_tensors
 from moelab.store.verify import check_weights
 
@@ -154,8 +154,8 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
         if SOURCE_LAYOUT in store.files:
             try:
                 _as_it_was(store, folder)
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError,
-                    RuntimeError) as error:
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError,
+                    FileNotFoundError) as error:                # a RecursionError is a RuntimeError
                 raise error if isinstance(error, StoreError) else StoreError(
                     f"{store.folder / SOURCE_LAYOUT} does not describe what is in this store ({type(error).__name__}: "
                     f"{error}); convert the model again") from error
@@ -235,7 +235,7 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
 
 def _experts(store: ExpertStore) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
     """(layer, expert, tensors) of every expert, checked; in the same memory, one after the other."""
-    with Reader(store) as reader, progress(total=store.spec.L * store.spec.E, desc="restoring", unit="expert") as bar:
+    with Reader(store, modes()[0]) as reader, progress(total=store.spec.L * store.spec.E, desc="restoring", unit="expert") as bar:
         buffer = reader.buffer()
         for i, layer in enumerate(store.layers):
             out = empty_tensors(layer.experts[0])

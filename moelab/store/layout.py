@@ -117,7 +117,7 @@ class Layer:
 
     file : name of its file; module : its experts module in the model; stacked : whether the model holds one tensor
     [E, …] for all experts (or modules of their own); tensors : name → (dtype, shape); size, header : bytes of the file
-    and of its header, whose checksum is `check`.
+    and of its header.
     """
 
     def __init__(self, index: int, fields: dict[str, Any]) -> None:
@@ -125,7 +125,6 @@ class Layer:
         self.module = _text(fields["module"], "the module of a layer")
         _need(type(self.stacked) is bool, "stacked is neither true nor false")
         self.size, self.header = (_integer(fields[name], f"{name} of {self.file}") for name in ("size", "header"))
-        self.check = _checksum(fields["check"])
         self.tensors = {_text(name, "a tensor"): _dtype_and_shape(tensor, f"{self.module}.{name}")
                         for name, tensor in fields["tensors"].items()}
         _need(self.tensors and self.header % ALIGN == 0 < self.header <= self.size, f"{self.file} has no room")
@@ -194,21 +193,23 @@ def _planes(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, int, tuple[C
                     yield name, plane, chunks
 
 
-def layer_header(layer: int, experts: list[dict[str, TensorEntry]], start: int) -> bytes:
-    """The safetensors header, `start` bytes long, of a layer's chunks and the padding between them."""
-    entries: dict[str, Any] = {}
+def layer_header(index: int, layer: Layer) -> bytes:
+    """The safetensors header of a layer's chunks and the padding between them; what they are is in its metadata."""
+    start = layer.header
+    about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
+    entries: dict[str, Any] = {"__metadata__": {"moelab.layer": json.dumps(about)}}
 
     def entry(name: str, begin: int, end: int) -> None:
         entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin - start, end - start]}
-    for expert, tensors in enumerate(experts):
-        for name, chunk in chunk_names(layer, expert, tensors):
+    for expert, tensors in enumerate(layer.experts):
+        for name, chunk in chunk_names(index, expert, tensors):
             end = chunk.offset + chunk.length
             entry(name, chunk.offset, end)
             if aligned(chunk.length) > chunk.length:
                 entry("pad." + name, end, chunk.offset + aligned(chunk.length))
     text = json.dumps(entries, separators=(",", ":")).encode()
     if len(text) > start - 8:
-        raise ValueError(f"a header of {len(text):,} bytes does not fit into the {start - 8:,} reserved for it")
+        raise StoreError(f"a header of {len(text):,} bytes does not fit into the {start - 8:,} reserved for it")
     return (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
 
 
@@ -372,19 +373,24 @@ class ExpertStore:
 
     def _check_files(self, digest: str) -> None:
         """Sizes of all files, contents of small ones, headers of the others; nothing but plain files of the folder."""
-        header = weights_header(self.weights, digest)
-        for name, size, start, check in [
-                *((layer.file, layer.size, layer.header, layer.check) for layer in self.layers),
-                (WEIGHTS, self.weights_size, len(header), self.checksum(header)),
-                *((name, size, size, check) for name, (size, check) in self.files.items())]:
+        def begins(name: str, size: int, n: int) -> bytes:
+            """The first n bytes of a file of `size` bytes."""
             path = self.folder / name
-            if (found := regular_file(path)) != size or start == size > FILE_LIMIT:
+            if (found := regular_file(path)) != size or n == size > FILE_LIMIT:
                 raise StoreError(f"{path} has {found:,} bytes, {size:,} were written; copy the store again, or convert "
                                  f"the model again")
             with open(path, "rb") as f:
-                if self.checksum(f.read(start)) != check:
-                    raise StoreError(f"{path} is damaged in its first {start:,} bytes, or does not belong to this "
-                                     f"{INDEX}; copy the store again, or convert the model again")
+                return f.read(n)
+
+        header = weights_header(self.weights, digest)
+        right = {WEIGHTS: begins(WEIGHTS, self.weights_size, len(header)) == header}
+        for name, (size, check) in self.files.items():
+            right[name] = self.checksum(begins(name, size, size)) == check
+        for i, layer in enumerate(self.layers):
+            right[layer.file] = begins(layer.file, layer.size, layer.header) == layer_header(i, layer)
+        for name in (name for name, equal in right.items() if not equal):
+            raise StoreError(f"{self.folder / name} is damaged at its beginning, or does not belong to this {INDEX}; "
+                             f"copy the store again, or convert the model again")
 
     def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
         """One expert's entries by tensor name; LookupError for an expert that the model does not have."""

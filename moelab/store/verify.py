@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from moelab.progress import progress
-from moelab.store.layout import PIECE, WEIGHTS, ExpertStore, StoreError, layer_header
+from moelab.store.layout import PIECE, WEIGHTS, ExpertStore, StoreError
 from moelab.store.modes import modes
 from moelab.store.reader import Chunks, Reader, decode, empty_tensors
 
@@ -30,10 +30,6 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
         buffer = reader.buffer()
         for i, layer in enumerate(store.layers):
             out = empty_tensors(layer.experts[0])
-            with open(store.folder / layer.file, "rb") as f:
-                if f.read(layer.header) != layer_header(i, layer.experts, layer.header):
-                    raise StoreError(f"{store.folder / layer.file} names its chunks otherwise than the index; convert "
-                                     f"the model again")
             for expert, entries in enumerate(layer.experts):
                 chunks = reader.read(i, expert, "both", buffer)
                 _check_padding(store, chunks)

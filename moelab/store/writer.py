@@ -27,8 +27,8 @@ from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.journal import Journal
 from moelab.store.layout import (CHECKSUMS, DTYPES, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHT_MAP, WEIGHTS,
-                                 WIDTHS, aligned, in_file, layer_file, layer_header, plain_name, read_entries,
-                                 regular_file, seal, weights_header)
+                                 WIDTHS, Layer, TensorEntry, aligned, in_file, layer_file, layer_header, plain_name,
+                                 read_entries, regular_file, seal, weights_header)
 
 COMMIT = 64 << 20           # bytes of a layer's file between two syncs
 BEHIND = 32 << 20           # bytes of an expert above which the next one is not begun before it is written
@@ -90,7 +90,8 @@ class StoreWriter:
 
     def _resume(self, lines: list[dict[str, Any]]) -> None:
         begun = lines[0] if lines and isinstance(lines[0], dict) else {}
-        if begun and isinstance(name := begun.get("spec", {}).get("name"), str):
+        spec = begun.get("spec")
+        if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
             self.head["spec"]["name"] = name                    # the same source may be called differently now
         if lines and begun != self.head and any(self.folder.glob("experts-*")):
             differ = [key for key in self.head if begun.get(key) != self.head[key]]
@@ -120,8 +121,7 @@ class StoreWriter:
         """Where each layer's file ends by the journal, whose records must be those of one expert after another."""
         ends: dict[int, int] = {}
         for (layer, expert), record in zip(self._everyone(), self.records, strict=False):
-            entries = read_entries(record["entries"], {n: (d, tuple(s)) for n, (d, s) in record["tensors"].items()})
-            chunks = list(in_file(entries))
+            chunks = list(in_file(_entries(record)))
             at = ends.get(layer, chunks[0].offset)
             for chunk in chunks:
                 if chunk.offset != at or (record["layer"], record["expert"]) != (layer, expert):
@@ -181,7 +181,8 @@ class StoreWriter:
                 self._commit()
                 n_chunks = sum(len(plane.shards) + self.K for p in packed.values() for plane in p.planes)
                 longest = max(map(len, packed)) + 150           # bytes of an entry's JSON; its padding's are fewer
-                self._open(layer, aligned(8 + 2 * self.layers[layer][1] * n_chunks * longest))
+                about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
+                self._open(layer, aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest))
             for exponents in (True, False):
                 for name, p in packed.items():
                     for plane in p.planes[:1] if exponents else p.planes[1:]:
@@ -250,14 +251,10 @@ class StoreWriter:
         layers = []
         for layer, (module, _, stacked) in enumerate(self.layers):
             records = [r for r in self.records if r["layer"] == layer]
-            tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in records[0]["tensors"].items()}
-            experts = [read_entries(record["entries"], tensors) for record in records]
-            start = next(in_file(experts[0])).offset
-            header = layer_header(layer, experts, start)
-            _write(self.folder / layer_file(layer), header, "r+b")
-            layers.append({"module": module, "stacked": stacked, "tensors": tensors, "size": records[-1]["end"],
-                           "header": start, "check": self.checksum(header),
-                           "experts": [record["entries"] for record in records]})
+            start = records[0]["end"] - sum(aligned(chunk.length) for chunk in in_file(_entries(records[0])))
+            layers.append({"module": module, "stacked": stacked, "tensors": records[0]["tensors"], "header": start,
+                           "size": records[-1]["end"], "experts": [record["entries"] for record in records]})
+            _write(self.folder / layer_file(layer), layer_header(layer, Layer(layer, layers[-1])), "r+b")
         return layers
 
     def _write_weights(self, weights: dict[str, tuple[Path, int, str, list[int], int]]) -> dict[str, list]:
@@ -310,6 +307,10 @@ class StoreWriter:
             raise OSError(error.errno, f"writing {self.folder} failed: {error.strerror} {error.filename or ''} "
                           f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
                           f"right and run the same command again, and it goes on from there") from error
+
+
+def _entries(record: dict[str, Any]) -> dict[str, TensorEntry]:
+    return read_entries(record["entries"], record["tensors"])
 
 
 def _write(path: Path, content: bytes, mode: str = "wb") -> None:
