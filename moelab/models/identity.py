@@ -33,10 +33,16 @@ SAID_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "quantization_confi
 
 def identity(model: torch.nn.Module) -> str:
     """Sixteen hex digits that name a live model: its checkpoint's (`of_checkpoint`), or its live tensors' own."""
-    origin = vars(model).get("_moelab_origin")
-    if origin is not None and _looks(model, origin.weights) == origin.weights:
+    origin, seen = vars(model).get("_moelab_origin"), _looks(model)
+    if origin is not None and all(name in seen and _same(before, seen[name]) for name, before in origin.weights.items()):
         return origin.identity
-    return _digest("live", _said(model.config), json.dumps(_looks(model)))
+    return _digest("live", _said(model.config), *(f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items()))
+
+
+def opened_from(model: torch.nn.Module) -> str:
+    """Identity of what a model was opened from, whatever was done to its weights since; "" for nothing known."""
+    origin = vars(model).get("_moelab_origin")
+    return origin.identity if origin is not None else ""
 
 
 def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
@@ -120,23 +126,22 @@ def _times(checkpoint: Checkpoint) -> list[tuple[int, int]]:
     return [of(path) for path in (checkpoint.folder / "config.json", *checkpoint.files)]
 
 
-def _looks(model: torch.nn.Module, names: Any = None) -> dict[str, str]:
-    """name → digest of samples of a live tensor's values, in fp32: the same in a wider dtype and on every device.
-
-    names : which of them; by default all.
-    """
+def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """name → samples of a live tensor's values, on the CPU."""
     found = {}
     for name, tensor in model.state_dict().items():
-        if names is not None and name not in names or not isinstance(tensor, torch.Tensor):
-            continue
-        n, values = tensor.numel(), b""
-        if n and not tensor.is_meta:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            n = tensor.numel()
             count = min(n, max(16, 2 * tensor.shape[0] if tensor.dim() > 2 else 0))
-            places = torch.linspace(0, n - 1, count, dtype=torch.float64).long()
-            picked = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
-            values = picked.to(torch.float32 if picked.is_floating_point() else torch.int64).numpy().tobytes()
-        found[name] = sha256(f"{list(tensor.shape)}".encode() + values).hexdigest()[:16]
+            places = torch.linspace(0, max(n - 1, 0), count, dtype=torch.float64).long()
+            found[name] = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
     return found
+
+
+def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether values are as they were, or as that is when it is rounded to another precision."""
+    through = (now.dtype, torch.float16, torch.bfloat16) if now.is_floating_point() else (now.dtype,)
+    return before.shape == now.shape and any(torch.equal(before.to(d).to(now.dtype), now) for d in through)
 
 
 def _said(config: Any) -> str:
