@@ -99,8 +99,8 @@ class Plan:
             raise ValueError(f"the plan is for {self.spec.name} (geometry {self.spec.fingerprint()}), not for "
                              f"{spec.name} (geometry {spec.fingerprint()}): plan this model")
         if self.model_id not in ("", model_id):
-            raise ValueError(f"the plan was made from a calibration of {self.spec.name} (identity {self.model_id}), and "
-                             f"{spec.name} is another model (identity {model_id}): calibrate and plan this one")
+            raise ValueError(f"the plan was made from a calibration of {self.spec.name} (identity {self.model_id}), "
+                             f"and {spec.name} is another model (identity {model_id}): calibrate and plan this one")
 
     @property
     def launches(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ SAID_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "quantization_confi
 def identity(model: torch.nn.Module) -> str:
     """Sixteen hex digits that name a live model: its checkpoint's (`of_checkpoint`), or its live tensors' own."""
     origin, seen = vars(model).get("_moelab_origin"), _looks(model)
-    if origin is not None and all(name in seen and _same(before, seen[name]) for name, before in origin.weights.items()):
+    if origin is not None and all(name in seen and _same(values, seen[name])
+                                  for name, values in origin.weights.items()):
         return origin.identity
     return _digest("live", _said(model.config), *(f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items()))
 
@@ -69,16 +71,16 @@ def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
     """
     if checkpoint.store is not None:
         return checkpoint.store.identity
-    lines = []
-    for file in checkpoint.files:
+    lines, files = [], groupby(sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin)),
+                               key=lambda item: item[1].file)
+    for file, tensors in files:
         with open(file, "rb", buffering=0) as f:
-            for key, entry in checkpoint.tensors.items():
-                if entry.file == file:
-                    digest = sha256()
-                    for offset, length in samples(entry.nbytes, entry.shape):
-                        f.seek(entry.begin + offset)
-                        digest.update(f.read(length))
-                    lines.append(f"{key}\t{entry.dtype}\t{list(entry.shape)}\t{digest.hexdigest()}")
+            for key, entry in tensors:
+                digest = sha256()
+                for offset, length in samples(entry.nbytes, entry.shape):
+                    f.seek(entry.begin + offset)
+                    digest.update(f.read(length))
+                lines.append(f"{key}\t{entry.dtype}\t{list(entry.shape)}\t{digest.hexdigest()}")
     return _digest(_said(config), *sorted(lines))
 
 

@@ -235,7 +235,8 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
 
 def _experts(store: ExpertStore) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
     """(layer, expert, tensors) of every expert, checked; in the same memory, one after the other."""
-    with Reader(store, modes()[0]) as reader, progress(total=store.spec.L * store.spec.E, desc="restoring", unit="expert") as bar:
+    everyone = store.spec.L * store.spec.E
+    with Reader(store, modes()[0]) as reader, progress(total=everyone, desc="restoring", unit="expert") as bar:
         buffer = reader.buffer()
         for i, layer in enumerate(store.layers):
             out = empty_tensors(layer.experts[0])
