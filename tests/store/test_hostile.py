@@ -18,7 +18,7 @@ from moelab import restore
 from moelab.runtime.convert import convert
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, WEIGHTS, ExpertStore, StoreError, seal
 from moelab.store.reader import StoreExperts
-from moelab.store.verify import verify
+from moelab.store.verify import check_weights, verify
 from tests.depth import depth
 from tests.models import tiny
 
@@ -66,6 +66,7 @@ def bits(folder):
             for index in range(len(store.layers[layer].experts)):
                 for name, t in source(layer, index).items():
                     found[layer, index, name] = t.dtype, tuple(t.shape), t.view(torch.uint8).numpy().tobytes()
+    check_weights(store)                                                # as all do that open a model
     raw = (folder / WEIGHTS).read_bytes()
     for key, (dtype, shape, offset, size, _) in store.weights.items():
         found[key] = dtype, shape, raw[offset:offset + size]
