@@ -272,7 +272,8 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
     found = Calibration.load(args.calibration)
     found.require(found.model_id if model_id is None else model_id, spec)       # a card has geometry, but no routers
     return make_plan(spec, found.counts(PREFILL), found.tokens[PREFILL],
-                     popularity=f"calibrated on {found.source or args.calibration.name}", **options)
+                     popularity=f"calibrated on {found.source or args.calibration.name}", model_id=found.model_id,
+                     **options)
 
 
 def _modelled(made: Any, args: argparse.Namespace) -> str:

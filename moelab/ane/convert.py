@@ -3,7 +3,7 @@
 Source: NPUMoE §A.4 (the pipeline), §4 (which expert is in which graph, and where that runs). A checkpoint becomes a
 folder with a package for each attention and each group of experts that the plan puts on the Neural Engine, and a
 manifest that says what runs where. What stays on the CPU (norms, routers, embeddings, the head, shared experts, cold
-groups) is not copied: the manifest names the checkpoint and its fingerprint.
+groups) is not copied: the manifest names the checkpoint and its identity.
 
     manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from moelab.ane.attention_graph import attention_shape, save_attention
-from moelab.ane.converted import FORMAT, ConvertedModel, fingerprint
+from moelab.ane.converted import FORMAT, ConvertedModel
 from moelab.ane.evaluator import Evaluator
 from moelab.ane.ffn_graph import (
     LAYOUTS,
@@ -44,6 +44,7 @@ from moelab.ane.plan import Plan, make_plan
 from moelab.ane.skew import assumed_counts
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.specs import MoESpec
 
@@ -113,12 +114,12 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
     if plan is None:
         plan = make_plan(spec, *assumed_counts(spec), bytes_per_weight=WEIGHTS[settings.weights] / 8,
                          popularity="assumed")
-    if plan.spec.fingerprint() != spec.fingerprint():
-        raise ValueError(f"this plan is of {plan.spec.name}, and {spec.name} has another geometry; plan it anew")
+    mine = of_checkpoint(checkpoint, config)
+    plan.require(mine, spec)
     plan = _possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
     about = {"format": FORMAT, "name": spec.name, "checkpoint": str(checkpoint.folder.resolve()),
-             "fingerprint": fingerprint(checkpoint), "settings": asdict(settings), "plan": plan.to_dict()}
+             "fingerprint": mine, "settings": asdict(settings), "plan": plan.to_dict()}
     work = Work(destination.with_name(destination.name + ".part"), about)
     tasks = [task for layer in range(spec.num_layers) for task in source.tasks(layer)]
     with progress(total=len(tasks), desc="converting", unit="graph", initial=len(work.done)) as bar:

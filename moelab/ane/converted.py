@@ -3,7 +3,7 @@
 Source: the folder that `moelab.ane.convert` writes. A `GroupGraph` takes the G·C slots of a group as rows [G·C, H],
 an `AttentionGraph` a chunk of hidden states [n, H] and a cache; both hide layouts and names of inputs, so a backend
 that runs the same packages on a Mac needs only another `Evaluator`. Everything can be checked: the packages by their
-checksums, the checkpoint that the CPU's parts come from by its fingerprint.
+checksums, the checkpoint that the CPU's parts come from by its identity (`moelab.models.identity`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from moelab.ane.attention_graph import AttentionShape, KVCache, attention_inputs
 from moelab.ane.evaluator import Alarm, Evaluator
 from moelab.ane.ffn_graph import pack, unpack
 from moelab.models.checkpoint import Checkpoint
+from moelab.models.identity import of_checkpoint, opened_from
+from moelab.models.opening import load_config
 
 FORMAT, MANIFEST = "moelab.ane.converted/2", "manifest.json"
 
@@ -87,14 +89,14 @@ class ConvertedModel:
         ValueError : it is another checkpoint.
         """
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
-        if fingerprint(place) != self.manifest["fingerprint"]:
+        if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
             raise ValueError(f"{place.folder} is not the checkpoint that {self.folder} was converted from")
         return place.folder
 
     def require(self, model: Any) -> None:
         """Refuse a model that was not opened from the checkpoint that this was converted from.
 
-        Told by the files it was opened from; what was done to its weights since is not seen.
+        What was done to its weights since is for `moelab.ane.parity` to measure.
 
         Raises
         ------
@@ -105,10 +107,9 @@ class ConvertedModel:
             raise ValueError(f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
                              f"opened from a checkpoint folder, so nothing tells whether it is the same; open it with "
                              f"moelab.open_model")
-        try:
-            self.checkpoint(opened)
-        except FileNotFoundError as error:
-            raise ValueError(f"{opened} is not the checkpoint that {self.folder} was converted from") from error
+        if (mine := opened_from(model)) != self.manifest["fingerprint"]:
+            raise ValueError(f"{opened} is not the checkpoint that {self.folder} was converted from (identity {mine}, "
+                             f"not {self.manifest['fingerprint']})")
 
     def group(self, layer: int, index: int, mode: str = "fp16", capacity: int | None = None,
               runner: Runner | None = None) -> GroupGraph:
@@ -196,22 +197,3 @@ def checksum(package: Path) -> str:
             while block := file.read(1 << 22):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Sixteen hex digits that name a checkpoint: its config, and its files' names, sizes, headers and samples.
-
-    The samples are 64 pieces of 4 KB spread over a file; a change that leaves all of them untouched is not seen.
-    """
-    digest = sha256((checkpoint.folder / "config.json").read_bytes())
-    if checkpoint.store is not None:            # its index has the checksum of every expert
-        digest.update((checkpoint.folder / "index.json").read_bytes())
-    for path in sorted(checkpoint.files):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
-            for i in range(64):
-                file.seek(max(0, size - 4096) * i // 63)
-                digest.update(file.read(4096))
-    return digest.hexdigest()[:16]

@@ -30,7 +30,7 @@ from moelab.experts.tiers import Group, Tiers, capacity_tiers, round_up
 from moelab.specs import MoESpec
 from moelab.table import format_value, text_table
 
-FORMAT = "moelab.ane.plan/1"
+FORMAT = "moelab.ane.plan/2"
 #: weights that one graph on the ANE can hold. NPUMoE §4.2 has "1.2 GB" in units of which an expert of PhiMoE is
 #: 150 MB; those are MiB, and eight such experts, Table 5's largest groups, are these bytes exactly
 MAX_GRAPH_BYTES = 1200 * 2 ** 20
@@ -81,6 +81,8 @@ class Plan:
     layers : L plans.
     popularity : where the counts came from, in words; says "assumed" if nothing was calibrated.
     problems : what does not fit and why, in words; empty if all runs where the system wants it.
+    model_id : identity of the model whose calibration it was made from; "" where the popularity was assumed, for any
+        model of the geometry.
     """
 
     spec: MoESpec
@@ -89,6 +91,16 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     popularity: str = "calibrated"
     problems: tuple[str, ...] = field(default=())
+    model_id: str = ""
+
+    def require(self, model_id: str, spec: MoESpec) -> None:
+        """ValueError unless this is a plan of the model with this identity and geometry."""
+        if self.spec.fingerprint() != spec.fingerprint():
+            raise ValueError(f"the plan is for {self.spec.name} (geometry {self.spec.fingerprint()}), not for "
+                             f"{spec.name} (geometry {spec.fingerprint()}): plan this model")
+        if self.model_id not in ("", model_id):
+            raise ValueError(f"the plan was made from a calibration of {self.spec.name} (identity {self.model_id}), "
+                             f"and {spec.name} is another model (identity {model_id}): calibrate and plan this one")
 
     @property
     def launches(self) -> int:
@@ -129,7 +141,7 @@ class Plan:
                 tuple(PlannedGroup(**group | {"experts": tuple(group["experts"])}) for group in layer["groups"]),
                 layer["attention"]) for layer in fields["layers"])
             return cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
-                       fields["popularity"], tuple(fields["problems"]))
+                       fields["popularity"], tuple(fields["problems"]), fields["model_id"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this plan is damaged ({type(error).__name__}: {error}); make it again with make_plan"
                              ) from error
@@ -175,7 +187,7 @@ class Plan:
 def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_size: int = 8, levels: int = 3,
               max_graph_bytes: float = MAX_GRAPH_BYTES, system: str = "npumoe", *, rule: str = "topk",
               slack: float = 1.0, tiers: Sequence[Tiers] | None = None, cold_share: float = 0.1, min_rows: float = 32,
-              bytes_per_weight: float = 2.0, popularity: str = "calibrated") -> Plan:
+              bytes_per_weight: float = 2.0, popularity: str = "calibrated", model_id: str = "") -> Plan:
     """Plan a model's prefill (NPUMoE §4).
 
     Parameters
@@ -191,7 +203,7 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     cold_share, min_rows : residency, as in `residency.place`.
     bytes_per_weight : of the experts; 2 for the fp16 that the ANE computes in, 1 for int8, 0.5 for 4-bit palettes.
         Attention stays fp16.
-    popularity : where the counts came from, in words.
+    popularity, model_id : where the counts came from, in words, and of which model: `calibration.model_id`.
 
     Raises
     ------
@@ -238,7 +250,7 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         on_ane = how.experts == "ane" and not expert_problem
         layers.append(LayerPlan(layer_tiers, tuple(
             _planned(group, unit if on_ane else "cpu", expert_bytes, expected) for group, unit in placed), attention))
-    return Plan(spec, chunk, system, tuple(layers), popularity, tuple(problems))
+    return Plan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
 
 
 def _planned(group: Group, unit: Unit, expert_bytes: int, expected: Sequence[float]) -> PlannedGroup:

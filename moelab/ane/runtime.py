@@ -27,7 +27,7 @@ from moelab.ane.plan import Plan
 from moelab.experts.executor import Dispatch, Executor, dispatch
 from moelab.experts.overflow import NEED_SALIENCY, ORDERS, experts_of, select, within_capacity
 from moelab.experts.saliency import Saliency
-from moelab.models import discover, plugged, spec_of
+from moelab.models import discover, identity, plugged, spec_of
 
 
 @dataclass
@@ -230,9 +230,7 @@ def prefill_through(model: Any, plan: Plan | None = None, backend: Backend | Non
     if plan != backend.plan:
         raise ValueError(f"this plan is not the one that the backend {backend.name!r} was made for; leave it out")
     spec = spec_of(model)
-    if plan.spec.fingerprint() != spec.fingerprint():
-        raise ValueError(f"the plan is for {plan.spec.name} (geometry {plan.spec.fingerprint()}), not for {spec.name} "
-                         f"(geometry {spec.fingerprint()}): plan this model")
+    plan.require(identity(model), spec)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; prefill in chunks is for decoders")
     layers = discover(model)

@@ -109,7 +109,8 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
     Each prompt of the trace has chunks of its own. `options` are those of `make_plan`.
     """
     found, loads = calibrate(trace), prompt_loads(trace, chunk)
-    plans = {factor: make_plan(trace.spec, found.counts(PREFILL), found.tokens[PREFILL], chunk, slack=factor, **options)
+    plans = {factor: make_plan(trace.spec, found.counts(PREFILL), found.tokens[PREFILL], chunk, slack=factor,
+                               model_id=found.model_id, **options)
              for factor in ([slack] if slack is not None else [round(0.05 * i, 2) for i in range(4, 41)])}
     rates = {factor: count(plan, loads).drop_rate for factor, plan in plans.items()}
     best = min(rates, key=lambda factor: abs(rates[factor] - drop))

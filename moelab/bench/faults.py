@@ -138,7 +138,7 @@ def _edit_resealed(data: bytes, rng: random.Random) -> bytes:
     fields = json.loads(data)
     del fields["sha256"]
     _edit_leaf(rng.choice(rng.choice(fields["layers"])["experts"]), rng)
-    return seal(fields)
+    return seal(fields)[0]
 
 
 def _edit_leaf(node: Any, rng: random.Random) -> None:

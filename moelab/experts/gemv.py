@@ -104,6 +104,7 @@ class PlanesGEMV(GEMV):
     def __init__(self, planes: Callable[[int, int], dict[str, Planes]]) -> None:
         super().__init__()
         self.planes = planes
+        self.identity, self.name = getattr(planes, "identity", None), getattr(planes, "name", None)   # whose weights
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts) \

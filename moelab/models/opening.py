@@ -7,7 +7,6 @@ default straight from the checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
 from moelab.models.completeness import COUNTS, Plan, blamed, complete
+from moelab.models.identity import vouch
 from moelab.models.seam import discover, external_class, plug
 from moelab.models.small import SMALL
 from moelab.specs import MoESpec
@@ -76,6 +76,7 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
         else:
             _take_in(model, plan, source)
     _align(model)
+    vouch(model, checkpoint)
     model.spec = spec
     model.tokenizer = tokenizer
     return model.to(device).eval() if device is not None else model.eval()
@@ -171,20 +172,6 @@ def find(name_or_path: str | Path | None) -> Path:
             f"{text!r} is no folder here, and as a hub id it cannot be had ({type(error).__name__}). Check the "
             f"spelling and the network, or give the folder of a checkpoint; no argument opens the shipped small model"
         ) from error
-
-
-def identity(model: torch.nn.Module) -> str:
-    """Sixteen hex digits that name a model's routing: its geometry and its routers' weights.
-
-    Two checkpoints with the same routers route alike, whatever their experts' precision; that is what traces and
-    calibrations depend on.
-    """
-    digest = hashlib.sha256(spec_of(model).fingerprint().encode())
-    for layer in discover(model):
-        for name, tensor in sorted(layer.router.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.models.dialects import BLOCKS, ROUTING, block_class
+from moelab.models.identity import require_same_model
 
 #: an expert's tensors by parameter name, in the architecture's own layout
 Weights = dict[str, Tensor]
@@ -93,7 +94,9 @@ def plug(model: nn.Module, executor: Executor | None = None, source: Source | No
     source : None leaves what is there (at first the module's own parameters).
 
     Returns the layers. `unplug` undoes it where the experts hold their own parameters.
+    Raises ValueError for an executor or source of another model's weights (their `identity` says whose).
     """
+    require_same_model(model, executor, source)
     layers = discover(model)
     for layer in layers:
         experts = layer.experts

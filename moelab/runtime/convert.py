@@ -5,8 +5,7 @@ that the model computes with (MXFP4 dequantised by transformers), one after anot
 writes it. All that is not an expert is copied as it stands, byte for byte under its own keys, so tied weights stay
 as tied as the checkpoint had them.
 
-A restored checkpoint has the experts as transformers holds them in memory ([E, …] for most architectures), not
-always as the hub laid them out; every tensor that a model loads from it is bit-identical.
+What the source's own files looked like is noted beside, so that `moelab.runtime.restore` gives them back.
 
 Left out: quantisations other than MXFP4, whose remaining weights would need their quantiser to be loaded at all.
 """
@@ -14,10 +13,7 @@ Left out: quantisations other than MXFP4, whose remaining weights would need the
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +22,24 @@ import torch
 from moelab.arguments import whole
 from moelab.models import opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.identity import identity, of_checkpoint
 from moelab.models.seam import discover
 from moelab.progress import progress
+from moelab.runtime.restore import places, restore, small_files, source_files
 from moelab.specs import MoESpec
 from moelab.store import codecs
-from moelab.store.layout import WEIGHT_MAP, WEIGHTS, ExpertStore, StoreError, source_identity
-from moelab.store.reader import Reader, StoreExperts, decode, empty_tensors
+from moelab.store.layout import WEIGHT_MAP, ExpertStore
+from moelab.store.reader import StoreExperts
 from moelab.store.verify import check_weights, verify
 from moelab.store.writer import StoreWriter
 
-#: files of a checkpoint that go into the store beside the weights
-SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+__all__ = ["convert", "identity_of", "open_store", "other_weights", "require_model", "restore"]
 
 
 def identity_of(source: str | Path) -> str:
-    """What `ExpertStore.require` asks for: the identity of a checkpoint, see `moelab.store.layout.source_identity`."""
+    """What `ExpertStore.require` asks for: the identity of a checkpoint, see `moelab.models.identity`."""
     checkpoint = Checkpoint.at(opening.find(source))
-    return source_identity(checkpoint.folder / "config.json", checkpoint.files)
+    return of_checkpoint(checkpoint, opening.load_config(checkpoint.folder))
 
 
 def convert(source: str | Path | None, destination: str | Path, codec: str = codecs.DEFAULT, *,
@@ -62,7 +59,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
         store of another source or codec.
     OSError : a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
-    checkpoint = Checkpoint.at(opening.find(source))
+    checkpoint = _Noted.at(opening.find(source))
     config = opening.load_config(checkpoint.folder)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
@@ -75,8 +72,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     modules = {layer.name + ".experts": layer.experts for layer in experts.plan.layers}
     layers = [(name, module.num_experts, not isinstance(module, torch.nn.ModuleDict))
               for name, module in modules.items()]
-    identity = source_identity(checkpoint.folder / "config.json", checkpoint.files)
-    writer = StoreWriter(destination, spec, identity, layers, codec, K)
+    writer = StoreWriter(destination, spec, of_checkpoint(checkpoint, config), layers, codec, K)
     try:
         each = spec.expert_params * (4 if spec.dtype == "float32" else 2)
         with progress(total=sum(E for _, E, _ in layers) * each, desc="converting", unit="B",
@@ -84,97 +80,42 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
             for layer, expert in writer.missing():
                 tensors = experts(layer, expert)
                 size = sum(t.nbytes for t in tensors.values())
-                writer.add(layer, expert, tensors)
+                found = places(checkpoint.noted, tensors, writer.checksum)
+                checkpoint.noted.clear()                            # one expert at a time is in memory
+                writer.add(layer, expert, tensors, found)
                 bar.update(size)
-        writer.finish(other_weights(checkpoint, experts.plan.expert_keys), list(_small_files(checkpoint.folder)))
+        writer.finish(other_weights(checkpoint, experts.plan.expert_keys), *_beside(checkpoint, writer))
         verify(writer.folder)
         return ExpertStore(writer.publish())
     finally:
         writer.close()
 
 
+class _Noted(Checkpoint):
+    """A checkpoint that remembers what is read of it: (key, first weight of it, tensor)."""
+
+    def read(self, key: str, part: int | None = None) -> torch.Tensor:
+        tensor = super().read(key, part)
+        self.noted.append((key, (part or 0) * tensor.numel(), tensor))
+        return tensor
+
+    @cached_property
+    def noted(self) -> list[tuple[str, int, torch.Tensor]]:
+        return []
+
+
+def _beside(checkpoint: Checkpoint, writer: StoreWriter) -> tuple[list[tuple[str, bytes]], dict[str, Any] | None]:
+    """What `StoreWriter.finish` is given: the small files, and the source's own; a store hands on what it has."""
+    if checkpoint.store is None:
+        return list(small_files(checkpoint)), source_files(checkpoint) | {"checksum": writer.head["checksum"]}
+    return [(name, (checkpoint.folder / name).read_bytes()) for name in checkpoint.store.files
+            if name != WEIGHT_MAP], None
+
+
 def other_weights(checkpoint: Checkpoint, used: set[str]) -> dict[str, tuple[Path, int, str, list[int], int]]:
     """key → (file, offset, dtype, shape, bytes) of every tensor that is no expert's."""
     return {key: (t.file, t.begin, t.dtype, list(t.shape), t.nbytes) for key, t in sorted(checkpoint.tensors.items())
             if key not in used}
-
-
-def _small_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of config, tokenizer and the like; the config of a dequantised model no longer says quantised."""
-    for path in sorted({path for pattern in SMALL_FILES for path in folder.glob(pattern)}):
-        if path.name in (WEIGHT_MAP, "index.json") or not path.is_file():
-            continue
-        content = path.read_bytes()
-        if path.name == "config.json" and "quantization_config" in (fields := json.loads(content)):
-            del fields["quantization_config"]
-            content = json.dumps(fields, indent=2).encode()
-        yield path.name, content
-
-
-# ------------------------------------------------------------------------------------------------------- and back
-
-def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
-    """Write a checkpoint whose loaded tensors are bit-identical to the source's; returns its folder.
-
-    The experts are laid out as transformers holds them ([E, …] a tensor where the architecture stacks them), one
-    file a MoE layer; all other weights are as in the source. Everything is checked while it is read.
-
-    Raises
-    ------
-    FileExistsError : the destination exists.
-    StoreError : the store is damaged.
-    """
-    store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), Path(destination)
-    if destination.exists():
-        raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
-    check_weights(store)
-    folder = destination.with_name(destination.name + ".part")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    n, weight_map = 1 + len(store.layers), {}
-    first = f"model-00001-of-{n:05d}.safetensors"
-    for name in store.files:
-        if name not in (WEIGHT_MAP, *(layer.file for layer in store.layers)):
-            shutil.copyfile(store.folder / name, folder / (first if name == WEIGHTS else name))
-    weight_map.update(dict.fromkeys(store.weights, first))
-    with Reader(store) as reader, progress(total=sum(len(layer.experts) for layer in store.layers), desc="restoring",
-                                           unit="expert") as bar:
-        buffer = reader.buffer()
-        for i, layer in enumerate(store.layers):
-            file = f"model-{i + 2:05d}-of-{n:05d}.safetensors"
-            header, places = _restored_header(layer)
-            out = empty_tensors(layer.experts[0])
-            with open(folder / file, "wb") as f:
-                f.write(len(header).to_bytes(8, "little") + header)
-                for expert in range(len(layer.experts)):
-                    chunks = reader.read(i, expert, "both", buffer)
-                    for name, tensor in decode(chunks, chunks, out).items():
-                        f.seek(8 + len(header) + places[expert, name])
-                        f.write(tensor.reshape(-1).view(torch.uint8).numpy())
-                    bar.update()
-            weight_map.update(dict.fromkeys(json.loads(header), file))
-    weight_map.pop("__metadata__", None)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
-    os.rename(folder, destination)
-    return destination
-
-
-def _restored_header(layer: Any) -> tuple[bytes, dict[tuple[int, str], int]]:
-    """The safetensors header of a restored layer and where in the data each expert's tensors go."""
-    entries, places, at = {"__metadata__": {"format": "pt"}}, {}, 0
-    E = len(layer.experts)
-    for name, entry in layer.experts[0].items():
-        for expert in range(1 if layer.stacked else E):
-            key = f"{layer.module}.{name}" if layer.stacked else f"{layer.module}.expert_{expert}.{name}"
-            count = E if layer.stacked else 1
-            shape = [E, *entry.shape] if layer.stacked else list(entry.shape)
-            entries[key] = {"dtype": entry.dtype, "shape": shape, "data_offsets": [at, at + count * entry.nbytes]}
-            for j in range(count):
-                places[expert + j, name] = at + j * entry.nbytes
-            at += count * entry.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8), places
 
 
 def open_store(store: ExpertStore | str | Path, **options: Any) -> Any:
@@ -189,18 +130,8 @@ def open_store(store: ExpertStore | str | Path, **options: Any) -> Any:
 
 
 def require_model(store: ExpertStore, model: torch.nn.Module) -> None:
-    """Raise StoreError unless a live model is the one that the store was made from, whatever it was opened from.
-
-    Geometry and routers are compared: the bits of every router's weights must be among the store's other weights.
-    """
-    spec, known = opening.spec_of(model), {check for *_, checks in store.weights.values() for check in checks}
-    same = spec.fingerprint() == store.spec.fingerprint()
-    for weight in [p.detach().cpu() for layer in discover(model) for p in layer.router.parameters()] if same else ():
-        dtypes = (weight.dtype, torch.bfloat16, torch.float16, torch.float32)       # some models widen their routers
-        same = same and any(store.checksum(weight.to(dtype).contiguous()) in known for dtype in dtypes)
-    if not same:
-        raise StoreError(f"{store.folder} holds the experts of {store.spec.name}, and this model ({spec.name}) is not "
-                         f"the one they were taken from: its geometry or its routers differ. Convert its checkpoint")
+    """Raise StoreError unless a live model is the one that the store was made from, whatever it was opened from."""
+    store.require(identity(model))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ class StorePlanes:
     """
 
     def __init__(self, store: ExpertStore, **options: Any) -> None:
-        self.reader = Reader(store, **options)
+        self.reader, self.identity, self.name = Reader(store, **options), store.identity, store.spec.name
 
     def __call__(self, layer: int, expert: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         chunks, found = self.reader.read(layer, expert), {}

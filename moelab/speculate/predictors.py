@@ -160,6 +160,9 @@ class Hybrid(Quasi):
             raise ValueError(f"choice has {len(choice)} entries; it needs one for each of the {self.spec.L} MoE layers")
         if (trained := getattr(estimator, "ahead", ahead)) != ahead:
             raise ValueError(f"this estimator was trained to look {trained} layer(s) ahead, not {ahead}")
+        if (mine := identity(model)) != (theirs := getattr(estimator, "model_id", "") or mine):
+            raise ValueError(f"this estimator was trained for another model (identity {theirs}, this model's is "
+                             f"{mine}); moelab.speculate.training.train trains one for this model")
         self.estimator, self.choice = estimator, tuple(bool(c) for c in choice)
 
     def _predict(self, layer, target, s, r, ids, weights):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.store.layout import WEIGHTS, ExpertStore
+from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
 
 
 def describe(store: ExpertStore) -> str:
@@ -12,7 +12,9 @@ def describe(store: ExpertStore) -> str:
     spec, padded = store.spec, sum(layer.size for layer in store.layers)
     lines = [f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
              f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.K} "
-             f"exponent shards a tensor, checksums {store.checksum_name}", "",
+             f"exponent shards a tensor, checksums {store.checksum_name}",
+             f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
+             f"that it was made from", "",
              f"{'tensor':<20}{'dtype':<9}{'shape':<16}{'experts':>8}{'MB':>11}{'E MB':>10}{'SM MB':>10}{'stored':>9}"
              f"  codec"]
     for row in store.table():
@@ -21,7 +23,7 @@ def describe(store: ExpertStore) -> str:
                      f"{row['E_bytes'] / 1e6:>10,.2f}{row['SM_bytes'] / 1e6:>10,.2f}{row['fraction']:>9.2%}"
                      f"  {row['codec']}")
     lines += ["", f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
-                  f"{store.files[WEIGHTS][0] / 1e6:,.2f} MB"]
+                  f"{store.weights_size / 1e6:,.2f} MB"]
     return "\n".join(lines)
 
 

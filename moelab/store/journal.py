@@ -38,8 +38,11 @@ class Journal:
             text, _, check = line.rpartition(b"\t")
             if check != b"%08x\n" % zlib.crc32(text):
                 break
+            try:
+                self.lines.append(json.loads(text))
+            except (ValueError, RecursionError):
+                break
             good += len(line)
-            self.lines.append(json.loads(text))
         self._file.truncate(good)
 
     def append(self, records: list[Any]) -> None:
@@ -49,6 +52,11 @@ class Journal:
             self._file.write(b"%s\t%08x\n" % (text, zlib.crc32(text)))
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def restart(self, records: list[Any]) -> None:
+        """Forget everything, then append."""
+        self._file.truncate(0)
+        self.append(records)
 
     def remove(self) -> None:
         """Close and delete it: the work is done."""

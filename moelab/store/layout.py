@@ -1,4 +1,4 @@
-"""The expert store on disk: which file holds what, and an index that vouches for every byte.
+"""The expert store on disk: which file holds what, and an index that is checked once, when it is opened.
 
 Source: ZipMoE §3.1 (E-chunks, SM-chunks and metadata, written once before deployment). A store is a folder that
 any tool can open and that transformers opens as a checkpoint without its experts:
@@ -6,6 +6,7 @@ any tool can open and that transformers opens as a checkpoint without its expert
     config.json, tokenizer files          as in the source
     weights.safetensors                   all other weights under the source's keys, with model.safetensors.index.json
     experts-00000.safetensors …           one file a MoE layer, its entries the chunks of its experts, dtype U8
+    layout.json                           the source's files and headers, and which of its tensors each expert's are
     index.json                            geometry, offsets, checksums, the identity of the source
 
 `3.17.gate_up_proj.p0.1` is shard 1 of plane 0 of a tensor of expert 17 of MoE layer 3. Plane 0 are the exponents
@@ -14,38 +15,50 @@ come first, then all SM-chunks, so each kind is one contiguous *run* and both to
 begins on a multiple of 4096 bytes of its file, for direct I/O; entries named `pad.…` fill the gaps, since a
 safetensors file may have none.
 
+An index is believed in nothing. Every number in it is an integer within bounds, every name a plain one, every chunk
+lies where the order of the file puts it, with nothing over and nothing between; files are no links. Its SHA-256 is in
+the header of weights.safetensors too, so that no part of it can be exchanged alone. What is left to a forger is to
+write a whole store of other weights, which is a store of another model.
+
 Shapes: an expert's tensors are the model's own, without the leading axis E. Left out: writing, reading, decoding.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
+import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from moelab.specs import MoESpec
 from moelab.store.bits import LAYOUT, as_bytes
+from moelab.store.codecs import find_codec
 
 try:
     import xxhash
 except ImportError:         # zlib's CRC is always there; it is six times slower
     xxhash = None
 
-FORMAT, VERSION = "moelab-store", 1
+FORMAT, VERSION = "moelab-store", 2
 ALIGN = 4096                # what direct I/O wants of offsets, lengths and addresses
 INDEX, WEIGHTS, WEIGHT_MAP = "index.json", "weights.safetensors", "model.safetensors.index.json"
+SOURCE_LAYOUT = "layout.json"           # of the source, see `moelab.runtime.restore`
 PARTS = ("E", "SM", "both")
+#: bytes of the other weights that a checksum covers, and of an index and of a small file at most
+PIECE, INDEX_LIMIT, FILE_LIMIT = 16 << 20, 256 << 20, 64 << 20
 #: torch's name of a type → the name that safetensors gives it
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3",
-          "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8", "int8": "I8", "int16": "I16",
-          "int32": "I32", "int64": "I64", "bool": "BOOL"}
+          "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8", "uint16": "U16", "uint32": "U32",
+          "uint64": "U64", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
 TORCH_NAMES = {short: name for name, short in DTYPES.items()}
 WIDTHS = {short: getattr(torch, name).itemsize for short, name in TORCH_NAMES.items()}
 
@@ -86,7 +99,7 @@ class TensorEntry:
     @property
     def n(self) -> int:
         """Number of weights."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -103,21 +116,52 @@ class Layer:
     """The index of one MoE layer: where each of its experts lies.
 
     file : name of its file; module : its experts module in the model; stacked : whether the model holds one tensor
-    [E, …] for all experts (or modules of their own); tensors : name → (dtype, shape).
+    [E, …] for all experts (or modules of their own); tensors : name → (dtype, shape); size, header : bytes of the file
+    and of its header.
     """
 
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.file, self.module, self.stacked = fields["file"], fields["module"], bool(fields["stacked"])
-        self.tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["tensors"].items()}
-        self.size, self.header = fields["size"], fields["header"]
+    def __init__(self, index: int, fields: dict[str, Any]) -> None:
+        self.file, self.stacked = layer_file(index), fields["stacked"]
+        self.module = _text(fields["module"], "the module of a layer")
+        _need(type(self.stacked) is bool, "stacked is neither true nor false")
+        self.size, self.header = (_integer(fields[name], f"{name} of {self.file}") for name in ("size", "header"))
+        self.tensors = {_text(name, "a tensor"): _dtype_and_shape(tensor, f"{self.module}.{name}")
+                        for name, tensor in fields["tensors"].items()}
+        _need(self.tensors and self.header % ALIGN == 0 < self.header <= self.size, f"{self.file} has no room")
         self.experts = [read_entries(expert, self.tensors) for expert in fields["experts"]]
+        at = self.header
+        for expert, entries in enumerate(self.experts):
+            _need(sum(entry.nbytes for entry in entries.values()) <= 256 * self.size,
+                  f"impossible entry: expert {expert} of {self.module} has the size {self.tensors}")
+            for chunk in in_file(entries):
+                _need(chunk.offset == at, f"impossible entry: a chunk of expert {expert} of {self.module} lies at "
+                                          f"{chunk.offset:,}; the one before it ends at {at:,}")
+                at += aligned(chunk.length)
+        _need(at == self.size, f"{self.file} has {self.size:,} bytes, and its chunks end at {at:,}")
+
+
+def layer_file(layer: int) -> str:
+    """The name of a MoE layer's file."""
+    return f"experts-{layer:05d}.safetensors"
 
 
 def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str, TensorEntry]:
     """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length, checksum]]]]]."""
-    return {name: TensorEntry(*tensors[name], checksum, tuple(
-                (codec, tuple(Chunk(*chunk) for chunk in chunks)) for codec, chunks in planes))
-            for name, (checksum, planes) in fields.items()}
+    _need(list(fields) == list(tensors), f"impossible entry: an expert has {', '.join(fields) or 'nothing'} where the "
+                                         f"others have {', '.join(tensors)}")
+    found = {}
+    for name, (checksum, planes) in fields.items():
+        dtype, shape = tensors[name]
+        entry = found[name] = TensorEntry(dtype, tuple(shape), _checksum(checksum), tuple(
+            (codec, tuple(Chunk(_integer(offset, "an offset"), _integer(length, "a length"), _checksum(check))
+                          for offset, length, check in chunks)) for codec, chunks in planes))
+        _need(len(planes) in (1, WIDTHS[dtype]), f"impossible entry: {name} in {len(planes)} planes")
+        for codec, chunks in entry.planes:
+            find_codec(codec)
+            stored, n = [chunk.length for chunk in chunks], entry.nbytes // len(planes)
+            _need(stored == [n] if codec == "raw" else stored and 0 < min(stored) and sum(stored) <= n,
+                  f"impossible entry: {name} is {n:,} bytes in a plane, and its chunks ({codec}) have {stored}")
+    return found
 
 
 def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
@@ -130,19 +174,62 @@ def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
     return begin, aligned(max(chunk.offset + chunk.length for chunk in chunks)) - begin
 
 
+def in_file(entries: dict[str, TensorEntry]) -> Iterator[Chunk]:
+    """An expert's chunks in the order of the file."""
+    return (chunk for *_, chunks in _planes(entries) for chunk in chunks)
+
+
 def chunk_names(layer: int, expert: int, entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
     """(name in the safetensors file, chunk) of an expert's chunks in the order of the file."""
+    for name, plane, chunks in _planes(entries):
+        yield from ((f"{layer}.{expert}.{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
+
+
+def _planes(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, int, tuple[Chunk, ...]]]:
     for exponents in (True, False):
         for name, entry in entries.items():
             for plane, (_, chunks) in enumerate(entry.planes):
                 if (plane == 0) == exponents:
-                    yield from ((f"{layer}.{expert}.{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
+                    yield name, plane, chunks
 
 
-def seal(fields: dict[str, Any]) -> bytes:
-    """The bytes of an index: JSON whose last member is the SHA-256 of all bytes before it."""
+def layer_header(index: int, layer: Layer) -> bytes:
+    """The safetensors header of a layer's chunks and the padding between them; what they are is in its metadata."""
+    start = layer.header
+    about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
+    entries: dict[str, Any] = {"__metadata__": {"moelab.layer": json.dumps(about)}}
+
+    def entry(name: str, begin: int, end: int) -> None:
+        entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin - start, end - start]}
+    for expert, tensors in enumerate(layer.experts):
+        for name, chunk in chunk_names(index, expert, tensors):
+            end = chunk.offset + chunk.length
+            entry(name, chunk.offset, end)
+            if aligned(chunk.length) > chunk.length:
+                entry("pad." + name, end, chunk.offset + aligned(chunk.length))
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    if len(text) > start - 8:
+        raise StoreError(f"a header of {len(text):,} bytes does not fit into the {start - 8:,} reserved for it")
+    return (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+
+
+def weights_header(weights: dict[str, list], digest: str) -> bytes:
+    """The safetensors header of the other weights, key → [dtype, shape, …]; `digest` is that of the index."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "moelab.index": digest}}
+    at = 0
+    for key, (dtype, shape, *_) in weights.items():
+        end = at + math.prod(shape) * WIDTHS[dtype]
+        entries[key], at = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}, end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def seal(fields: dict[str, Any]) -> tuple[bytes, str]:
+    """(the bytes of an index, their digest): JSON whose last member is the SHA-256 of all bytes before it."""
     text = json.dumps(fields, separators=(",", ":"))[:-1]
-    return f'{text},"sha256":"{sha256(text.encode()).hexdigest()}"}}'.encode()
+    digest = sha256(text.encode()).hexdigest()
+    return f'{text},"sha256":"{digest}"}}'.encode(), digest
 
 
 def unseal(raw: bytes, file: Path) -> dict[str, Any]:
@@ -150,7 +237,69 @@ def unseal(raw: bytes, file: Path) -> dict[str, Any]:
     text, _, _ = raw.rpartition(b',"sha256":"')
     if f'{{}},"sha256":"{sha256(text).hexdigest()}"}}'.encode()[2:] != raw[len(text):]:
         raise StoreError(f"{file} is damaged: it does not match its own checksum. Convert the model again")
-    return json.loads(raw)
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{file} is no JSON ({type(error).__name__}: {error}). Convert the model again") from error
+
+
+# ----------------------------------------------------------------------------------------------- what is believed
+
+def _need(ok: Any, what: str) -> None:
+    if not ok:
+        raise StoreError(what)
+
+
+def _integer(value: Any, what: str, least: int = 0) -> int:
+    _need(type(value) is int and least <= value < 1 << 50, f"{what} is {str(value)[:40]!r}, which is impossible")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    _need(type(value) is str and 0 < len(value) <= 1000, f"{what} has the name {str(value)[:40]!r}")
+    return value
+
+
+def _checksum(value: Any) -> str:
+    _need(type(value) is str and re.fullmatch("[0-9a-f]{16}", value), f"a checksum is {str(value)[:40]!r}")
+    return value
+
+
+def _dtype_and_shape(value: Any, what: str) -> tuple[str, tuple[int, ...]]:
+    dtype, shape = value
+    _need(dtype in WIDTHS and len(shape) <= 8, f"{what} is {str(dtype)[:40]!r} {str(shape)[:80]}")
+    return dtype, tuple(_integer(n, f"the shape of {what}") for n in shape)
+
+
+def plain_name(name: Any) -> str:
+    """The name of a file in a folder; StoreError for one that leads out of it or that no file should have."""
+    if type(name) is not str or not re.fullmatch(r"[^/\\:\x00-\x1f]{1,200}", name) or name in (".", ".."):
+        raise StoreError(f"{str(name)[:80]!r} is not the plain name of a file")
+    return name
+
+
+def regular_file(path: Path) -> int:
+    """The size of a file; StoreError if there is none, or a link, which may lead anywhere."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        raise StoreError(f"{path.parent} lacks {path.name}; copy the store again, or convert the model again") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreError(f"{path} is a {'link' if stat.S_ISLNK(found.st_mode) else 'folder or device'}, not a file; "
+                         f"copy the store itself (cp -L follows links)")
+    return found.st_size
+
+
+def _spec(given: dict[str, Any]) -> MoESpec:
+    kinds = {"str": str, "int": int, "bool": bool, "tuple[int, ...]": list}
+    for field in fields(MoESpec):
+        value = given[field.name]
+        _need(type(value) is kinds[field.type], f"{field.name} of the model is {str(value)[:40]!r}")
+        for n in [value] if type(value) is int else value if type(value) is list else ():
+            _integer(n, f"{field.name} of the model")
+    spec = MoESpec.from_dict(given)
+    _need(spec.L and list(spec.moe_layers) == sorted(set(spec.moe_layers)), "the model has no MoE layers in order")
+    return spec
 
 
 class ExpertStore:
@@ -161,7 +310,8 @@ class ExpertStore:
     folder : where it is.
     spec : the geometry of the model, `moelab.specs.MoESpec`.
     codec, K : how the experts are compressed; name of the codec, exponent shards a tensor.
-    identity : of the checkpoint that the store was made from, see `source_identity`.
+    identity : of the model that the store was made from, see `moelab.models.identity`.
+    weights, files : the other weights and the small files, by name.
     layers : one `Layer` for each MoE layer.
 
     Raises
@@ -178,54 +328,69 @@ class ExpertStore:
             raise FileNotFoundError(f"there is no expert store at {self.folder}" + (
                 ": its conversion was cut off; run the same convert command again and it goes on" if unfinished else
                 f" (no {INDEX}); make one with `python -m moelab convert SOURCE {self.folder}`"))
+        if (size := regular_file(index)) > INDEX_LIMIT:
+            raise StoreError(f"{index} has {size:,} bytes; an index has {INDEX_LIMIT:,} at most")
         fields = unseal(index.read_bytes(), index)
         try:
             self._set(fields)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise error if isinstance(error, StoreError) else StoreError(
-                f"{index} is no index of an expert store ({type(error).__name__}: {error})") from error
-        self._check_files()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise StoreError(f"{index} is no index of an expert store ({what}). Convert the model again") from error
+        self._check_files(fields["sha256"])
 
     def _set(self, fields: dict[str, Any]) -> None:
         if fields["format"] != FORMAT or fields["version"] != VERSION:
-            raise StoreError(f"{self.folder} has format {fields['format']!r} version {fields['version']!r}; this "
-                             f"moelab reads {FORMAT!r} version {VERSION}. Convert the model again")
+            raise StoreError(f"format {fields['format']!r} version {fields['version']!r}; this moelab reads {FORMAT!r} "
+                             f"version {VERSION}")
         if fields["layout"] != LAYOUT or fields["checksum"] not in CHECKSUMS:
-            raise StoreError(f"{self.folder} has byte layout {fields['layout']!r} and checksums "
-                             f"{fields['checksum']!r}; here there are {LAYOUT!r} and {', '.join(CHECKSUMS)}"
+            raise StoreError(f"byte layout {fields['layout']!r} and checksums {fields['checksum']!r}; here there are "
+                             f"{LAYOUT!r} and {', '.join(CHECKSUMS)}"
                              + ("; install the package xxhash" if fields["checksum"] == "xxh3" else ""))
-        self.spec = MoESpec.from_dict(fields["spec"])
-        self.codec, self.K, self.identity = fields["codec"], fields["K"], fields["identity"]
+        self.spec, self.identity = _spec(fields["spec"]), _checksum(fields["identity"])
+        self.codec, self.K = find_codec(fields["codec"]).name, _integer(fields["K"], "K", 1)
         self.checksum_name, self.checksum = fields["checksum"], CHECKSUMS[fields["checksum"]]
-        self.weights: dict[str, list] = fields["weights"]       # key → dtype, shape, offset, length, checksums
-        self.files: dict[str, list] = fields["files"]           # name → size, length of the header, its checksum
-        self.layers = [Layer(layer) for layer in fields["layers"]]
+        _need(type(fields["layers"]) is list and len(fields["layers"]) == self.spec.L,
+              f"it has {len(fields['layers'])} layers of experts; {self.spec.name} has {self.spec.L}")
+        self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
         for layer in self.layers:
-            sizes = {name: int(np.prod(shape, dtype=np.int64)) for name, (_, shape) in layer.tensors.items()}
-            for entries in layer.experts:
-                self._check_entries(layer, entries, sizes)
+            _need(len(layer.experts) == self.spec.E, f"{layer.module} has {len(layer.experts)} experts; "
+                                                     f"{self.spec.name} has {self.spec.E:,} a layer")
+        _need(len({layer.module for layer in self.layers}) == self.spec.L, "two layers are of one module")
+        #: key → dtype, shape, offset, length, checksums of its pieces
+        self.weights: dict[str, tuple[str, tuple[int, ...], int, int, list[str]]] = {}
+        shapes = {_text(key, "a weight"): _dtype_and_shape(entry[:2], key) for key, entry in fields["weights"].items()}
+        at = len(weights_header(shapes, fields["sha256"]))
+        for key, (dtype, shape) in shapes.items():
+            size, checks = math.prod(shape) * WIDTHS[dtype], fields["weights"][key][2]
+            _need(len(checks) == -(-size // PIECE), f"{key} of {size:,} bytes has {len(checks)} checksums")
+            self.weights[key] = dtype, shape, at, size, [_checksum(check) for check in checks]
+            at += size
+        self.weights_size = at
+        self.files: dict[str, list] = {plain_name(name): [_integer(size, f"the size of {name}"), _checksum(check)]
+                                       for name, (size, check) in fields["files"].items()}
+        for name in (INDEX, WEIGHTS, *(layer.file for layer in self.layers)):
+            _need(name not in self.files, f"{name} is no small file")
 
-    def _check_entries(self, layer: Layer, entries: dict[str, TensorEntry], sizes: dict[str, int]) -> None:
-        """Whatever else the index says, no reader may be led out of the file or into absurd sizes."""
-        for name, entry in entries.items():
-            chunks = [chunk for _, plane in entry.planes for chunk in plane]
-            if len(entry.planes) not in (1, WIDTHS[entry.dtype]) or not all(plane for _, plane in entry.planes) or any(
-                    c.offset % ALIGN or c.length < 0 or not layer.header <= c.offset <= layer.size - c.length
-                    for c in chunks) or sizes[name] > 256 * max(1, layer.size) or set(entries) != set(layer.tensors):
-                raise StoreError(f"{self.folder / INDEX} has an impossible entry for {name} of {layer.module}")
-
-    def _check_files(self) -> None:
-        for name, (size, header, checksum) in self.files.items():
+    def _check_files(self, digest: str) -> None:
+        """Sizes of all files, contents of small ones, headers of the others; nothing but plain files of the folder."""
+        def begins(name: str, size: int, n: int) -> bytes:
+            """The first n bytes of a file of `size` bytes."""
             path = self.folder / name
-            if not path.is_file():
-                raise StoreError(f"{self.folder} lacks {name}; copy the store again, or convert the model again")
-            if path.stat().st_size != size:
-                raise StoreError(f"{path} has {path.stat().st_size:,} bytes, {size:,} were written; copy the store "
-                                 f"again, or convert the model again")
+            if (found := regular_file(path)) != size or n == size > FILE_LIMIT:
+                raise StoreError(f"{path} has {found:,} bytes, {size:,} were written; copy the store again, or convert "
+                                 f"the model again")
             with open(path, "rb") as f:
-                if self.checksum(f.read(header)) != checksum:
-                    raise StoreError(f"{path} is damaged in its first {header:,} bytes; copy the store again, or "
-                                     f"convert the model again")
+                return f.read(n)
+
+        header = weights_header(self.weights, digest)
+        right = {WEIGHTS: begins(WEIGHTS, self.weights_size, len(header)) == header}
+        for name, (size, check) in self.files.items():
+            right[name] = self.checksum(begins(name, size, size)) == check
+        for i, layer in enumerate(self.layers):
+            right[layer.file] = begins(layer.file, layer.size, layer.header) == layer_header(i, layer)
+        for name in (name for name, equal in right.items() if not equal):
+            raise StoreError(f"{self.folder / name} is damaged at its beginning, or does not belong to this {INDEX}; "
+                             f"copy the store again, or convert the model again")
 
     def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
         """One expert's entries by tensor name; LookupError for an expert that the model does not have."""
@@ -235,7 +400,7 @@ class ExpertStore:
         return self.layers[layer].experts[expert]
 
     def require(self, identity: str) -> None:
-        """Raise StoreError unless the store was made from the checkpoint with this identity (`source_identity`)."""
+        """Raise StoreError unless the store was made from the model with this identity."""
         if identity != self.identity:
             raise StoreError(f"{self.folder} holds the experts of {self.spec.name} (source {self.identity}), not those "
                              f"of the checkpoint asked for (source {identity}); convert that one to a store of its own")
@@ -257,22 +422,3 @@ class ExpertStore:
         for row in rows.values():
             row["fraction"] = (row["E_bytes"] + row["SM_bytes"]) / max(1, row["bytes"])
         return sorted(rows.values(), key=lambda row: row["tensor"] == "all experts")
-
-
-def source_identity(config: Path, files: Iterable[Path]) -> str:
-    """Sixteen hex digits that name a checkpoint by its config and its files' names, sizes, headers and samples.
-
-    The samples are 64 pieces of 4 KB spread over the file, so two fine-tunes of one model differ although their
-    headers are the same. Reading everything would cost as much as converting it; a change that leaves all samples
-    untouched is not seen.
-    """
-    digest = sha256(config.read_bytes())
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with open(file, "rb") as f:
-            digest.update(f.read(8 + int.from_bytes(f.read(8), "little")))
-            for i in range(64):
-                f.seek(max(0, size - ALIGN) * i // 63)
-                digest.update(f.read(ALIGN))
-    return digest.hexdigest()[:16]

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,16 +54,17 @@ def fastest_mode(store: ExpertStore) -> str:
     """The mode that `measure_modes` finds fastest, remembered in a file beside the index for this machine."""
     file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
     try:
-        known = json.loads(file.read_text())
+        known = json.loads("" if file.is_symlink() else file.read_text())
         if known["machine"] == machine and known["mode"] in modes():
             return known["mode"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass                                                    # never measured, or not readable: measure
     rates = measure_modes(store)
     mode = max(rates, key=rates.get, default="buffered")
     try:
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"machine": machine, "mode": mode, "bytes a second": rates}))
+        descriptor, temporary = tempfile.mkstemp(dir=store.folder, prefix=MEASURED + ".")   # new: it follows no link
+        with open(descriptor, "w") as f:
+            json.dump({"machine": machine, "mode": mode, "bytes a second": rates}, f)
         os.replace(temporary, file)
     except OSError:
         pass                                                    # a read-only store is measured each time

@@ -15,6 +15,7 @@ import errno
 import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ class Reader:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
         self.store, self.bandwidth, self.verify = store, bandwidth, verify
         self.counters = Counters()
-        self._files: dict[str, int] = {}
+        self._files: dict[str, int] = {}                        # a file of each layer, opened when it is first read
+        weakref.finalize(self, _close, self._files)
         self._lock, self._free_at = threading.Lock(), 0.0
         self.mode = fastest_mode(store) if mode == "auto" else mode
 
@@ -213,15 +215,20 @@ class Reader:
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+        """Close the files; a later read opens them again, and whatever is open is closed with the last reference."""
+        with self._lock:
+            _close(self._files)
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(files: dict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def decode(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor] | None = None,
@@ -258,10 +265,12 @@ class StoreExperts:
     """A source for the seam, `moelab.models.plug(model, source=StoreExperts(store))`: reads, decodes, keeps nothing.
 
     dtype : what floating-point tensors are cast to; None keeps the stored one. Other options as in `Reader`.
+    A context manager that closes its files; those of one that is dropped are closed, too.
     """
 
     def __init__(self, store: ExpertStore, dtype: torch.dtype | None = None, **options: Any) -> None:
         self.store, self.dtype, self.reader, self._local = store, dtype, Reader(store, **options), threading.local()
+        self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
 
     def __call__(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and `decode` raise."""
@@ -272,6 +281,16 @@ class StoreExperts:
         if self.dtype is not None:
             tensors = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         return tensors
+
+    def close(self) -> None:
+        """Close the files."""
+        self.reader.close()
+
+    def __enter__(self) -> StoreExperts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _which(chunks: Chunks) -> str:

@@ -10,10 +10,9 @@ import argparse
 from pathlib import Path
 
 from moelab.progress import progress
-from moelab.store.layout import WEIGHTS, ExpertStore, StoreError
+from moelab.store.layout import PIECE, WEIGHTS, ExpertStore, StoreError
 from moelab.store.modes import modes
 from moelab.store.reader import Chunks, Reader, decode, empty_tensors
-from moelab.store.writer import PIECE
 
 
 def verify(store: ExpertStore | str | Path) -> dict[str, int]:
@@ -28,10 +27,9 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     found = {"experts": 0, "chunks": 0, "bytes": check_weights(store)}
     total = sum(layer.size - layer.header for layer in store.layers)
     with Reader(store, modes()[0]) as reader, progress(desc="verifying", total=total, unit="B") as bar:
-        buffer, out = reader.buffer(), {}
+        buffer = reader.buffer()
         for i, layer in enumerate(store.layers):
-            if layer.experts:
-                out = empty_tensors(layer.experts[0])
+            out = empty_tensors(layer.experts[0])
             for expert, entries in enumerate(layer.experts):
                 chunks = reader.read(i, expert, "both", buffer)
                 _check_padding(store, chunks)

@@ -13,6 +13,7 @@ Left out: deciding what the experts are (see `moelab.runtime.convert`); more tha
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,12 +26,12 @@ from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.journal import Journal
-from moelab.store.layout import (ALIGN, CHECKSUMS, DTYPES, FORMAT, INDEX, VERSION, WEIGHT_MAP, WEIGHTS, aligned,
-                                 chunk_names, read_entries, seal)
+from moelab.store.layout import (CHECKSUMS, DTYPES, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHT_MAP, WEIGHTS,
+                                 WIDTHS, Layer, TensorEntry, aligned, in_file, layer_file, layer_header, plain_name,
+                                 read_entries, regular_file, seal, weights_header)
 
 COMMIT = 64 << 20           # bytes of a layer's file between two syncs
 BEHIND = 32 << 20           # bytes of an expert above which the next one is not begun before it is written
-PIECE = 16 << 20            # bytes that the other weights are copied by
 
 
 class StoreWriter:
@@ -46,17 +47,23 @@ class StoreWriter:
     Raises
     ------
     FileExistsError : the destination is there, or another process is writing it.
-    ValueError : an unfinished store of another source, codec or K is in the way; an unknown codec.
+    ValueError : an unknown codec or an impossible K, before anything is written; an unfinished store of another source,
+        codec or K is in the way, or one that was changed since.
     """
 
     def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
                  codec: str = codecs.DEFAULT, K: int = 4) -> None:
         self.destination = Path(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
-        if self.destination.exists():
+        if os.path.lexists(self.destination):
             raise FileExistsError(f"{self.destination} exists and is not overwritten; give another destination or "
                                   f"remove it first")
         codecs.find_codec(codec)
+        if type(K) is not int or not 1 <= K <= 1024:
+            raise ValueError(f"K is {K!r}; the exponents of a tensor go into 1 to 1024 shards")
+        if [E for _, E, _ in layers] != [spec.E] * spec.L or not spec.L:
+            raise ValueError(f"{spec.name} says {spec.L} MoE layers of {spec.E} experts, and its model has "
+                             f"{[E for _, E, _ in layers]}; a store holds layers of equally many")
         self.layers, self.codec, self.K = layers, codec, K
         checksum, self.checksum = next(iter(CHECKSUMS.items()))
         self.head = json.loads(json.dumps({                     # as it will be read back: lists for tuples
@@ -68,6 +75,9 @@ class StoreWriter:
         self._thread, self._writing = ThreadPoolExecutor(1), None
         with self._explained():
             fresh = not self.folder.is_dir()
+            for path in (self.folder, Path(f"{self.folder}.jsonl"), *(() if fresh else self.folder.iterdir())):
+                if path.is_symlink():
+                    raise ValueError(f"{path} is a link, and writing would follow it; remove it")
             self.folder.mkdir(parents=True, exist_ok=True)
             self._journal = Journal(Path(f"{self.folder}.jsonl"), fresh)
         try:
@@ -79,36 +89,64 @@ class StoreWriter:
     # ------------------------------------------------------------------------------------------------- resuming
 
     def _resume(self, lines: list[dict[str, Any]]) -> None:
-        if lines:
-            self.head["spec"]["name"] = lines[0]["spec"]["name"]        # the same source may be called differently now
-        else:
-            with self._explained():
-                self._journal.append([self.head])
-        if lines and lines[0] != self.head:
-            differ = [key for key in self.head if lines[0].get(key) != self.head[key]]
+        begun = lines[0] if lines and isinstance(lines[0], dict) else {}
+        spec = begun.get("spec")
+        if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
+            self.head["spec"]["name"] = name                    # the same source may be called differently now
+        if lines and begun != self.head and any(self.folder.glob("experts-*")):
+            differ = [key for key in self.head if begun.get(key) != self.head[key]]
             raise ValueError(f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
                              f"the source and the options that it was begun with, or remove it")
+        if begun != self.head:                                  # nothing is written yet that could be lost
+            lines = []
+            with self._explained():
+                self._journal.restart([self.head])
         self.records = lines[1:]
-        ends = {record["layer"]: record["end"] for record in self.records}
+        try:
+            ends = self._ends()
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"{self.folder}.jsonl is no journal of this store ({error}); remove it and {self.folder} "
+                             f"and convert again") from error
         for path in self.folder.glob("experts-*.safetensors"):
-            if path.name not in map(_name, ends):
+            if path.name not in map(layer_file, ends):
                 path.unlink()                                   # nothing in the journal vouches for it
         for layer, end in ends.items():
-            path = self.folder / _name(layer)
-            if not path.is_file() or path.stat().st_size < end:
+            path = self.folder / layer_file(layer)
+            if not path.is_file() or regular_file(path) < end:
                 raise ValueError(f"{path} is shorter than its journal says, so it was changed since; remove "
                                  f"{self.folder} and convert again")
             self._open(layer, end)
+
+    def _ends(self) -> dict[int, int]:
+        """Where each layer's file ends by the journal, whose records must be those of one expert after another."""
+        ends: dict[int, int] = {}
+        for (layer, expert), record in zip(self._everyone(), self.records, strict=False):
+            chunks = list(in_file(_entries(record)))
+            at = ends.get(layer, chunks[0].offset)
+            for chunk in chunks:
+                if chunk.offset != at or (record["layer"], record["expert"]) != (layer, expert):
+                    raise ValueError(f"expert {expert} of MoE layer {layer} does not follow the one before it")
+                at += aligned(chunk.length)
+            if record["end"] != at:
+                raise ValueError(f"expert {expert} of MoE layer {layer} ends at {at:,}, not at {record['end']}")
+            ends[layer] = at
+        if len(self.records) > len(self._everyone()):
+            raise ValueError("it has more experts than the model")
+        return ends
+
+    def _everyone(self) -> list[tuple[int, int]]:
+        return [(layer, expert) for layer, (_, E, _) in enumerate(self.layers) for expert in range(E)]
 
     # -------------------------------------------------------------------------------------------------- experts
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """(layer, expert) of every expert that is still to be added, in the order to add them."""
-        everyone = [(layer, expert) for layer, (_, E, _) in enumerate(self.layers) for expert in range(E)]
-        yield from everyone[len(self.records) + len(self._pending):]
+        yield from self._everyone()[len(self.records) + len(self._pending):]
 
-    def add(self, layer: int, expert: int, tensors: dict[str, Any]) -> None:
+    def add(self, layer: int, expert: int, tensors: dict[str, Any], sources: list[list] | None = None) -> None:
         """Compress and append one expert; empties `tensors` as it goes, to free them.
+
+        sources : which of the source's tensors these are, for `moelab.runtime.restore`; kept as they are.
 
         A thread writes while the next expert is compressed; of a large expert nothing is left to it.
         Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert before.
@@ -126,7 +164,7 @@ class StoreWriter:
         if expert and before[0]["tensors"] != shapes:
             raise ValueError(f"expert {expert} of MoE layer {layer} has other tensors than the one before: {shapes} "
                              f"against {before[0]['tensors']}")
-        self._writing = self._thread.submit(self._write_expert, layer, expert, packed, entries, shapes)
+        self._writing = self._thread.submit(self._write_expert, layer, expert, packed, entries, shapes, sources)
         if size > BEHIND:
             self._wait()
 
@@ -137,27 +175,28 @@ class StoreWriter:
             done.result()
 
     def _write_expert(self, layer: int, expert: int, packed: dict[str, codecs.Packed], entries: dict[str, list],
-                      shapes: dict[str, list]) -> None:
+                      shapes: dict[str, list], sources: list[list] | None) -> None:
         with self._explained():
             if expert == 0:
                 self._commit()
                 n_chunks = sum(len(plane.shards) + self.K for p in packed.values() for plane in p.planes)
                 longest = max(map(len, packed)) + 150           # bytes of an entry's JSON; its padding's are fewer
-                self._open(layer, aligned(8 + 2 * self.layers[layer][1] * n_chunks * longest))
+                about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
+                self._open(layer, aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest))
             for exponents in (True, False):
                 for name, p in packed.items():
                     for plane in p.planes[:1] if exponents else p.planes[1:]:
                         chunks = [self._append(shard) for shard in plane.shards]
                         entries[name][1].append([plane.codec, chunks])
             self._pending.append({"layer": layer, "expert": expert, "end": self._end, "entries": entries,
-                                  "tensors": shapes})
+                                  "tensors": shapes, "sources": sources})
             if self._end - self._synced >= COMMIT:
                 self._commit()
 
     def _open(self, layer: int, end: int) -> None:
         if self._file is not None:
             self._file.close()
-        path = self.folder / _name(layer)
+        path = self.folder / layer_file(layer)
         self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)
         self._file.truncate(end)
         self._file.seek(end)
@@ -181,51 +220,51 @@ class StoreWriter:
 
     # ------------------------------------------------------------------------------------------ everything else
 
-    def finish(self, weights: dict[str, tuple[Path, int, str, list[int], int]], files: list[tuple[str, bytes]]) -> None:
+    def finish(self, weights: dict[str, tuple[Path, int, str, list[int], int]], files: list[tuple[str, bytes]],
+               source: dict[str, Any] | None = None) -> None:
         """Write headers, the other weights, the small files and the index; all but the renaming.
 
         weights : key → (safetensors file, offset in it, dtype, shape, bytes); copied piece by piece.
         files : (name, content) of config, tokenizer and the like.
+        source : the source's files, from which with the experts' `sources` `layout.json` is made; None for a store
+            that has no source, or none that could be given back.
         """
         self._wait()
         with self._explained():
             self._commit()
-            layers, table = self._write_headers()
-            written = self._write_weights(weights, table)
+            if source is not None and all(record["sources"] is not None for record in self.records):
+                experts = [record["sources"] for record in self.records]
+                files = [*files, (SOURCE_LAYOUT, json.dumps({**source, "experts": experts}).encode())]
             weight_map = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}, indent=1)
+            table = {}
             for name, content in [*files, (WEIGHT_MAP, weight_map.encode())]:
-                _write(self.folder / name, content)
-                table[name] = [len(content), len(content), self.checksum(content)]
-            _write(self.folder / INDEX, seal({**self.head, "layers": layers, "weights": written, "files": table}))
+                _write(self.folder / plain_name(name), content)
+                table[name] = [len(content), self.checksum(content)]
+            index, digest = seal({**self.head, "layers": self._write_headers(),
+                                  "weights": self._write_weights(weights), "files": table})
+            header = weights_header({key: entry[2:4] for key, entry in weights.items()}, digest)
+            _write(self.folder / WEIGHTS, header, "r+b")
+            _write(self.folder / INDEX, index)
 
-    def _write_headers(self) -> tuple[list[dict[str, Any]], dict[str, list]]:
-        """Fill in the layers' headers; returns their index and, by file name, size, header length and checksum."""
-        layers, table = [], {}
+    def _write_headers(self) -> list[dict[str, Any]]:
+        """Fill in the layers' headers; returns their index."""
+        layers = []
         for layer, (module, _, stacked) in enumerate(self.layers):
-            records, path = [r for r in self.records if r["layer"] == layer], self.folder / _name(layer)
-            tensors = records[0]["tensors"]
-            named = [item for record in records for item in chunk_names(
-                layer, record["expert"], read_entries(record["entries"], tensors))]
-            start = named[0][1].offset
-            header = _header(named, start)
-            _write(path, header, "r+b")
-            table[path.name] = [records[-1]["end"], start, self.checksum(header)]
-            layers.append({"file": path.name, "module": module, "stacked": stacked, "tensors": tensors,
-                           "size": records[-1]["end"], "header": start,
-                           "experts": [record["entries"] for record in records]})
-        return layers, table
+            records = [r for r in self.records if r["layer"] == layer]
+            start = records[0]["end"] - sum(aligned(chunk.length) for chunk in in_file(_entries(records[0])))
+            layers.append({"module": module, "stacked": stacked, "tensors": records[0]["tensors"], "header": start,
+                           "size": records[-1]["end"], "experts": [record["entries"] for record in records]})
+            _write(self.folder / layer_file(layer), layer_header(layer, Layer(layer, layers[-1])), "r+b")
+        return layers
 
-    def _write_weights(self, weights: dict[str, tuple[Path, int, str, list[int], int]],
-                       table: dict[str, list]) -> dict[str, list]:
-        header, at = {}, 0
+    def _write_weights(self, weights: dict[str, tuple[Path, int, str, list[int], int]]) -> dict[str, list]:
+        """Copy the other weights behind room for their header; returns key → dtype, shape, checksums of its pieces."""
+        written, room = {}, memoryview(bytearray(PIECE))
         for key, (_, _, dtype, shape, size) in weights.items():
-            header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-            at += size
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        start, written, room = 8 + len(text), {}, memoryview(bytearray(PIECE))
+            if dtype not in WIDTHS or size != math.prod(shape) * WIDTHS[dtype]:
+                raise ValueError(f"{key} is {dtype} {shape} in {size:,} bytes, which is no tensor that torch knows")
         with open(self.folder / WEIGHTS, "wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
+            out.write(bytes(len(weights_header({key: entry[2:4] for key, entry in weights.items()}, "0" * 64))))
             for key, (path, offset, dtype, shape, size) in weights.items():
                 checks = []
                 with open(path, "rb") as f:
@@ -236,15 +275,14 @@ class StoreWriter:
                             raise OSError(f"{path} ends inside the tensor {key}, at byte {offset + i + n:,}")
                         checks.append(self.checksum(piece))
                         out.write(piece)
-                written[key] = [dtype, shape, start + header[key]["data_offsets"][0], size, checks]
+                written[key] = [dtype, list(shape), checks]
             out.flush()
             os.fsync(out.fileno())
-        table[WEIGHTS] = [start + at, start, self.checksum(len(text).to_bytes(8, "little") + text)]
         return written
 
     def publish(self) -> Path:
         """Give the finished store its name."""
-        if self.destination.exists():
+        if os.path.lexists(self.destination):
             raise FileExistsError(f"{self.destination} appeared meanwhile; the new store is at {self.folder}")
         os.rename(self.folder, self.destination)
         self._journal.remove()
@@ -271,26 +309,8 @@ class StoreWriter:
                           f"right and run the same command again, and it goes on from there") from error
 
 
-def _name(layer: int) -> str:
-    return f"experts-{layer:05d}.safetensors"
-
-
-def _header(named: list[tuple[str, Any]], start: int) -> bytes:
-    """The safetensors header, `start` bytes long, of chunks in the order of the file and the padding between them."""
-    entries, at = {}, start
-
-    def entry(name: str, begin: int, end: int) -> None:
-        entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin - start, end - start]}
-    for name, chunk in named:
-        assert chunk.offset == at and chunk.offset % ALIGN == 0
-        at = chunk.offset + aligned(chunk.length)
-        entry(name, chunk.offset, chunk.offset + chunk.length)
-        if at > chunk.offset + chunk.length:
-            entry("pad." + name, chunk.offset + chunk.length, at)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    if len(text) > start - 8:
-        raise ValueError(f"a header of {len(text):,} bytes does not fit into the {start - 8:,} reserved for it")
-    return (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+def _entries(record: dict[str, Any]) -> dict[str, TensorEntry]:
+    return read_entries(record["entries"], record["tensors"])
 
 
 def _write(path: Path, content: bytes, mode: str = "wb") -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from moelab.__main__ import main as moelab_main
 from moelab.bench.faults import corruptions, small_checkpoint
 from moelab.models import discover, open_model, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.runtime import convert as converting
 from moelab.runtime.convert import convert, identity_of, open_store, require_model, restore
-from moelab.store.layout import ExpertStore, StoreError
+from moelab.runtime.restore import places
+from moelab.store.layout import SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import main as verify_main
 from moelab.store.verify import verify
@@ -34,15 +41,113 @@ def same_tensors(a, b):
     assert not [k for k in first if first[k].dtype != second[k].dtype or not torch.equal(first[k], second[k])]
 
 
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "mxfp4"])
-def test_restored_is_what_the_model_loads(name, tmp_path):
+def test_restored_is_what_was_converted(name, tmp_path):
+    """The same files, byte for byte; of MXFP4, whose bytes are not kept, the same tensors as a model loads them."""
     source = source_of(name, tmp_path / "m")
+    for stray, content in {"merges.txt": b"\xff\x00", "index.json": b"[]", "source.index.json": b"1", "layout.json": b"",
+                           "README.md": b"#", "tokenizer.tiktoken": b"QQ== 0"}.items():
+        (source / stray).write_bytes(content)
     store = convert(source, tmp_path / "s", "zstd-huffman")
     store.require(identity_of(source))
-    same_tensors(open_model(source), open_model(restore(store, tmp_path / "r")))
+    restored = restore(store, tmp_path / "r")
+    if name == "mxfp4":
+        assert SOURCE_LAYOUT not in store.files
+        same_tensors(open_model(source), open_model(restored))
+    else:
+        assert files(restored) == files(source)
     found = verify(store)
     assert found["experts"] == store.spec.L * store.spec.E
     assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "switch_transformers", "llama4_text"])
+def test_restored_in_the_sources_shards(name, tmp_path):
+    """Sharded, with odd headers: padded, another order of the keys, metadata; through two stores, one made of the
+    other."""
+    open_model(source_of(name, tmp_path / "whole")).save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    shards = sorted((tmp_path / "m").glob("*.safetensors"))
+    assert len(shards) > 3
+    raw = shards[1].read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:8 + n])
+    text = json.dumps({**dict(reversed(header.items())), "__metadata__": {"é": "ü"}}, ensure_ascii=False, indent=1)
+    text = text.encode() + b" " * 37
+    shards[1].write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n:])
+    first = convert(tmp_path / "m", tmp_path / "s")
+    second = convert(first.folder, tmp_path / "t", "raw")
+    assert first.identity == second.identity == identity_of(tmp_path / "m")
+    for store in (first, second):
+        assert files(restore(store, tmp_path / f"{store.folder.name}-r")) == files(tmp_path / "m")
+
+
+@given(data=st.data())
+def test_places_of_source_tensors(data):
+    """Of tensors cut, transposed, joined and interleaved at will; the naive oracle reads single weights."""
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.uint8, torch.float64]))
+    values = torch.randint(0, data.draw(st.sampled_from([2, 250])), [2, *shape]).to(dtype)
+    if dtype.is_floating_point:
+        values.view(-1)[0] = torch.nan
+    first, second = values
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    made, sources = data.draw(st.sampled_from([
+        ({"w": torch.cat([first, second], dim)}, [first, second]),
+        ({"w": torch.stack([first, second], dim + 1).flatten(dim, dim + 1)}, [first, second]),
+        ({"w": first, "v": second}, [second, first]),
+        ({"w": first.transpose(0, -1) if len(shape) == 2 else first}, [first]),
+        ({"w": torch.cat([first, second], dim)}, [torch.stack([first, second], dim + 1).flatten(dim, dim + 1)]),
+        ({"w": torch.cat([first, second], -1).transpose(0, -1) if len(shape) == 2 else second},
+         [first.transpose(0, -1), second.transpose(0, -1)] if len(shape) == 2 else [second]),
+    ]))
+    made = {name: t.contiguous() for name, t in made.items()}
+    found = places([(str(i), 0, t.contiguous()[None]) for i, t in enumerate(sources)], made, lambda bits: "")
+    assert [place[0] for place in found] == [str(i) for i in range(len(sources))]
+    for (_, _, name, size, offset, strides, _), source in zip(found, sources):
+        flat, wanted = made[name].reshape(-1), source.reshape(-1).tolist()
+        got = [flat[offset + sum(i * stride for i, stride in zip(where, strides))].item()
+               for where in itertools.product(*map(range, size))]
+        assert str(got) == str(wanted)                                  # NaN is NaN here
+    if dtype.is_floating_point:                                         # negative now, as no other weight is
+        other = sources[0].contiguous().view(torch.uint8).clone()
+        other.view(-1)[-1] ^= 255
+        assert places([("x", 0, other.view(dtype))], made, lambda bits: "") is None
+
+
+def test_files_of_a_store_are_closed(tmp_path):
+    store = convert(small_checkpoint(tmp_path / "m"), tmp_path / "s")
+
+    def opened():
+        return sum(
+            os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path)) for fd in os.listdir("/proc/self/fd"))
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("needs /proc")
+    before = opened()
+    with StoreExperts(store, mode="buffered") as source:
+        source(0, 0), source(1, 0)
+        assert opened() == before + 2
+    assert opened() == before
+    model = open_store(store, mode="buffered")
+    model(torch.arange(9)[None])
+    assert opened() > before
+    del model
+    gc.collect()
+    assert opened() == before
+
+
+def test_a_command_that_cannot_be_does_not_block_the_next(tmp_path, capsys):
+    source = str(small_checkpoint(tmp_path / "m"))
+    for shards in ("0", "-5"):
+        try:
+            assert moelab_main(["convert", source, str(tmp_path / "s"), "--shards", shards])
+        except SystemExit as refused:                                   # the parser's own word
+            assert refused.code
+        assert not list(tmp_path.glob("s*"))
+    assert moelab_main(["convert", source, str(tmp_path / "s"), "--shards", "2"]) == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "switch_transformers", "mxfp4"])
@@ -103,7 +208,7 @@ def test_refusals(tmp_path, monkeypatch):
         store.require(identity_of(other))
     require_model(store, open_model(source))
     for model in (open_model(other), open_model(tiny.save("olmoe", tmp_path / "o"))):
-        with pytest.raises(StoreError, match="its geometry or its routers differ"):
+        with pytest.raises(StoreError, match="not those of the checkpoint asked for"):
             require_model(store, model)
     with pytest.raises(FileExistsError, match="not overwritten"):
         restore(store, tmp_path / "m")

@@ -135,7 +135,7 @@ def test_a_journal_that_promises_more_than_there_is_is_not_believed(tmp_path, mo
 
 
 @pytest.mark.parametrize("change, named", [({"identity": "b" * 16}, "identity"), ({"codec": "raw"}, "codec"),
-                                           ({"K": 2}, "K"), ({"layers": LAYERS[:1]}, "layers")])
+                                           ({"K": 2}, "K"), ({"layers": LAYERS[::-1]}, "layers")])
 def test_no_resuming_from_another_source_or_codec(tmp_path, change, named):
     write(tmp_path, stop_after=2)
     with pytest.raises(ValueError, match=f"another {named}"):

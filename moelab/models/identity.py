@@ -1,0 +1,159 @@
+"""Who a model is: sixteen hex digits of its weights and its config, whatever it was opened from.
+
+A trace, a calibration, an estimator, default vectors, a plan and a store each belong to one model, and a fine-tune of
+it with the same geometry and even the same routers is another one. An identity covers the key, dtype, shape and bytes
+of every tensor of the checkpoint: all bytes of a small tensor, samples of a large one, so that it costs seconds where
+reading everything would cost minutes; a change that leaves every sample untouched is not seen.
+Files do not count: a checkpoint in other shards is the same model, and so is its store, opened or restored.
+`open_model(dtype=…)` does not count either: calibrations are carried over from one precision to another, on purpose.
+
+A model that moelab opened has its checkpoint's identity as long as its weights are those that were loaded (samples of
+them are compared). One that was changed since, or opened by something else, has one of its live tensors, which is
+nobody else's.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from moelab.models.checkpoint import Checkpoint
+
+#: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
+PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
+#: fields of a config that do not change what the model computes in a given precision
+SAID_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype",
+                  "transformers_version", "use_cache")
+
+
+def identity(model: torch.nn.Module) -> str:
+    """Sixteen hex digits that name a live model: its checkpoint's (`of_checkpoint`), or its live tensors' own."""
+    origin, seen = vars(model).get("_moelab_origin"), _looks(model)
+    if origin is not None and all(name in seen and _same(values, seen[name])
+                                  for name, values in origin.weights.items()):
+        return origin.identity
+    return _digest("live", _said(model.config), *(f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items()))
+
+
+def opened_from(model: torch.nn.Module) -> str:
+    """Identity of what a model was opened from, whatever was done to its weights since; "" for nothing known."""
+    origin = vars(model).get("_moelab_origin")
+    return origin.identity if origin is not None else ""
+
+
+def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
+    """ValueError if an executor or a source says that its weights are another model's; one that says nothing may be
+    anything.
+
+    parts : with an `identity`, and a `name` for people.
+    """
+    for part in parts:
+        made_of = getattr(part, "identity", None)
+        if isinstance(made_of, str) and made_of != (mine := identity(model)):
+            spec = getattr(model, "spec", None)
+            raise ValueError(f"these are weights of {getattr(part, 'name', 'another model')} (identity {made_of}), and "
+                             f"the model is {spec.name if spec else type(model).__name__} (identity {mine}), or was "
+                             f"changed since it was opened: open the model that they belong to with moelab.open_model")
+
+
+def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
+    """Sixteen hex digits that name a checkpoint by its config and its tensors, of which it reads samples.
+
+    A store knows whose it is.
+
+    config : its transformers config.
+    """
+    if checkpoint.store is not None:
+        return checkpoint.store.identity
+    lines, files = [], groupby(sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin)),
+                               key=lambda item: item[1].file)
+    for file, tensors in files:
+        with open(file, "rb", buffering=0) as f:
+            for key, entry in tensors:
+                digest = sha256()
+                for offset, length in samples(entry.nbytes, entry.shape):
+                    f.seek(entry.begin + offset)
+                    digest.update(f.read(length))
+                lines.append(f"{key}\t{entry.dtype}\t{list(entry.shape)}\t{digest.hexdigest()}")
+    return _digest(_said(config), *sorted(lines))
+
+
+def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
+    """(offset, length) of what is read of a tensor of `size` bytes: pieces at even distances, at least one of each
+    expert of a tensor [E, …, …]."""
+    if size <= WHOLE:
+        return [(0, size)]
+    n = max(2, size // EACH, shape[0] if len(shape) > 2 else 0)
+    return [(min(i * size // n, size - PIECE), PIECE) for i in range(n)]
+
+
+def vouch(model: torch.nn.Module, origin: Checkpoint | str) -> None:
+    """Remember whose weights a model has, now: those of a checkpoint, or of the model with an identity."""
+    object.__setattr__(model, "_moelab_origin", _Origin(origin, model))
+
+
+class _Origin:
+    """What a model was opened from, and samples of its weights at that time."""
+
+    def __init__(self, origin: Checkpoint | str, model: torch.nn.Module) -> None:
+        self.weights = _looks(model)
+        self._known = origin if isinstance(origin, str) else None
+        if self._known is None:
+            self._checkpoint, self._times = origin, _times(origin)
+
+    @property
+    def identity(self) -> str:
+        """Of the checkpoint, read when it is first asked for: most runs never ask."""
+        if self._known is None:
+            from moelab.models.opening import load_config
+            if _times(self._checkpoint) != self._times:
+                raise ValueError(f"{self._checkpoint.folder} was changed since the model was opened from it, so "
+                                 f"nothing tells which model that is; open it again")
+            self._known = of_checkpoint(self._checkpoint, load_config(self._checkpoint.folder))
+        return self._known
+
+
+def _times(checkpoint: Checkpoint) -> list[tuple[int, int]]:
+    def of(path: Path) -> tuple[int, int]:
+        if not path.is_file():
+            return -1, -1
+        stat = path.stat()
+        return stat.st_mtime_ns, stat.st_size
+    return [of(path) for path in (checkpoint.folder / "config.json", *checkpoint.files)]
+
+
+def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """name → samples of a live tensor's values, on the CPU."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            n = tensor.numel()
+            count = min(n, max(16, 2 * tensor.shape[0] if tensor.dim() > 2 else 0))
+            places = torch.linspace(0, max(n - 1, 0), count, dtype=torch.float64).long()
+            found[name] = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
+    return found
+
+
+def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether values are as they were, or as that is when it is rounded to another precision."""
+    through = (now.dtype, torch.float16, torch.bfloat16) if now.is_floating_point() else (now.dtype,)
+    return before.shape == now.shape and any(torch.equal(before.to(d).to(now.dtype), now) for d in through)
+
+
+def _said(config: Any) -> str:
+    """What a config says beyond its class's defaults, as text that is the same however it was written."""
+    fields = config.to_diff_dict()
+    return json.dumps({k: v for k, v in fields.items() if k not in SAID_ELSEWHERE}, sort_keys=True, default=str)
+
+
+def _digest(*lines: str) -> str:
+    digest = sha256()
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()[:16]

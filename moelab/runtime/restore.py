@@ -1,0 +1,291 @@
+"""Giving a checkpoint back as it was: its files, its names, its bytes.
+
+A store keeps an expert's tensors as the model computes with them, and the source may have kept them otherwise: apart,
+transposed, interleaved, in shards. So while a checkpoint is converted, every tensor of it that goes into an expert is
+looked for among the tensors that came out, bit for bit, and the place is noted as a strided view of one of them.
+`layout.json` in the store holds these places and the source's file headers; with them `restore` writes the source's own
+safetensors files, and what it has written must have the source's identity.
+
+A store has no `layout.json` if its source's bytes are not in it (MXFP4 is dequantised when it is converted) or if there
+was no source (a synthesized one). It is restored as transformers would hold it: the same model in other files.
+
+Shapes: an expert's tensors have no leading axis E. Left out: files in subfolders, and weights in other formats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelab.models import opening
+from moelab.models.checkpoint import SUFFIXES, Checkpoint, read_header
+from moelab.models.identity import of_checkpoint
+from moelab.progress import progress
+from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHT_MAP, WEIGHTS, ExpertStore,
+                                 StoreError, plain_name)
+from moelab.store.modes import MEASURED, modes
+from moelab.store.reader import Reader, decode, empty_tensors
+from moelab.store.verify import check_weights
+
+#: endings of files of weights in other formats, which no store holds
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+#: what goes before the name of a source's file that a store has a file of its own for
+BESIDE = "source."
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# ------------------------------------------------------------------------------------------ noted when converting
+
+def places(read: Iterable[tuple[str, int, torch.Tensor]], tensors: dict[str, torch.Tensor],
+           checksum: Callable[[Any], str]) -> list[list] | None:
+    """Where each tensor that was read of the source is in an expert's tensors; None if one cannot be found there.
+
+    read : (key, first weight of it that was read, what was read).
+
+    Returns for each [key, first weight, tensor, shape, offset, strides, checksum]; shape, offset and strides count
+    weights of the expert's tensor and give the source's in the source's order.
+    """
+    words, found = {name: (_bits(t), t.dtype) for name, t in tensors.items()}, []
+    for key, start, source in read:
+        bits = _bits(source)
+        place = next(([key, start, name, list(view.shape), view.storage_offset(), list(view.stride())]
+                      for name, (t, dtype) in words.items() if dtype == source.dtype
+                      for view in _views(t, bits.numel()) if _same(view, bits)), None)
+        if place is None:
+            return None
+        found.append([*place, checksum(bits)])
+    return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its weights as integers, contiguous and at the beginning of their storage; NaN and −0 are compared, too."""
+    tensor = tensor.contiguous().view(_WORDS[tensor.element_size()])
+    return tensor if tensor.storage_offset() == 0 else tensor.clone()
+
+
+def _views(t: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
+    """The views of `n` weights that conversions make of a tensor: parts and every k-th, transposed, interleaved."""
+    k = t.numel() // max(n, 1)
+    if n * k != t.numel() or not n:
+        if t.numel() == n == 0:
+            yield t
+        return
+    parts = [t] if k == 1 else [part for dim in range(t.dim()) if t.shape[dim] % k == 0 for i in range(k)
+                                for part in (t.chunk(k, dim)[i], t[(slice(None),) * dim + (slice(i, None, k),)])]
+    for part in parts:
+        yield part
+        if part.dim() > 1:
+            yield part.transpose(-1, -2)
+    for dim in range(t.dim()) if k == 1 else ():
+        if t.shape[dim] % 2 == 0:
+            yield t.unflatten(dim, (2, -1)).transpose(dim, dim + 1)
+            yield t.unflatten(dim, (-1, 2)).transpose(dim, dim + 1)
+
+
+def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
+    bits = bits.reshape(view.shape)
+    return torch.equal(view[:1], bits[:1]) and torch.equal(view, bits)
+
+
+def source_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sizes and headers of a checkpoint's safetensors files, for `layout.json`."""
+    files = {}
+    for file in checkpoint.files:
+        with open(file, "rb") as f:
+            files[file.name] = [file.stat().st_size, f.read(int.from_bytes(f.read(8), "little")).decode()]
+    return {"files": files}
+
+
+def small_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
+    """(name in the store, content) of everything in a checkpoint's folder that is no weights.
+
+    The config of a model that was dequantised no longer says that it is quantised.
+    """
+    for path in sorted(checkpoint.folder.iterdir()):
+        name = path.name
+        if name.startswith(".") or name == MEASURED or path.suffix in OTHER_WEIGHTS or not path.is_file():
+            continue
+        if path.is_symlink() and path.suffix not in SUFFIXES:       # those `Checkpoint.at` knows to stay inside
+            continue
+        if path.stat().st_size > FILE_LIMIT:
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; move it "
+                             f"elsewhere")
+        content = path.read_bytes()
+        if name == "config.json" and "quantization_config" in (fields := json.loads(content)):
+            del fields["quantization_config"]
+            content = json.dumps(fields, indent=2).encode()
+        taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
+        yield BESIDE * taken + name, content
+
+
+# ------------------------------------------------------------------------------------------------------- and back
+
+def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
+    """Write the checkpoint that a store was made from; returns its folder.
+
+    Its safetensors files, index, config, tokenizer and other small files are the source's, byte for byte. Of a store
+    without `layout.json` (see above) the tensors are those that transformers computes with, one file a MoE layer.
+    Everything is checked while it is read; one expert at a time is in memory.
+
+    Raises
+    ------
+    FileExistsError : the destination exists.
+    StoreError : the store is damaged, or does not give what it says that it was made from.
+    """
+    store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), Path(destination)
+    if os.path.lexists(destination):
+        raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
+    check_weights(store)
+    folder = destination.with_name(f"{destination.name}.{os.getpid()}.part")
+    folder.mkdir(parents=True)                  # a new one: nothing that lies there is written to or followed
+    try:
+        for name in store.files:
+            if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
+                shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
+        if SOURCE_LAYOUT in store.files:
+            try:
+                _as_it_was(store, folder)
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError,
+                    FileNotFoundError) as error:                # a RecursionError is a RuntimeError
+                raise error if isinstance(error, StoreError) else StoreError(
+                    f"{store.folder / SOURCE_LAYOUT} does not describe what is in this store ({type(error).__name__}: "
+                    f"{error}); convert the model again") from error
+        else:
+            _as_the_model_has_it(store, folder)
+        os.rename(folder, destination)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return destination
+
+
+def _as_it_was(store: ExpertStore, folder: Path) -> None:
+    """Write the source's safetensors files into a folder; ValueError and the like for a layout that makes no sense."""
+    layout = json.loads((store.folder / SOURCE_LAYOUT).read_bytes())
+    headers = {plain_name(name): (size, header.encode()) for name, (size, header) in layout["files"].items()}
+    expected = sum(size for *_, size, _ in store.weights.values()) + sum(
+        entry.nbytes for layer in store.layers for entries in layer.experts for entry in entries.values())
+    if sum(size - 8 - len(header) for size, header in headers.values()) != expected:
+        raise ValueError(f"its files have other sizes than the {expected:,} bytes of tensors in the store")
+    with ExitStack() as stack:
+        files, targets = {}, {}
+        for name, (size, header) in headers.items():
+            path = folder / name
+            files[path] = f = stack.enter_context(open(path, "xb"))
+            f.write(len(header).to_bytes(8, "little") + header)
+            f.truncate(size)
+            f.flush()
+            targets |= read_header(path)
+        _check_layout(store, layout["experts"], targets)
+
+        def write(key: str, at: int, data: Any) -> None:
+            file = files[targets[key].file]
+            file.seek(targets[key].begin + at)
+            file.write(data)
+        with open(store.folder / WEIGHTS, "rb") as weights:
+            for key, (_, _, offset, size, _) in store.weights.items():
+                weights.seek(offset)
+                for i in range(0, size, PIECE):
+                    write(key, i, weights.read(min(PIECE, size - i)))
+        for i, (layer, expert, tensors) in enumerate(_experts(store)):
+            bits = {name: _bits(tensor) for name, tensor in tensors.items()}
+            for key, start, name, shape, offset, strides, check in layout["experts"][i]:
+                data = bits[name].as_strided(shape, strides, offset).contiguous()
+                if CHECKSUMS[layout["checksum"]](data) != check:
+                    raise StoreError(f"{name} of expert {expert} of MoE layer {layer} in {store.folder} does not give "
+                                     f"{key} of the source; convert the model again")
+                write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
+    config = opening.load_config(folder)
+    if (made := of_checkpoint(Checkpoint.at(folder), config)) != store.identity:
+        raise StoreError(f"{store.folder} says that it was made from the model {store.identity}, and what it holds is "
+                         f"{made}; convert the model again")
+
+
+def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[str, Any]) -> None:
+    """Every tensor of the source's files is one of the store's, or made of pieces of experts' without a gap."""
+    pieces = defaultdict(list)
+    everyone = [entries for layer in store.layers for entries in layer.experts]
+    for entries, noted in zip(everyone, experts, strict=True):
+        for key, start, name, shape, offset, strides, _ in noted:
+            if not all(type(n) is int and n >= 0 for n in (start, offset, *shape, *strides)):
+                raise ValueError(f"{key} has an impossible place")
+            last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+            if targets[key].dtype != entries[name].dtype or math.prod(shape) and last >= entries[name].n:
+                raise ValueError(f"{key} is no part of {name}")
+            pieces[key].append((start, start + math.prod(shape)))
+    for key, found in pieces.items():
+        begins, ends = zip(*sorted(found))
+        if begins != (0, *ends[:-1]) or ends[-1] != math.prod(targets[key].shape) or key in store.weights:
+            raise ValueError(f"{key} is not whole")
+    for key, (dtype, shape, *_) in store.weights.items():
+        if (targets[key].dtype, tuple(targets[key].shape)) != (dtype, shape):
+            raise ValueError(f"{key} is {targets[key].dtype} {targets[key].shape}, in the store {dtype} {shape}")
+    if odd := targets.keys() ^ (store.weights.keys() | pieces.keys()):
+        raise ValueError(f"{min(odd)} is not in both")
+
+
+def _experts(store: ExpertStore) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+    """(layer, expert, tensors) of every expert, checked; in the same memory, one after the other."""
+    everyone = store.spec.L * store.spec.E
+    with Reader(store, modes()[0]) as reader, progress(total=everyone, desc="restoring", unit="expert") as bar:
+        buffer = reader.buffer()
+        for i, layer in enumerate(store.layers):
+            out = empty_tensors(layer.experts[0])
+            for expert, entries in enumerate(layer.experts):
+                chunks = reader.read(i, expert, "both", buffer)
+                for name, tensor in decode(chunks, chunks, out).items():
+                    if store.checksum(tensor) != entries[name].checksum:
+                        raise StoreError(f"{store.folder / layer.file}: {name} of expert {expert} of MoE layer {i} "
+                                         f"does not decode to what was converted; convert the model again")
+                yield i, expert, out
+                bar.update()
+
+
+def _as_the_model_has_it(store: ExpertStore, folder: Path) -> None:
+    """Write a checkpoint of the tensors that transformers computes with."""
+    n = 1 + len(store.layers)
+    first = f"model-00001-of-{n:05d}.safetensors"
+    shutil.copyfile(store.folder / WEIGHTS, folder / first)
+    weight_map = dict.fromkeys(store.weights, first)
+    headers = [_header(layer) for layer in store.layers]
+    with ExitStack() as stack:
+        files = []
+        for i, (header, _) in enumerate(headers):
+            name = f"model-{i + 2:05d}-of-{n:05d}.safetensors"
+            files.append(stack.enter_context(open(folder / name, "xb")))
+            files[-1].write(len(header).to_bytes(8, "little") + header)
+            weight_map.update(dict.fromkeys(json.loads(header), name))
+        for layer, expert, tensors in _experts(store):
+            header, begins = headers[layer]
+            for name, tensor in tensors.items():
+                files[layer].seek(8 + len(header) + begins[expert, name])
+                files[layer].write(tensor.reshape(-1).view(torch.uint8).numpy())
+    weight_map.pop("__metadata__", None)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+
+
+def _header(layer: Any) -> tuple[bytes, dict[tuple[int, str], int]]:
+    """The safetensors header of a layer as the model has it, and where in the data each expert's tensors go."""
+    entries, begins, at = {"__metadata__": {"format": "pt"}}, {}, 0
+    E = len(layer.experts)
+    for name, entry in layer.experts[0].items():
+        for expert in range(1 if layer.stacked else E):
+            key = f"{layer.module}.{name}" if layer.stacked else f"{layer.module}.expert_{expert}.{name}"
+            count = E if layer.stacked else 1
+            shape = [E, *entry.shape] if layer.stacked else list(entry.shape)
+            entries[key] = {"dtype": entry.dtype, "shape": shape, "data_offsets": [at, at + count * entry.nbytes]}
+            for j in range(count):
+                begins[expert + j, name] = at + j * entry.nbytes
+            at += count * entry.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), begins
