@@ -166,7 +166,7 @@ def lint(args: argparse.Namespace) -> int:
     paths = []
     for path in args.packages:
         converted = ConvertedModel(path) if (path / MANIFEST).is_file() else None
-        paths += [path] if converted is None else [path / entry["file"] for entry in converted.packages]
+        paths += [path] if converted is None else [converted.package(entry) for entry in converted.packages]
     reports = [judge(path) for path in paths]
     if args.json:
         print(json.dumps([report.to_dict() for report in reports], indent=1))

@@ -77,7 +77,6 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
     if not len(prompts):
         raise ValueError("there are no prompts to compare on; give at least one")
     backend = converted if isinstance(converted, ConvertedBackend) else ConvertedBackend(converted, mode)
-    backend.converted.verify()
     model = model.float().eval()
     last, worst, same, counts = [], [], [], LayerCount()
     with torch.no_grad():
