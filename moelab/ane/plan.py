@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ FORMAT = "moelab.ane.plan/1"
 MAX_GRAPH_BYTES = 1200 * 2 ** 20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
+#: graphs that a plan keeps loaded, attention's included, where it places them itself. No source has a limit; NPUMoE ran
+#: Qwen3-30B, some 700 graphs by these plans, so this is ours
+MAX_GRAPHS = 1024
 #: chunks that NPUMoE evaluates (§5.1)
 CHUNKS = (256, 512, 1024)
 
@@ -175,7 +178,8 @@ class Plan:
 def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_size: int = 8, levels: int = 3,
               max_graph_bytes: float = MAX_GRAPH_BYTES, system: str = "npumoe", *, rule: str = "topk",
               slack: float = 1.0, tiers: Sequence[Tiers] | None = None, cold_share: float = 0.1, min_rows: float = 32,
-              bytes_per_weight: float = 2.0, popularity: str = "calibrated") -> Plan:
+              bytes_per_weight: float = 2.0, memory_bytes: float | None = None, max_graphs: int = MAX_GRAPHS,
+              popularity: str = "calibrated") -> Plan:
     """Plan a model's prefill (NPUMoE §4).
 
     Parameters
@@ -191,6 +195,9 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     cold_share, min_rows : residency, as in `residency.place`.
     bytes_per_weight : of the experts; 2 for the fp16 that the ANE computes in, 1 for int8, 0.5 for 4-bit palettes.
         Attention stays fp16.
+    memory_bytes : of the machine: the weights of all graphs together; None is for a machine that is not known.
+    max_graphs : that stay loaded; a system whose graphs Core ML places by itself has no such limit. Where the memory or
+        this is too little, the groups that the fewest tokens come to go to the CPU.
     popularity : where the counts came from, in words.
 
     Raises
@@ -200,7 +207,8 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     if system not in SYSTEMS:
         raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
     for name, value in (("tokens", tokens), ("chunk", chunk), ("group_size", group_size), ("slack", slack),
-                        ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight)):
+                        ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight),
+                        ("max_graphs", max_graphs), ("memory_bytes", 1 if memory_bytes is None else memory_bytes)):
         if not 0 < value < float("inf"):                        # also nan
             raise ValueError(f"{name} is {value}; it must be positive and finite")
     counts = np.asarray(counts, dtype=float)
@@ -238,7 +246,26 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         on_ane = how.experts == "ane" and not expert_problem
         layers.append(LayerPlan(layer_tiers, tuple(
             _planned(group, unit if on_ane else "cpu", expert_bytes, expected) for group, unit in placed), attention))
+    attentions = spec.num_layers * (attention == "ane")
+    room = np.inf if memory_bytes is None else memory_bytes - 2 * attention_params(spec) * attentions
+    layers, left = _within(layers, room, max_graphs - attentions if how.managed else np.inf)
+    if left:
+        problems.append(f"{left} groups of experts stay on the CPU: a graph of each and of attention would be more than "
+                        + (f"{max_graphs:,} graphs" if memory_bytes is None else
+                           f"{max_graphs:,} graphs or {memory_bytes / 1e9:,.0f} GB of memory"))
     return Plan(spec, chunk, system, tuple(layers), popularity, tuple(problems))
+
+
+def _within(layers: list[LayerPlan], room: float, graphs: float) -> tuple[list[LayerPlan], int]:
+    """The layers with as many groups on the ANE, those of most expected tokens first, as there is room for; and how many
+    have gone to the CPU."""
+    wanted = sorted(((l, g) for l, layer in enumerate(layers) for g, group in enumerate(layer.groups)
+                     if group.unit == "ane"), key=lambda at: -layers[at[0]].groups[at[1]].expected)
+    size = np.cumsum([layers[l].groups[g].weight_bytes for l, g in wanted])
+    away = set(wanted[int(min((size <= room).sum(), max(graphs, 0))):])
+    return [replace(layer, groups=tuple(replace(group, unit="cpu") if (l, g) in away else group
+                                        for g, group in enumerate(layer.groups)))
+            for l, layer in enumerate(layers)], len(away)
 
 
 def _planned(group: Group, unit: Unit, expert_bytes: int, expected: Sequence[float]) -> PlannedGroup:
