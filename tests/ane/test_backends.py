@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,6 +113,10 @@ def test_parity_measures_differences_and_judges_them(folder, halves, model):
     assert summary["prompts"] == 2 and summary["as it should be"] is True
     half = parity(folder, model, prompts, mode="fp16")
     assert 0 < half.last.max() and half.last.max() > found.last.max()
+    assert half.ok and half.limit == np.inf                                  # nothing to judge it by but its tokens
+    loud = parity(ConvertedBackend(folder, "fp16"), model, prompts, rounding=replace(half, last=half.last + 1))
+    assert loud.ok and loud.limit == pytest.approx(3 * (half.last.max() + 1))
+    assert not replace(half, limit=LOGITS, last=half.last + LOGITS).ok and not replace(half, same=~half.same).ok
     other = moelab.open_model(model.config._name_or_path)
     other.base_model.layers[1].self_attn.o_proj.weight.data *= 1.5           # no longer the model that was converted
     worse = parity(folder, other, prompts)

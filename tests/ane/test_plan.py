@@ -241,3 +241,30 @@ def test_only_the_experts_shrink_with_their_format():
     plan = phi_plan(max_graph_bytes=limit, bytes_per_weight=0.5)
     assert {layer.attention for layer in plan.layers} == {"cpu"} and "it has 84 MB" in plan.problems[-1]
     assert {g.weight_bytes / len(g.experts) for layer in plan.layers for g in layer.groups} == {PHI.expert_params / 2}
+
+
+def test_what_stays_on_the_ane_fits_the_machine():
+    """DeepSeek-V3's experts take twenty times the memory of an M2 Max: those most tokens come to stay."""
+    spec = MoESpec.from_card("DeepSeek-V3")
+    counts, tokens = assumed_counts(spec)
+    free = make_plan(spec, counts, tokens, max_graphs=10**6)
+    assert free.ane_bytes > 1e12
+    for limits in ({"memory_bytes": 64e9}, {"max_graphs": 100}, {"memory_bytes": 64e9, "max_graphs": 20}):
+        plan = make_plan(spec, counts, tokens, **limits)
+        assert plan.ane_bytes <= limits.get("memory_bytes", np.inf) and plan.launches <= limits.get("max_graphs", 1024)
+        assert plan.launches > 0 and any("groups of experts stay on the CPU" in problem for problem in plan.problems)
+        stay, go = ([group.expected for layer, before in zip(plan.layers, free.layers)
+                     for group, was in zip(layer.groups, before.groups) if was.unit == "ane" and group.unit == unit]
+                    for unit in ("ane", "cpu"))
+        assert min(stay) >= max(go) and len(stay) + len(go) == free.launches
+        assert [[g.experts for g in layer.groups] for layer in plan.layers] == [
+            [g.experts for g in layer.groups] for layer in free.layers]
+
+
+@pytest.mark.parametrize("name", ["Phi-3.5-MoE", "Qwen3-30B-A3B", "Mixtral-8x7B"])
+def test_what_the_paper_ran_fits(name):
+    spec = MoESpec.from_card(name)
+    plan = make_plan(spec, *assumed_counts(spec), memory_bytes=192e9)
+    assert not any("groups of experts stay" in problem for problem in plan.problems)
+    attention = sum(layer.attention == "ane" for layer in plan.layers)
+    assert make_plan(spec, *assumed_counts(spec), max_graphs=attention + 3).launches == 3       # attention's count, too
