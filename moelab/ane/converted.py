@@ -2,9 +2,9 @@
 
 Source: the folder that `moelab.ane.convert` writes. A `GroupGraph` takes the G·C slots of a group as rows [G·C, H],
 an `AttentionGraph` a chunk of hidden states [n, H] and a cache; both hide layouts and names of inputs, so a backend
-that runs the same packages on a Mac needs only another `Evaluator`. Everything is checked: the manifest by its seal when
-it is read, a package by its checksum before it is first run or read (`ConvertedModel.package` is the way to all of
-them), the checkpoint that the CPU's parts come from by its fingerprint.
+that runs the same packages on a Mac needs only another `Evaluator`. Everything is checked: the manifest by its seal
+when it is read, a package by its checksum before it is first run or read (`ConvertedModel.package` is the way to all
+of them), the checkpoint that the CPU's parts come from by its fingerprint.
 """
 
 from __future__ import annotations

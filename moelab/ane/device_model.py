@@ -7,10 +7,11 @@ and carries the error of the fit.
 
 A layer: attention, then the router on the CPU, then the groups on the ANE one graph after the other, and at the same
 time the experts on the CPU. That these two overlap is an assumption; without it residency could not make the
-ablation's last step faster, as Figure 17 has it (`overlap=False` shows). Experts that every token visits are among them:
-conversion leaves these on the CPU, and dense layers, too, whatever the system. Attention has a fixed context, the prompt.
+ablation's last step faster, as Figure 17 has it (`overlap=False` shows). Experts that every token visits are among
+them: conversion leaves these on the CPU, and dense layers, too, whatever the system. Attention has a fixed context, the
+prompt.
 
-CPU time is that of the whole CPU kept busy, and no part of it counts twice, so it is never longer than the wall clock's;
+CPU time is that of the whole CPU kept busy, and none of it counts twice, so it is never longer than the wall clock's;
 cycles are proportional to it, so ratios are the same. Writing back is
 taken to cost what gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (see `published`). Left out:
 embedding, output head, decoding, heat, other work on the machine, weights that do not fit the machine's memory, and
@@ -161,8 +162,8 @@ class DeviceModel:
         power, work = list(rates.power), list(rates.work)
         for i in which:
             power[i], work[i] = self.rates.power[i], self.rates.work[i]
-        return replace(self, device=device, memory_bytes=math.inf, rates=replace(rates, power=tuple(power), work=tuple(work)),
-                       samples=tuple(samples))
+        return replace(self, device=device, memory_bytes=math.inf, samples=tuple(samples),
+                       rates=replace(rates, power=tuple(power), work=tuple(work)))
 
     def fit_table(self) -> dict[str, dict[str, Any]]:
         """The fit's errors: for latency and energy in each mode, as fitted and leaving one out."""

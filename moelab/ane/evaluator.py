@@ -105,7 +105,8 @@ class Evaluator:
             raise ValueError(f"{self.path}: this function keeps {', '.join(states)}; "
                              f"pass state=evaluator.make_state()")
         if states and set(state) != set(states):
-            raise ValueError(f"{self.path} keeps {', '.join(states)}, and the state has {', '.join(state) or 'nothing'}")
+            raise ValueError(f"{self.path} keeps {', '.join(states)}, and the state has "
+                             f"{', '.join(state) or 'nothing'}")
         sizes: dict[str, int] = {}                          # what the words in flexible shapes stand for in this call
         values = dict(self._constants) | self._inputs(inputs, sizes)
         for op in self._steps:
@@ -164,7 +165,7 @@ class Evaluator:
                 self._alarms[name, kind] = Alarm(name, type, kind, top)
 
     def _constant(self, op: Op) -> Any:
-        """Floats as tensors in the working precision, integers and flags as tensors of their type, words as they are."""
+        """Floats as tensors in the working precision, integers and flags in their own type, words as they are."""
         dtype = op.outputs[0].dtype
         if dtype in FLOATS:
             return torch.as_tensor(np.asarray(op.constant, dtype=np.float64)).to(self.dtype)

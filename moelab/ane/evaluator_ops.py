@@ -6,12 +6,12 @@ parameters by name: floats as tensors in the evaluator's working precision, inte
 type, modes as strings. 1×1 convolutions are matrix products over rows of channels, so a result does not depend on the
 layout.
 
-Where the definitions leave something open, coremltools' inference of constants decides: integers wrap around, an integer
-quotient, mean, norm or power of two is rounded towards zero, a cast to fewer bits keeps the low ones. What even that
-leaves open is refused: a division of integers by zero, a cast of nan or of 2^31 and more to an integer. The
+Where the definitions leave something open, coremltools' inference of constants decides: integers wrap around, an
+integer quotient, mean, norm or power of two is rounded towards zero, a cast to fewer bits keeps the low ones. What even
+that leaves open is refused: a division of integers by zero, a cast of nan or of 2^31 and more to an integer. The
 inference has three faults of its own: it forgets `interleave` of `concat`, which is computed here as defined; it cannot
-squeeze all axes of an fp16 tensor; and the type of a `slice_by_size` from a negative begin to the end (size −1) is longer
-than its value, so the evaluator refuses it.
+squeeze all axes of an fp16 tensor; and the type of a `slice_by_size` from a negative begin to the end (size −1) is
+longer than its value, so the evaluator refuses it.
 
 Left out: images, control flow, recurrent cells, random numbers, sorting, and everything that builds dynamic shapes.
 """
@@ -89,8 +89,8 @@ def places(x: Tensor, begin: Any, end: Any, stride: Any = None, begin_mask: Any 
     taken = [range(x.shape[i])[slice(None if first[i] else begin[i], None if last[i] or squeeze[i] else end[i],
                                      None if squeeze[i] else stride[i])] for i in range(n)]
     taken = [at[:1] if squeeze[i] else at for i, at in enumerate(taken)]
-    return (tuple(torch.tensor(list(at), dtype=torch.long).view([-1] + [1] * (n - i - 1)) for i, at in enumerate(taken)),
-            [i for i in range(n) if squeeze[i]])
+    index = (torch.tensor(list(at), dtype=torch.long).view([-1] + [1] * (n - i - 1)) for i, at in enumerate(taken))
+    return tuple(index), [i for i in range(n) if squeeze[i]]
 
 
 def slice_by_index(x: Tensor, **index: Any) -> Tensor:
@@ -273,7 +273,7 @@ def _norm_inside(x: Tensor, axes: Any = None, **other: Any) -> Tensor:
     return torch.maximum(_inside(x, axes), _squares_inside(x - x.mean(axes, keepdim=True), axes))
 
 
-#: operations that add up more than their results show → these sums of absolute values, as large as in any order of adding
+#: operations that add up more than their results show → sums of absolute values, as large as in any order of adding
 SUMS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("reduce_sum", "reduce_mean", "reduce_l1_norm", "reduce_log_sum"), _inside),
     **dict.fromkeys(("reduce_sum_square", "reduce_l2_norm"), _squares_inside),

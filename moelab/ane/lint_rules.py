@@ -31,6 +31,9 @@ FLOAT_BYTES = {"fp16": 2, "fp32": 4}
 
 #: where the smallest score that a mask may make lies; −1e4 in fp16 is −10000
 MASK_LIMIT = 10001
+#: operations that may apply a mask, and those that only give a constant another type or shape
+MASKING = ("add", "sub", "mul", "select", "maximum", "minimum")
+ARRANGING = ("cast", "identity", "reshape", "expand_dims", "squeeze", "tile", "transpose")
 
 #: operation → (verdict, why), for those that Fig. 4 names; found by name or by the beginning of the name
 SUPPORTED = {
@@ -241,7 +244,7 @@ def quantised(function: Function, package: Package) -> Iterator[tuple[str, str]]
 def mask_constant(function: Function, package: Package) -> Iterator[tuple[str, str]]:
     """Constants that make scores smaller than −1e4: as they are, subtracted, or as a factor of a mask of 0 and 1."""
     for op in function.ops:
-        for parameter in ("x", "y", "a", "b") if op.type in ("add", "sub", "mul", "select", "maximum", "minimum") else ():
+        for parameter in ("x", "y", "a", "b") if op.type in MASKING else ():
             constant = _constant_behind(function, op.inputs.get(parameter))
             if constant is None or constant.outputs[0].dtype not in FLOAT_BYTES:
                 continue
@@ -257,7 +260,7 @@ def _constant_behind(function: Function, name: Any) -> Op | None:
     """The constant that a value is, or is a cast or another arrangement of."""
     while isinstance(name, str) and name not in function.constants:
         made = [op for op in function.ops if any(value.name == name for value in op.outputs)]
-        if not made or made[0].type not in ("cast", "identity", "reshape", "expand_dims", "squeeze", "tile", "transpose"):
+        if not made or made[0].type not in ARRANGING:
             return None
         name = made[0].inputs.get("x")
     return function.constants[name] if isinstance(name, str) else None

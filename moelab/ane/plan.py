@@ -250,15 +250,15 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     room = np.inf if memory_bytes is None else memory_bytes - 2 * attention_params(spec) * attentions
     layers, left = _within(layers, room, max_graphs - attentions if how.managed else np.inf)
     if left:
-        problems.append(f"{left} groups of experts stay on the CPU: a graph of each and of attention would be more than "
-                        + (f"{max_graphs:,} graphs" if memory_bytes is None else
-                           f"{max_graphs:,} graphs or {memory_bytes / 1e9:,.0f} GB of memory"))
+        memory = "" if memory_bytes is None else f" or {memory_bytes / 1e9:,.0f} GB of memory"
+        problems.append(f"{left} groups of experts stay on the CPU: all of them and attention would be more than "
+                        f"{max_graphs:,} graphs{memory}")
     return Plan(spec, chunk, system, tuple(layers), popularity, tuple(problems))
 
 
 def _within(layers: list[LayerPlan], room: float, graphs: float) -> tuple[list[LayerPlan], int]:
-    """The layers with as many groups on the ANE, those of most expected tokens first, as there is room for; and how many
-    have gone to the CPU."""
+    """The layers with as many groups on the ANE as there is room for, those of most expected tokens first, and how
+    many have gone to the CPU."""
     wanted = sorted(((l, g) for l, layer in enumerate(layers) for g, group in enumerate(layer.groups)
                      if group.unit == "ane"), key=lambda at: -layers[at[0]].groups[at[1]].expected)
     size = np.cumsum([layers[l].groups[g].weight_bytes for l, g in wanted])

@@ -228,7 +228,8 @@ def test_no_change_of_a_manifest_goes_unseen(converted, tmp_path):
     deep = b'{"format": ' + b"[" * 100_000
     for n in range(depth(60, 500)):
         at, kind = rng.randrange(len(text)), rng.randrange(3)
-        changed = (text[:at] + bytes([rng.randrange(256)]) + text[at + 1:], text[:at] + text[at + rng.randrange(1, 40):],
+        changed = (text[:at] + bytes([rng.randrange(256)]) + text[at + 1:],
+                   text[:at] + text[at + rng.randrange(1, 40):],
                    text[:at] + text[at - rng.randrange(1, min(40, at + 1) + 1):])[kind] if n else deep
         (folder / "manifest.json").write_bytes(changed)
         try:

@@ -179,7 +179,8 @@ def test_shared_experts_and_dense_layers_cost_the_cpu_too(system):
 @given(E=st.sampled_from((4, 8, 32)), K=st.integers(1, 4), H=st.sampled_from((512, 2048, 4096)),
        I=st.sampled_from((256, 1024, 6400)), shared=st.sampled_from((0, 1024)), dense=st.sampled_from((0, 8192)),
        chunk=st.sampled_from((64, 256, 1024)), prompt=st.integers(1, 3000), system=st.sampled_from(tuple(SYSTEMS)),
-       mode=st.sampled_from(("serial", "parallel")), overlap=st.booleans(), device=st.sampled_from(("m2-ultra", "m2-max")),
+       mode=st.sampled_from(("serial", "parallel")), overlap=st.booleans(),
+       device=st.sampled_from(("m2-ultra", "m2-max")),
        cold=st.sampled_from((0.0, 0.1, 0.9)), rows=st.sampled_from((0, 32, 500)), seed=st.integers(0, 99))
 def test_nothing_is_busier_than_the_clock(E, K, H, I, shared, dense, chunk, prompt, system, mode, overlap, device, cold,
                                           rows, seed):
