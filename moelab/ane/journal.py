@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ try:
     import fcntl
 except ImportError:         # no file locks: two conversions into one folder are not noticed
     fcntl = None
+
+#: what a package of a conversion may be called, and what the journal says of it
+FILE = re.compile(r"layers/\d{3,}/(attention|group\d{2,})\.mlpackage")
+FIELDS = {"file", "weight_bytes", "checksum", "difference"}
 
 
 class Work:
@@ -71,9 +76,13 @@ class Work:
         self._file.truncate(text.rfind(b"\n") + 1)
         for line in text.splitlines():
             try:
-                yield json.loads(line)
-            except ValueError:              # the run was killed while it wrote this line
+                entry = json.loads(line)
+                whole = FILE.fullmatch(entry["file"]) and FIELDS <= entry.keys()
+            except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+                return                      # what is damaged, and all after it, is made again
+            if not whole:
                 return
+            yield entry
 
     def close(self) -> None:
         """Let others work here."""

@@ -131,11 +131,29 @@ class Plan:
                 Tiers(**{name: tuple(values) for name, values in layer["tiers"].items()}),
                 tuple(PlannedGroup(**group | {"experts": tuple(group["experts"])}) for group in layer["groups"]),
                 layer["attention"]) for layer in fields["layers"])
-            return cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
+            plan = cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
                        fields["popularity"], tuple(fields["problems"]))
-        except (KeyError, TypeError, AttributeError) as error:
+            plan._check()
+            return plan
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this plan is damaged ({type(error).__name__}: {error}); make it again with make_plan"
                              ) from error
+
+    def _check(self) -> None:
+        """ValueError, or what Python raises, where a plan that was read is none that `make_plan` could have made."""
+        units = {unit for layer in self.layers for unit in (layer.attention, *(g.unit for g in layer.groups))}
+        sizes = [self.chunk, *(g.capacity for layer in self.layers for g in layer.groups)]
+        texts = [self.popularity, *self.problems]
+        if self.system not in SYSTEMS or not units <= set(UNITS) or len(self.layers) != self.spec.L:
+            raise ValueError("an unknown system or unit, or another number of layers")
+        if any(type(n) is not int or n < 1 for n in sizes) or any(type(text) is not str for text in texts):
+            raise ValueError("a chunk or a capacity that is none, or words that are none")
+        for layer in self.layers:
+            if sorted(e for g in layer.groups for e in g.experts) != list(range(self.spec.E)):
+                raise ValueError("an expert in no group, or in two")
+            if len(layer.tiers.capacity) != self.spec.E or min(g.weight_bytes for g in layer.groups) < 0:
+                raise ValueError("tiers or weights of another model")
+            float(sum(g.expected for g in layer.groups))
 
     def save(self, path: str | Path) -> Path:
         """Write as JSON, whole or not at all; returns the path."""
@@ -150,7 +168,7 @@ class Plan:
         """Read a saved plan; FileNotFoundError, or ValueError if it is none."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:                             # of the encoding and of JSON, too
+        except (ValueError, RecursionError) as error:           # of the encoding and of JSON, too
             raise ValueError(f"{path} holds no plan: {error}") from error
 
     def describe(self, layers: Sequence[int] | None = None) -> str:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from moelab.ane import convert as convert_module
 from moelab.ane.convert import Settings, convert_model
 from moelab.ane.converted import ConvertedModel, sealed
 from moelab.ane.ffn_graph import expert_of
+from moelab.ane.journal import Work
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.experts.tiers import Tiers
 from moelab.models import plug
@@ -308,3 +310,13 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     assert [entry["difference"] for entry in result.packages] == [0.0]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)
+
+
+@pytest.mark.parametrize("line", ['[1]', '{}', '"x"', 'null', '[' * 100_000, '{"file": 7}',
+                                  '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}'])
+def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
+    with closing(Work(tmp_path / "a.part", {})) as work:
+        work.journal.write_text(line + "\n")
+    (tmp_path / "model").mkdir()
+    with closing(Work(tmp_path / "a.part", {})) as work:
+        assert work.done == {}
