@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--layers", type=several(whole()), help="MoE layers to print, such as 0,1,47 (default: all)")
     one.add_argument("--prompt", type=whole(1), metavar="N", help="also what a prompt of N tokens costs, as modelled")
     where = one.add_mutually_exclusive_group()
-    where.add_argument("--device", default="m2-ultra", choices=("m2-ultra", "m2-max"), help="of --prompt (%(default)s)")
+    where.add_argument("--device", default="m2-ultra", choices=("m2-ultra", "m2-max"),
+                       help="its memory must hold the graphs; also of --prompt (%(default)s)")
     where.add_argument("--samples", type=Path, metavar="FILE",
                        help="of --prompt: samples of `ane calibrate` to refit to")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
@@ -131,7 +132,7 @@ def _comparing(parser: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     spec, model_id = _spec(None if args.model == "small" else args.model, args.calibration is not None)
-    made = _plan(spec, model_id, args)
+    made = _plan(spec, model_id, args, _memory(args))
     if args.layers is not None and max(args.layers) >= spec.L:
         raise ValueError(f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}")
     print(made.describe(args.layers))
@@ -166,7 +167,7 @@ def lint(args: argparse.Namespace) -> int:
     paths = []
     for path in args.packages:
         converted = ConvertedModel(path) if (path / MANIFEST).is_file() else None
-        paths += [path] if converted is None else [path / entry["file"] for entry in converted.packages]
+        paths += [path] if converted is None else [converted.package(entry) for entry in converted.packages]
     reports = [judge(path) for path in paths]
     if args.json:
         print(json.dumps([report.to_dict() for report in reports], indent=1))
@@ -179,7 +180,7 @@ def lint(args: argparse.Namespace) -> int:
 
 def parity(args: argparse.Namespace) -> int:
     from moelab.ane.backends import ConvertedBackend
-    return _compare(ConvertedBackend(args.folder, args.mode), args)
+    return _compare(ConvertedBackend(args.folder, args.mode), args)[0]
 
 
 # ------------------------------------------------------------------------------------------------------ on a Mac
@@ -188,11 +189,15 @@ def doctor(args: argparse.Namespace) -> int:
     from moelab.ane.doctor import diagnose
     from moelab.ane.mac import coreml_backend, require_mac
     require_mac("ane doctor")
+    from moelab.ane.backends import ConvertedBackend
     found = diagnose(args.folder, args.timeout)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found.table())
     if any(checkup.probe.error for checkup in found.checkups):
         return 1
-    return max(_compare(coreml_backend(args.folder, args.timeout)[0], args), 0 if found.well else 1)
+    print("What fp16 alone does to the same prompts, by the evaluator:")
+    _, rounding = _compare(ConvertedBackend(args.folder, "fp16"), args)
+    status, _ = _compare(coreml_backend(args.folder, args.timeout)[0], args, rounding)
+    return max(status, 0 if found.well else 1)
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -255,7 +260,13 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     return MoESpec.from_config(opening.load_config(folder), name=opening.model_name(model, folder)), None
 
 
-def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
+def _memory(args: argparse.Namespace) -> float | None:
+    """Bytes of the device's memory; None with samples of a machine that is not known."""
+    from moelab.ane.device_model import DeviceModel
+    return None if args.samples is not None else DeviceModel.of(args.device).memory_bytes
+
+
+def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory: float | None = None) -> Any:
     from moelab.ane.ffn_graph import WEIGHTS
     from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
     from moelab.ane.skew import assumed_counts
@@ -263,6 +274,7 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
         raise ValueError(f"--weights is {args.weights!r}; it must be one of {', '.join(WEIGHTS)}")
     options = {"chunk": args.chunk, "group_size": args.group_size, "levels": args.levels, "system": args.system,
                "rule": args.rule, "slack": args.slack, "bytes_per_weight": WEIGHTS[args.weights] / 8,
+               "memory_bytes": memory,
                "max_graph_bytes": MAX_GRAPH_BYTES if args.max_graph_mb is None else args.max_graph_mb * MB}
     if args.calibration is None:
         counts, tokens = assumed_counts(spec, args.chunk, skew=args.skew)
@@ -299,7 +311,7 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
     return open_model(converted.checkpoint(checkpoint), dtype=torch.float32)
 
 
-def _compare(backend: Any, args: argparse.Namespace) -> int:
+def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:
     from moelab import datasets
     from moelab.ane.parity import parity as compare
     from moelab.table import format_value
@@ -309,10 +321,10 @@ def _compare(backend: Any, args: argparse.Namespace) -> int:
     sources = ("needle", "yesno", "code", "prose")
     texts = [p.text for turn in zip(*(datasets.prompts(s, -(-args.prompts // len(sources)), tokens=args.tokens)
                                       for s in sources)) for p in turn][:args.prompts]
-    found = compare(backend, model, [model.tokenizer(text)["input_ids"] for text in texts])
+    found = compare(backend, model, [model.tokenizer(text)["input_ids"] for text in texts], rounding=rounding)
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")
-    return 0 if found.ok else 1
+    return (0 if found.ok else 1), found
 
 
 def _grid(text: str) -> list[tuple[int, int]]:

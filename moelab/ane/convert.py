@@ -17,6 +17,7 @@ whose experts have no graphs (`operators.why_no_graph`, `ffn_graph`), which are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from moelab.ane.attention_graph import attention_shape, save_attention
-from moelab.ane.converted import FORMAT, ConvertedModel
+from moelab.ane.converted import FORMAT, ConvertedModel, attention_file, group_file
 from moelab.ane.evaluator import Evaluator
 from moelab.ane.ffn_graph import (
     LAYOUTS,
@@ -99,7 +100,8 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
 
     Raises
     ------
-    FileExistsError : the destination exists, or an unfinished conversion with other settings lies beside it.
+    FileExistsError : the destination exists, another process converts into it, or an unfinished conversion with other
+        settings lies beside it.
     FileNotFoundError, ValueError : as `open_model`; a plan of another model; experts that have no graphs; a chunk that
         is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
     ImportError : coremltools is not installed.
@@ -120,18 +122,18 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
     source = _Source(checkpoint, config, plan, settings)
     about = {"format": FORMAT, "name": spec.name, "checkpoint": str(checkpoint.folder.resolve()),
              "fingerprint": mine, "settings": asdict(settings), "plan": plan.to_dict()}
-    work = Work(destination.with_name(destination.name + ".part"), about)
     tasks = [task for layer in range(spec.num_layers) for task in source.tasks(layer)]
-    with progress(total=len(tasks), desc="converting", unit="graph", initial=len(work.done)) as bar:
-        for name, make, check in tasks:
-            if name not in work.done:
-                work.add(name, make, check if validate else None)
-                bar.update()
-    layers = [source.describe(layer, work.done) for layer in range(spec.num_layers)]
-    manifest = about | {"layers": layers, "problems": list(plan.problems),
-                        "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the groups "
-                                  "of unit cpu, from the checkpoint"}
-    return ConvertedModel(work.publish(manifest, destination))
+    with closing(Work(destination.with_name(destination.name + ".part"), about)) as work:
+        with progress(total=len(tasks), desc="converting", unit="graph", initial=len(work.done)) as bar:
+            for name, make, check in tasks:
+                if name not in work.done:
+                    work.add(name, make, check if validate else None)
+                    bar.update()
+        layers = [source.describe(layer, work.done) for layer in range(spec.num_layers)]
+        manifest = about | {"layers": layers, "problems": list(plan.problems),
+                            "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the "
+                                      "groups of unit cpu, from the checkpoint"}
+        return ConvertedModel(work.publish(manifest, destination))
 
 
 def _possible(plan: Plan, config: Any, settings: Settings) -> Plan:
@@ -179,10 +181,10 @@ class _Source:
 
     def tasks(self, layer: int) -> Iterator[Task]:
         if self.attention_unit(layer) == "ane":
-            yield _attention_file(layer), lambda path: self.save_attention(path, layer), None
+            yield attention_file(layer), lambda path: self.save_attention(path, layer), None
         for index, group in enumerate(self.groups(layer)):
             if group.unit == "ane":
-                yield (_group_file(layer, index), lambda path, group=group: self.save_group(path, layer, group),
+                yield (group_file(layer, index), lambda path, group=group: self.save_group(path, layer, group),
                        lambda path, group=group: self.difference(path, layer, group))
 
     def save_attention(self, path: Path, layer: int) -> None:
@@ -238,12 +240,12 @@ class _Source:
     def describe(self, layer: int, done: dict[str, dict]) -> dict[str, Any]:
         """A layer's entry of the manifest."""
         unit = self.attention_unit(layer)
-        attention = {"unit": unit} | (done[_attention_file(layer)] if unit == "ane" else {})
+        attention = {"unit": unit} | (done[attention_file(layer)] if unit == "ane" else {})
         groups = []
         for index, group in enumerate(self.groups(layer)):
             entry = {"experts": list(group.experts), "capacity": group.capacity, "unit": group.unit}
             if group.unit == "ane":
-                entry |= {"capacities": self.capacities(layer, group)} | done[_group_file(layer, index)]
+                entry |= {"capacities": self.capacities(layer, group)} | done[group_file(layer, index)]
             groups.append(entry)
         return {"layer": layer, "moe": self.moe_index.get(layer), "attention": attention, "groups": groups,
                 "attention_shape": asdict(self.shape) if unit == "ane" else None}
@@ -251,11 +253,3 @@ class _Source:
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
-
-
-def _attention_file(layer: int) -> str:
-    return f"layers/{layer:03d}/attention.mlpackage"
-
-
-def _group_file(layer: int, index: int) -> str:
-    return f"layers/{layer:03d}/group{index:02d}.mlpackage"

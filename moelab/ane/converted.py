@@ -2,8 +2,9 @@
 
 Source: the folder that `moelab.ane.convert` writes. A `GroupGraph` takes the G·C slots of a group as rows [G·C, H],
 an `AttentionGraph` a chunk of hidden states [n, H] and a cache; both hide layouts and names of inputs, so a backend
-that runs the same packages on a Mac needs only another `Evaluator`. Everything can be checked: the packages by their
-checksums, the checkpoint that the CPU's parts come from by its identity (`moelab.models.identity`).
+that runs the same packages on a Mac needs only another `Evaluator`. Everything is checked: the manifest by its seal
+when it is read, a package by its checksum before it is first run or read (`ConvertedModel.package` is the way to all
+of them), the checkpoint that the CPU's parts come from by its identity (`moelab.models.identity`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moelab.models.checkpoint import Checkpoint
 from moelab.models.identity import of_checkpoint, opened_from
 from moelab.models.opening import load_config
 
-FORMAT, MANIFEST = "moelab.ane.converted/2", "manifest.json"
+FORMAT, MANIFEST = "moelab.ane.converted/3", "manifest.json"
 
 #: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
 Runner = Callable[[Path, str | None], Any]
@@ -43,7 +44,7 @@ class ConvertedModel:
     Raises
     ------
     FileNotFoundError : no manifest there, or a package that it names is gone.
-    ValueError : another format.
+    ValueError : another format, or a manifest that is damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -52,14 +53,28 @@ class ConvertedModel:
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (a conversion that "
                                     f"was cut off ends in .part; the same call goes on with it)")
-        self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if self.manifest.get("format") != FORMAT:
-            raise ValueError(f"{path} is of format {self.manifest.get('format')!r}, not {FORMAT}: convert again")
+        try:
+            self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged, it is no JSON ({error}): convert the model again") from error
+        if not isinstance(self.manifest, dict) or self.manifest.get("format") != FORMAT:
+            found = self.manifest.get("format") if isinstance(self.manifest, dict) else self.manifest
+            raise ValueError(f"{path} is of format {str(found)[:40]!r}, not {FORMAT}: convert again")
+        if sealed(self.manifest) != self.manifest:
+            raise ValueError(f"{path} is damaged or was edited: its seal is not that of what it says; convert the "
+                             f"model again")
         self.layers: list[dict[str, Any]] = self.manifest["layers"]
         self.problems: list[str] = self.manifest["problems"]
-        missing = [entry["file"] for entry in self.packages if not (self.folder / entry["file"]).is_dir()]
+        names = [name for layer in self.layers for name, entry in (
+            (attention_file(layer["layer"]), layer["attention"]),
+            *((group_file(layer["layer"], index), group) for index, group in enumerate(layer["groups"])))
+            if "file" in entry]
+        if names != [entry["file"] for entry in self.packages]:
+            raise ValueError(f"{path} is damaged: it names packages otherwise than {', '.join(names)}")
+        missing = [name for name in names if not (self.folder / name).is_dir()]
         if missing:
             raise FileNotFoundError(f"{self.folder} lacks {missing[0]}, which its manifest names; convert again")
+        self._whole: set[str] = set()
 
     @cached_property
     def plan(self) -> Any:
@@ -74,11 +89,24 @@ class ConvertedModel:
         return [entry for entry in entries if "file" in entry]
 
     def verify(self) -> None:
-        """Compare all packages with their checksums; ValueError names the first that was changed."""
+        """Compare all packages with their checksums, now; ValueError names the first that was changed."""
+        self._whole.clear()
         for entry in self.packages:
-            if checksum(self.folder / entry["file"]) != entry["checksum"]:
-                raise ValueError(f"{self.folder / entry['file']} is damaged: its checksum is not the manifest's; "
-                                 f"convert the model again")
+            self.package(entry)
+
+    def package(self, entry: dict[str, Any]) -> Path:
+        """Where the package of an entry of `packages` is, once it has been found to be the one that was converted.
+
+        Raises
+        ------
+        ValueError : its checksum is not the manifest's.
+        """
+        path = self.folder / entry["file"]
+        if entry["file"] not in self._whole:
+            if checksum(path) != entry["checksum"]:
+                raise ValueError(f"{path} is damaged: its checksum is not the manifest's; convert the model again")
+            self._whole.add(entry["file"])
+        return path
 
     def checkpoint(self, folder: str | Path | None = None) -> Path:
         """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now.
@@ -125,7 +153,7 @@ class ConvertedModel:
         if capacity not in entry["capacities"]:
             raise ValueError(f"group {index} of layer {layer} has no capacity {capacity}; it has {entry['capacities']}")
         settings = self.manifest["settings"]
-        run = _runner(runner, mode)(self.folder / entry["file"], f"c{capacity}" if settings["every_tier"] else None)
+        run = _runner(runner, mode)(self.package(entry), f"c{capacity}" if settings["every_tier"] else None)
         return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
 
     def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
@@ -140,7 +168,7 @@ class ConvertedModel:
         if shape.stateful and runner is not None:
             raise ValueError(f"the attention of {self.folder} is stateful, and only the evaluator runs that here; "
                              f"convert without stateful=True to run it elsewhere")
-        return AttentionGraph(shape, _runner(runner, mode)(self.folder / entry["file"], None))
+        return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))
 
 
 def _runner(runner: Runner | None, mode: str) -> Runner:
@@ -188,11 +216,25 @@ class AttentionGraph:
         return y[0, :, 0, :n].T.contiguous()
 
 
+def attention_file(layer: int) -> str:
+    return f"layers/{layer:03d}/attention.mlpackage"
+
+
+def group_file(layer: int, index: int) -> str:
+    return f"layers/{layer:03d}/group{index:02d}.mlpackage"
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the SHA-256 of all it says but the seal."""
+    said = {name: value for name, value in manifest.items() if name != "seal"}
+    return said | {"seal": sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()}
+
+
 def checksum(package: Path) -> str:
-    """SHA-256 of all files of a package, their names included, as 64 hex digits."""
+    """SHA-256 of all files of a package, their names and sizes included, as 64 hex digits."""
     digest = sha256()
     for path in sorted(p for p in package.rglob("*") if p.is_file()):
-        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(f"{path.relative_to(package).as_posix()}\0{path.stat().st_size}\0".encode())
         with open(path, "rb") as file:
             while block := file.read(1 << 22):
                 digest.update(block)

@@ -7,11 +7,15 @@ and carries the error of the fit.
 
 A layer: attention, then the router on the CPU, then the groups on the ANE one graph after the other, and at the same
 time the experts on the CPU. That these two overlap is an assumption; without it residency could not make the
-ablation's last step faster, as Figure 17 has it (`overlap=False` shows). Attention has a fixed context, the prompt.
+ablation's last step faster, as Figure 17 has it (`overlap=False` shows). Experts that every token visits are among
+them: conversion leaves these on the CPU, and dense layers, too, whatever the system. Attention has a fixed context, the
+prompt.
 
-CPU time is that of the whole CPU kept busy; cycles are proportional to it, so ratios are the same. Writing back is
+CPU time is that of the whole CPU kept busy, and none of it counts twice, so it is never longer than the wall clock's;
+cycles are proportional to it, so ratios are the same. Writing back is
 taken to cost what gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (see `published`). Left out:
-embedding, output head, decoding, heat, other work on the machine.
+embedding, output head, decoding, heat, other work on the machine, weights that do not fit the machine's memory, and
+attention that is not grouped-query attention (both are refused).
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import numpy as np
 
 from moelab.ane.accounting import check_loads
 from moelab.ane.host import Host, fit_host
-from moelab.ane.operators import Unit
+from moelab.ane.operators import GROUPED_QUERY, Unit
 from moelab.ane.plan import LayerPlan, Plan, attention_params
 from moelab.ane.published import TABLE_5, Sample
 from moelab.ane.rates import MODES, Rates, fit, leave_one_out, residuals, summary
@@ -41,17 +45,18 @@ REFERENCE_BYTES = 2 * REFERENCE_PARAMS
 
 @dataclass(frozen=True)
 class Cost:
-    """ms of wall time, mJ in all, ms of the whole CPU kept busy; added when one thing follows the other."""
+    """ms of wall time, mJ in all, ms of the whole CPU and of the ANE kept busy; added when one follows the other."""
 
     ms: float = 0.0
     mj: float = 0.0
     cpu_ms: float = 0.0
+    ane_ms: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.ms + other.ms, self.mj + other.mj, self.cpu_ms + other.cpu_ms)
+        return Cost(self.ms + other.ms, self.mj + other.mj, self.cpu_ms + other.cpu_ms, self.ane_ms + other.ane_ms)
 
     def __mul__(self, n: float) -> Cost:
-        return Cost(self.ms * n, self.mj * n, self.cpu_ms * n)
+        return Cost(self.ms * n, self.mj * n, self.cpu_ms * n, self.ane_ms * n)
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class DeviceModel:
     samples : what the rates were fitted to.
     mode : whether a layer's graphs are launched one after the other ("serial") or at once ("parallel").
     overlap : whether experts on the CPU run while the ANE runs its groups.
+    memory_bytes : of the machine, which CPU and ANE share; inf where it is not known.
     """
 
     device: str
@@ -111,6 +117,7 @@ class DeviceModel:
     samples: tuple[Sample, ...] = TABLE_5
     mode: str = "serial"
     overlap: bool = True
+    memory_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -138,7 +145,7 @@ class DeviceModel:
         if slower != 1:
             rates = rates.scaled(slower, slower, power=1 / slower)
             host = host.scaled(slower, power=1 / slower)
-        return cls(device, rates, host, samples, **options)
+        return cls(device, rates, host, samples, memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
         """The same formulas with expert graphs as timed on another machine; the CPU's parameters stay.
@@ -155,8 +162,8 @@ class DeviceModel:
         power, work = list(rates.power), list(rates.work)
         for i in which:
             power[i], work[i] = self.rates.power[i], self.rates.work[i]
-        return replace(self, device=device, rates=replace(rates, power=tuple(power), work=tuple(work)),
-                       samples=tuple(samples))
+        return replace(self, device=device, memory_bytes=math.inf, samples=tuple(samples),
+                       rates=replace(rates, power=tuple(power), work=tuple(work)))
 
     def fit_table(self) -> dict[str, dict[str, Any]]:
         """The fit's errors: for latency and energy in each mode, as fitted and leaving one out."""
@@ -189,26 +196,28 @@ class DeviceModel:
         return self._on_cpu(size * float(self.host.expert * visited.sum() + self.host.row * loads.sum()))
 
     def attention(self, spec: MoESpec, chunk: int, context: int, unit: Unit) -> Cost:
-        """One layer's attention of a chunk over a cache of `context` tokens."""
+        """One layer's attention of a chunk over a cache of `context` tokens; ValueError if it is not grouped-query."""
+        if spec.model_type not in GROUPED_QUERY:
+            raise ValueError(f"the attention of {spec.name} ({spec.model_type!r}) is not modelled, only grouped-query "
+                             f"attention is ({', '.join(GROUPED_QUERY)}): its experts can be costed, a prefill cannot")
         params = attention_params(spec)
         work = params + 2 * spec.heads * spec.head_dim * context      # multiply-adds a token, as params are an expert's
         ane = self._on_ane(self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS), 1, chunk, "serial")
         return ane if unit == "ane" else self._on_cpu(ane.ms * self.host.attention)
 
-    def dense(self, spec: MoESpec, intermediate: int, chunk: int, unit: Unit) -> Cost:
-        """A dense FFN of that intermediate size, or shared experts, on all tokens of a chunk; nothing of size 0."""
+    def dense(self, spec: MoESpec, intermediate: int, chunk: int) -> Cost:
+        """A dense FFN of that intermediate size, or shared experts, on all tokens of a chunk, on the CPU."""
         size = intermediate / spec.I * spec.expert_params / REFERENCE_PARAMS
-        if not size:
-            return Cost()
-        if unit == "ane":
-            return self._on_ane(self.rates.scaled(size, size), 1, chunk, "serial")
         return self._on_cpu(size * (self.host.expert + self.host.row * chunk))
 
     # ------------------------------------------------------------------------------------------------ the whole
 
     def experts(self, plan: Plan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
                 ) -> tuple[Cost, float, float]:
-        """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E]."""
+        """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E].
+
+        What is on the CPU, shared experts included, runs while the ANE runs graphs. Core ML's placing is before that.
+        """
         spec, how = plan.spec, SYSTEMS[plan.system]
         ane, rows = Cost(), 0.0
         for (G, C), n in Counter((len(group.experts), group.capacity) for group in layer.on("ane")).items():
@@ -216,15 +225,15 @@ class DeviceModel:
             rows += G * C * n
         heavy = sum(group.weight_bytes for group in layer.on("ane")) / REFERENCE_BYTES
         placing = self._on_cpu(0.0 if how.managed else self.host.dispatch * heavy)
-        ane += placing
         launching = self.rates.launch * len(layer.on("ane")) if self.mode == "serial" else 0.0
         on_cpu = [e for group in layer.on("cpu") for e in group.experts]
         cpu = self.cpu_experts(spec, loads[on_cpu], None if visited is None else visited[on_cpu])
+        cpu += self.dense(spec, spec.shared_I, plan.chunk)
         rows += float(loads[on_cpu].sum())
-        together = ane + cpu
-        if self.overlap:                # one waits for the other; communication's power is drawn once, not twice
+        together = placing + ane + cpu
+        if self.overlap:        # one waits for the other; communication's power is drawn once, and a busy CPU waits not
             hidden = min(ane.ms, cpu.ms)
-            together += Cost(-hidden, -hidden * self.host.comm_w)
+            together += Cost(-hidden, -hidden * self.host.comm_w, -hidden * self.host.waiting)
         return together, launching + placing.ms, rows
 
     def prefill(self, plan: Plan, prompt: int, loads: Any = None) -> Prefill:
@@ -239,21 +248,27 @@ class DeviceModel:
 
         Raises
         ------
-        ValueError : a prompt below 1, or loads of another model.
+        ValueError : a prompt below 1, loads of another model, attention that is not modelled, or experts that do not
+            fit the machine's memory: what reading them from a disk takes is not modelled.
         """
         if prompt < 1:
             raise ValueError(f"a prompt has at least one token, not {prompt}")
+        weights = sum(group.weight_bytes for layer in plan.layers for group in layer.groups)
+        if weights > self.memory_bytes:
+            raise ValueError(f"{plan.spec.name} has {weights / 1e9:,.0f} GB of experts, {self.device} "
+                             f"{self.memory_bytes / 1e9:,.0f} GB of memory; what reading them from a disk takes is not "
+                             f"modelled")
         spec, chunks = plan.spec, math.ceil(prompt / plan.chunk)
         means, visited = self._loads(plan, loads)
         attention, experts, dispatch, rows = Cost(), Cost(), 0.0, 0.0
         for l, layer in enumerate(plan.layers):
             attention += self.attention(spec, plan.chunk, prompt, layer.attention)
             cost, launching, computed = self.experts(plan, layer, means[l], None if visited is None else visited[l])
-            experts += cost + self.dense(spec, spec.shared_I, plan.chunk, SYSTEMS[plan.system].experts)
+            experts += cost
             dispatch, rows = dispatch + launching, rows + computed
         for _ in range(spec.num_layers - spec.L):
             attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention)
-            experts += self.dense(spec, spec.dense_I, plan.chunk, SYSTEMS[plan.system].experts)
+            experts += self.dense(spec, spec.dense_I, plan.chunk)
         host = self._on_cpu(self.host.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
         parts = [cost * chunks for cost in (attention, experts, host)]
         errors = {key: self.fit_error(key) for key in ("latency", "energy")}
@@ -280,7 +295,7 @@ class DeviceModel:
     def _on_ane(self, rates: Rates, G: int, C: int, mode: str | None = None) -> Cost:
         mode = mode or self.mode
         ms = rates.graph_ms(G, C, mode)
-        return Cost(ms, rates.graph_mj(G, C, mode), ms * self.host.waiting)
+        return Cost(ms, rates.graph_mj(G, C, mode), ms * self.host.waiting, ms)
 
     def _on_cpu(self, ms: float) -> Cost:
         return Cost(ms, ms * (self.host.cpu_w + self.host.comm_w), ms)

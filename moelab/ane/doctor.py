@@ -89,7 +89,6 @@ def diagnose(converted: ConvertedModel | str | Path, timeout: float = 300.0, **o
     """
     require_mac("ane doctor")
     converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
-    converted.verify()
     units, checkups = converted.manifest["settings"]["compute_units"], []
     for path, function in progress(entries(converted), "examining", unit="package"):
         inputs = sample_inputs(function)

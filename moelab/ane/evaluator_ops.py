@@ -1,11 +1,19 @@
 """What the operations of Core ML's ML Programs compute, in torch: one function an operation, by its MIL name.
 
-Source: the definitions in coremltools (`coremltools.converters.mil.mil.ops.defs`), read for the operations that our
-graphs and near relatives of them contain. A function takes the operation's parameters by name: tensors in the
-evaluator's working precision, or constants, which for axes, shapes, flags and modes are numpy arrays, ints and
-strings. 1×1 convolutions are matrix products over rows of channels, so a result does not depend on the layout.
+Source: the definitions in coremltools (`coremltools.converters.mil.mil.ops.defs`, opset iOS 18) and its inference of
+constants, for the operations that our graphs and those of ordinary converters contain. A function takes the operation's
+parameters by name: floats as tensors in the evaluator's working precision, integers and flags as tensors of their own
+type, modes as strings. 1×1 convolutions are matrix products over rows of channels, so a result does not depend on the
+layout.
 
-Left out: images, control flow, recurrent cells, random numbers, and everything that builds dynamic shapes.
+Where the definitions leave something open, coremltools' inference of constants decides: integers wrap around, an
+integer quotient, mean, norm or power of two is rounded towards zero, a cast to fewer bits keeps the low ones. What even
+that leaves open is refused: a division of integers by zero, a cast of nan or of 2^31 and more to an integer. The
+inference has three faults of its own: it forgets `interleave` of `concat`, which is computed here as defined; it cannot
+squeeze all axes of an fp16 tensor; and the type of a `slice_by_size` from a negative begin to the end (size −1) is
+longer than its value, so the evaluator refuses it.
+
+Left out: images, control flow, recurrent cells, random numbers, sorting, and everything that builds dynamic shapes.
 """
 
 from __future__ import annotations
@@ -18,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: MIL's name of an integer type → torch's
+INTEGERS = {name: getattr(torch, name) for name in ("bool", "int8", "uint8", "int16", "uint16", "int32")}
+
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, strides: Any = None, pad_type: str = "valid",
          pad: Any = None, dilations: Any = None, groups: Any = 1) -> Tensor:
@@ -25,12 +36,16 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, strides: Any = N
     strides, dilations = _ints(strides) or [1] * (x.dim() - 2), _ints(dilations) or [1] * (x.dim() - 2)
     pointwise = all(n == 1 for n in (*weight.shape[2:], *strides, int(groups)))
     padding = _ints(pad) if pad_type == "custom" else [0] * (2 * (x.dim() - 2))
+    if pad_type in ("same", "same_lower"):                  # as many windows as strides; what is odd goes to one end
+        missing = [max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
+                   for n, k, s, d in zip(x.shape[2:], weight.shape[2:], strides, dilations)]
+        padding = [n for total in missing for n in sorted((total // 2, -(-total // 2)), reverse=pad_type != "same")]
     if pointwise and not any(padding):
         last = x.movedim(1, -1)
         rows = last.reshape(-1, x.shape[1]).contiguous()
         return F.linear(rows, weight.flatten(1), bias).view(*last.shape[:-1], -1).movedim(-1, 1).contiguous()
-    if pad_type not in ("valid", "custom"):
-        raise ValueError(f"conv with pad_type {pad_type!r} and a kernel larger than 1×1 is not evaluated")
+    if pad_type not in ("valid", "custom", "same", "same_lower"):
+        raise ValueError(f"pad_type is {pad_type!r}")
     x = F.pad(x, [n for pair in reversed(list(zip(padding[::2], padding[1::2]))) for n in pair])
     kernel = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
     return kernel(x, weight, bias, strides, 0, dilations, int(groups))
@@ -47,42 +62,75 @@ def split(x: Tensor, axis: Any, num_splits: Any = None, split_sizes: Any = None)
 
 
 def concat(values: list[Tensor], axis: Any, interleave: Any = False) -> Tensor:
-    if interleave:
-        return torch.stack(values, int(axis) + 1 if axis >= 0 else int(axis)).flatten(int(axis) % values[0].dim(),
-                                                                                     int(axis) % values[0].dim() + 1)
-    return torch.cat(values, int(axis))
+    if not values[0].dim():
+        return torch.stack(values)
+    axis = int(axis) % values[0].dim()
+    return torch.stack(values, axis + 1).flatten(axis, axis + 1) if interleave else torch.cat(values, axis)
 
 
 def reshape(x: Tensor, shape: Any) -> Tensor:
-    """A 0 keeps the axis, −1 is what remains."""
-    return x.reshape([x.shape[i] if n == 0 else n for i, n in enumerate(_ints(shape))])
+    """A 0 keeps the axis that has as many behind it, or is 1 without one; −1 is what remains."""
+    shape = _ints(shape)
+    kept = [1] * max(len(shape) - x.dim(), 0) + list(x.shape)[max(x.dim() - len(shape), 0):]
+    return x.reshape([n or axis for n, axis in zip(shape, kept)])
 
 
-def slices(x: Tensor, begin: Any, end: Any, stride: Any = None, begin_mask: Any = None, end_mask: Any = None,
-           squeeze_mask: Any = None) -> tuple[slice | int, ...]:
-    """The index of `slice_by_index` and `slice_update`: begin, end and stride an axis, masks for "from the edge"."""
+def places(x: Tensor, begin: Any, end: Any, stride: Any = None, begin_mask: Any = None, end_mask: Any = None,
+           squeeze_mask: Any = None) -> tuple[tuple[Tensor, ...], list[int]]:
+    """What `slice_by_index` and `slice_update` take of each axis, as open indices, and which axes are squeezed.
+
+    begin, end and stride an axis, negative ones from the end as in Python; masks for "from" and "to the edge"; of a
+    squeezed axis only the first is taken, wherever `end` is.
+    """
     n = x.dim()
     begin, end, stride = _ints(begin), _ints(end), _ints(stride) or [1] * n
-    masks = [[False] * n if m is None else [bool(b) for b in np.ravel(m)] for m in (begin_mask, end_mask, squeeze_mask)]
-    if any(s < 1 for s in stride):
-        raise ValueError("a slice with a negative stride is not evaluated")
-    return tuple(b if squeeze else slice(None if first else b, None if last else e, s)
-                 for b, e, s, first, last, squeeze in zip(begin, end, stride, *masks))
+    first, last, squeeze = ([False] * n if m is None else [bool(b) for b in np.ravel(m)]
+                            for m in (begin_mask, end_mask, squeeze_mask))
+    taken = [range(x.shape[i])[slice(None if first[i] else begin[i], None if last[i] or squeeze[i] else end[i],
+                                     None if squeeze[i] else stride[i])] for i in range(n)]
+    taken = [at[:1] if squeeze[i] else at for i, at in enumerate(taken)]
+    index = (torch.tensor(list(at), dtype=torch.long).view([-1] + [1] * (n - i - 1)) for i, at in enumerate(taken))
+    return tuple(index), [i for i in range(n) if squeeze[i]]
 
 
 def slice_by_index(x: Tensor, **index: Any) -> Tensor:
-    return x[slices(x, **index)].contiguous()
+    at, squeezed = places(x, **index)
+    return x[at].squeeze(squeezed) if squeezed else x[at]
 
 
 def slice_update(x: Tensor, update: Tensor, **index: Any) -> Tensor:
-    out = x.clone()
-    out[slices(x, **index)] = update
+    out, (at, _) = x.clone(), places(x, **index)
+    out[at] = update.reshape(out[at].shape)
     return out
 
 
 def slice_by_size(x: Tensor, begin: Any, size: Any) -> Tensor:
-    pairs = zip(_ints(begin), _ints(size), x.shape)
-    return x[tuple(slice(b, total if n == -1 else b + n) for b, n, total in pairs)].contiguous()
+    """A negative begin counts from the end; a size of −1 takes what remains."""
+    for axis, (b, n) in enumerate(zip(_ints(begin), _ints(size))):
+        b += x.shape[axis] * (b < 0)
+        x = x.narrow(axis, b, x.shape[axis] - b if n == -1 else n)
+    return x.contiguous()
+
+
+def gather(x: Tensor, indices: Any, axis: Any = 0, batch_dims: Any = 0, validate_indices: Any = False) -> Tensor:
+    """The entries of an axis at the indices, of any shape; negative ones count from the end."""
+    if int(batch_dims):
+        raise ValueError(f"gather with batch_dims = {int(batch_dims)}")
+    axis, indices = int(axis) % x.dim(), torch.as_tensor(indices).long()
+    at = torch.where(indices < 0, indices + x.shape[axis], indices)
+    return x.index_select(axis, at.flatten()).reshape(*x.shape[:axis], *at.shape, *x.shape[axis + 1:])
+
+
+def pad(x: Tensor, pad: Any, mode: str = "constant", constant_val: Any = 0.0) -> Tensor:
+    """Pairs (before, after) of the last axes."""
+    pairs = list(zip(*[iter(_ints(pad))] * 2))
+    if mode == "constant":
+        return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=float(constant_val))
+    for axis, (before, after) in enumerate(pairs, x.dim() - len(pairs)):
+        last = x.shape[axis] - 1
+        at = torch.arange(-before, last + 1 + after)
+        x = x.index_select(axis, at.clamp(0, last) if mode == "replicate" else last - (last - at.abs()).abs())
+    return x
 
 
 def softmax(x: Tensor, axis: Any = -1) -> Tensor:
@@ -105,10 +153,17 @@ def layer_norm(x: Tensor, axes: Any = None, gamma: Tensor | None = None, beta: T
     return y if beta is None else y + beta.reshape(shape)
 
 
-def reduction(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def reduction(f: Callable[..., Tensor], wide: torch.dtype = torch.int64) -> Callable[..., Tensor]:
+    """wide : what integers are reduced in; the result has their own type."""
     def reduce(x: Tensor, axes: Any = None, keep_dims: Any = False) -> Tensor:
-        return f(x, _ints(axes) or list(range(x.dim())), bool(keep_dims))
+        axes, keep = _ints(axes) or list(range(x.dim())), bool(keep_dims)
+        return f(x, axes, keep) if x.is_floating_point() else f(x.to(wide), axes, keep).to(x.dtype)
     return reduce
+
+
+def arg(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, axis=-1, keep_dims=False, output_dtype="int32": \
+        f(x, int(axis), bool(keep_dims)).to(INTEGERS[output_dtype])
 
 
 def elementwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -119,13 +174,25 @@ def unary(f: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda x: f(x)
 
 
+def real_div(x: Tensor, y: Tensor) -> Tensor:
+    return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
+
+
+def power(x: Tensor, y: Tensor) -> Tensor:
+    if not x.is_floating_point() and bool((y < 0).any()):
+        raise ValueError("an integer to a negative power")
+    return torch.pow(x, y)
+
+
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """Between floats nothing happens here: the evaluator rounds to the output's type."""
-    if dtype.startswith(("int", "uint")):
-        return x.trunc().to(torch.int64) if x.is_floating_point() else x.to(torch.int64)
+    """To integers towards zero, and then their low bits; between floats the evaluator rounds to the output's type."""
     if dtype == "bool":
         return x != 0
-    return x if x.is_floating_point() else x.double()
+    if dtype not in INTEGERS:
+        return x if x.is_floating_point() else x.double()
+    if x.is_floating_point() and not bool((x.abs() < 2 ** 31).all()):
+        raise ValueError(f"a cast of {float(x.abs().max()):.4g} to {dtype}, which no definition covers")
+    return x.long().to(INTEGERS[dtype])
 
 
 def _ints(values: Any) -> list[int]:
@@ -144,29 +211,74 @@ OPS: dict[str, Callable[..., Any]] = {
     "transpose": lambda x, perm: x.permute(_ints(perm)).contiguous(),
     "expand_dims": lambda x, axes: x.reshape(_expanded(x, _ints(axes))),
     "squeeze": lambda x, axes=None: x.squeeze(tuple(_ints(axes)) or tuple(range(x.dim()))),
-    "stack": lambda values, axis: torch.stack(values, int(axis)),
+    "stack": lambda values, axis: torch.stack(values, int(axis)), "gather": gather, "pad": pad,
+    "gather_along_axis": lambda x, indices, axis=0, validate_indices=False: torch.take_along_dim(
+        x, torch.where(indices < 0, indices + x.shape[int(axis)], indices).long(), int(axis)),
+    "reverse": lambda x, axes=None: x.flip(_ints(axes) or list(range(x.dim()))),
+    "einsum": lambda values, equation: torch.einsum(equation, *values),
     "tile": lambda x, reps: x.repeat(_ints(reps)),
     "identity": lambda x: x, "cast": cast, "softmax": softmax, "layer_norm": layer_norm,
     "select": lambda cond, a, b: torch.where(torch.as_tensor(cond), a, b),
+    "batch_norm": lambda x, mean, variance, gamma=None, beta=None, epsilon=1e-5: F.batch_norm(
+        x, mean, variance, gamma, beta, eps=float(epsilon)),
+    "instance_norm": lambda x, gamma=None, beta=None, epsilon=1e-5: F.instance_norm(
+        x, weight=gamma, bias=beta, eps=float(epsilon)),
+    "l2_norm": lambda x, epsilon=1e-6: x * torch.rsqrt((x * x).sum((-3, -2, -1), keepdim=True) + epsilon),
     "add": elementwise(torch.add), "sub": elementwise(torch.sub), "mul": elementwise(torch.mul),
-    "real_div": elementwise(torch.true_divide), "maximum": elementwise(torch.maximum),
-    "minimum": elementwise(torch.minimum), "pow": elementwise(torch.pow),
+    "real_div": elementwise(real_div), "maximum": elementwise(torch.maximum), "pow": elementwise(power),
+    "minimum": elementwise(torch.minimum), "mod": elementwise(torch.remainder),
+    "floor_div": elementwise(lambda x, y: torch.div(x, y, rounding_mode="floor")),
+    "logical_and": elementwise(torch.logical_and), "logical_or": elementwise(torch.logical_or),
+    "logical_xor": elementwise(torch.logical_xor), "logical_not": unary(torch.logical_not),
     "greater": elementwise(torch.gt), "greater_equal": elementwise(torch.ge), "less": elementwise(torch.lt),
     "less_equal": elementwise(torch.le), "equal": elementwise(torch.eq), "not_equal": elementwise(torch.ne),
     "silu": unary(F.silu), "sigmoid": unary(torch.sigmoid), "relu": unary(F.relu), "tanh": unary(torch.tanh),
     "erf": unary(torch.erf), "exp": unary(torch.exp), "sqrt": unary(torch.sqrt), "square": unary(torch.square),
-    "abs": unary(torch.abs), "cos": unary(torch.cos), "sin": unary(torch.sin), "gelu": gelu,
+    "abs": unary(torch.abs), "cos": unary(torch.cos), "sin": unary(torch.sin), "tan": unary(torch.tan), "gelu": gelu,
+    "atan": unary(torch.atan), "floor": unary(torch.floor), "ceil": unary(torch.ceil), "round": unary(torch.round),
+    "sign": unary(torch.sign), "exp2": unary(lambda x: torch.exp2(x.double()).to(x.dtype)),
+    "relu6": unary(F.relu6), "softsign": unary(F.softsign),
+    "softplus": unary(lambda x: torch.logaddexp(x, torch.zeros_like(x))),
+    "leaky_relu": lambda x, alpha: torch.where(x < 0, x * alpha, x),
+    "elu": lambda x, alpha: torch.where(x < 0, torch.expm1(x) * alpha, x),
+    "prelu": lambda x, alpha: torch.where(x < 0, x * alpha.view(-1, *[1] * (x.dim() - 2)), x),
+    "sigmoid_hard": lambda x, alpha, beta: (x * alpha + beta).clamp(0, 1),
     "rsqrt": _inverse_root, "inverse": lambda x, epsilon=1e-4: 1 / (x + epsilon),
     "log": lambda x, epsilon=1e-45: torch.log(x + epsilon),
     "clip": lambda x, alpha, beta: x.clamp(float(alpha), float(beta)),
     "reduce_sum": reduction(lambda x, a, k: x.sum(a, keepdim=k)),
-    "reduce_mean": reduction(lambda x, a, k: x.mean(a, keepdim=k)),
+    "reduce_mean": reduction(lambda x, a, k: x.mean(a, keepdim=k), torch.float64),
     "reduce_max": reduction(lambda x, a, k: x.amax(a, keepdim=k)),
     "reduce_min": reduction(lambda x, a, k: x.amin(a, keepdim=k)),
     "reduce_prod": reduction(lambda x, a, k: _one_by_one(torch.prod, x, a, k)),
     "reduce_sum_square": reduction(lambda x, a, k: (x * x).sum(a, keepdim=k)),
-    "reduce_l2_norm": reduction(lambda x, a, k: (x * x).sum(a, keepdim=k).sqrt()),
-    "reduce_log_sum_exp": reduction(lambda x, a, k: torch.logsumexp(x, a, keepdim=k)),
+    "reduce_l1_norm": reduction(lambda x, a, k: x.abs().sum(a, keepdim=k)),
+    "reduce_l2_norm": reduction(lambda x, a, k: (x * x).sum(a, keepdim=k).sqrt(), torch.float64),
+    "reduce_log_sum": reduction(lambda x, a, k: x.sum(a, keepdim=k).log(), torch.float64),
+    "reduce_log_sum_exp": reduction(lambda x, a, k: torch.logsumexp(x, a, keepdim=k), torch.float64),
+    "reduce_argmax": arg(torch.argmax), "reduce_argmin": arg(torch.argmin),
+}
+
+
+def _inside(x: Tensor, axes: Any = None, **other: Any) -> Tensor:
+    return x.abs().sum(_ints(axes) or list(range(x.dim())))
+
+
+def _squares_inside(x: Tensor, axes: Any = None, **other: Any) -> Tensor:
+    return _inside(x * x, axes)
+
+
+def _norm_inside(x: Tensor, axes: Any = None, **other: Any) -> Tensor:
+    axes = _ints(axes) or list(range(x.dim()))
+    return torch.maximum(_inside(x, axes), _squares_inside(x - x.mean(axes, keepdim=True), axes))
+
+
+#: operations that add up more than their results show → sums of absolute values, as large as in any order of adding
+SUMS: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("reduce_sum", "reduce_mean", "reduce_l1_norm", "reduce_log_sum"), _inside),
+    **dict.fromkeys(("reduce_sum_square", "reduce_l2_norm"), _squares_inside),
+    "l2_norm": lambda x, **other: _squares_inside(x, (-3, -2, -1)), "layer_norm": _norm_inside,
+    "instance_norm": lambda x, **other: _norm_inside(x, range(2, x.dim())),
 }
 
 

@@ -18,7 +18,10 @@ Left out: routing weights and the sum over a token's experts, which the CPU appl
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -38,6 +41,9 @@ WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
 ALPHA, LIMIT = 1.702, 7.0
 #: activation → the same in torch, by which an architecture's own is recognised
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+
+
+_SCRATCH = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -247,21 +253,36 @@ def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequen
         return save_program(path, program, weights, _flexible_input(experts[0].up.shape[1], capacity, layout))
     if not len(capacity):
         raise ValueError("there is no capacity; give one C, or several for a package with a function each")
-    parts = {f"c{C}": path.with_name(f"{path.stem}.c{C}.part.mlpackage") for C in capacity}
-    try:
-        for C, part in zip(capacity, parts.values()):
-            save_program(part, ffn_program(experts, int(C), activation, layout), weights)
+    with scratch(path) as folder:
         ct = coremltools()
         descriptor = ct.utils.MultiFunctionDescriptor()
-        for name, part in parts.items():
-            descriptor.add_function(str(part), src_function_name="main", target_function_name=name)
-        descriptor.default_function_name = next(iter(parts))
+        for C in capacity:
+            part = save_program(folder / f"c{C}.mlpackage", ffn_program(experts, int(C), activation, layout), weights)
+            descriptor.add_function(str(part), src_function_name="main", target_function_name=f"c{C}")
+        descriptor.default_function_name = f"c{capacity[0]}"
         with quiet():
             ct.utils.save_multifunction(descriptor, str(path))
-    finally:
-        for part in parts.values():
-            shutil.rmtree(part, ignore_errors=True)
     return path
+
+
+@contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """Within the block temporary files of this process lie in a folder beside `path`, which then is removed.
+
+    coremltools writes a package to the folder of temporary files before it saves it, keeps that copy until the process
+    ends, and leaves it for ever where the process is killed.
+    """
+    folder = path.with_name(path.name + ".tmp").absolute()
+    with _SCRATCH:
+        before = tempfile.tempdir
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        tempfile.tempdir = str(folder)
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = before
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: list[Any] | None = None) -> Path:
@@ -272,15 +293,15 @@ def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: 
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(WEIGHTS)}")
-    ct = coremltools()
-    with quiet():
+    ct, path = coremltools(), Path(path)
+    with scratch(path), quiet():
         model = ct.convert(program, convert_to="mlprogram", minimum_deployment_target=_target(), inputs=inputs,
                            compute_precision=ct.precision.FLOAT16, compute_units=ct.ComputeUnit.CPU_AND_NE,
                            pass_pipeline=ct.PassPipeline.EMPTY, skip_model_load=True)
         if weights != "fp16":
             model = _compressed(model, weights)
         model.save(str(path))
-    return Path(path)
+    return path
 
 
 def _compressed(model: Any, weights: str) -> Any:

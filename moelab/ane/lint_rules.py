@@ -1,13 +1,15 @@
 """The linter's rules: what makes a graph leave the Neural Engine or waste work on it, each with its source.
 
 Source: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models. Adding a rule is a
-function that yields (where, what) and a line in `RULES`. Thresholds that no source gives are said to be ours.
+function that yields (where, what) and a line in `RULES`. Thresholds that no source gives are said to be ours. No
+operation but the supported ones goes without a finding, so a graph that has another is never clean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,12 @@ ROW_BYTES = 64
 #: padded size over real size from which we warn; our figure
 MAX_PADDING = 4
 FLOAT_BYTES = {"fp16": 2, "fp32": 4}
+
+#: where the smallest score that a mask may make lies; −1e4 in fp16 is −10000
+MASK_LIMIT = 10001
+#: operations that may apply a mask, and those that only give a constant another type or shape
+MASKING = ("add", "sub", "mul", "select", "maximum", "minimum")
+ARRANGING = ("cast", "identity", "reshape", "expand_dims", "squeeze", "tile", "transpose")
 
 #: operation → (verdict, why), for those that Fig. 4 names; found by name or by the beginning of the name
 SUPPORTED = {
@@ -52,6 +60,9 @@ RISKY = {
     "constexpr_blockwise_shift_scale": "quantised weights can move a convolution to the CPU",
     "constexpr_affine_dequantize": "quantised weights can move a convolution to the CPU",
 }
+#: risky operations that have a rule of their own
+RULED = {"linear", "read_state", "coreml_update_state", "write_state", "constexpr_blockwise_shift_scale",
+         "constexpr_affine_dequantize"}
 UNSUPPORTED = {
     "topk": "TopK sampling ×", "argsort": "TopK sampling ×", "reduce_argmax": "TopK sampling ×",
     "reduce_argmin": "TopK sampling ×",
@@ -113,13 +124,19 @@ def unknown_op(function: Function, package: Package) -> Iterator[tuple[str, str]
             yield kind, f"nothing is known about {kind} on the ANE"
 
 
+def risky(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for kind in function.counts():
+        if kind in RISKY and kind not in RULED:
+            yield kind, f"{kind}: {RISKY[kind]}"
+
+
 def linear(function: Function, package: Package) -> Iterator[tuple[str, str]]:
     for op in _of_type(function, "linear"):
         yield op.name, "a linear layer; write it as a 1×1 convolution"
 
 
 def dilated(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for op in _of_type(function, "conv"):
+    for op in _of_type(function, "conv", "conv_transpose"):
         dilations = function.constant(op, "dilations")
         if dilations is not None and np.any(np.asarray(dilations) > 1):
             yield op.name, f"a dilated convolution ({np.ravel(dilations).tolist()}) runs on the CPU"
@@ -144,6 +161,19 @@ def fp32_compute(function: Function, package: Package) -> Iterator[tuple[str, st
     for op in function.ops:
         if op.materialise is None and any(v.dtype == "fp32" for v in op.outputs) and op.type != "cast":
             yield op.name, f"{op.type} computes in fp32; the ANE computes in fp16"
+
+
+def integers(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in function.ops:
+        other = [v.dtype for v in op.outputs if v.dtype not in (*FLOAT_BYTES, "fp64")]
+        if other and verdict(op.type)[0] == "supported" and not op.type.startswith("const"):
+            yield op.name, f"{op.type} computes in {other[0]}; the ANE computes in fp16"
+
+
+def volume(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in _of_type(function, "conv", "conv_transpose"):
+        if len(function.values[op.inputs["x"]].shape) == 5:
+            yield op.name, f"{op.type} over three axes runs on the CPU; the ANE has convolutions over one and two"
 
 
 def fp32_inputs(function: Function, package: Package) -> Iterator[tuple[str, str]]:
@@ -186,11 +216,10 @@ def weight_limit(function: Function, package: Package) -> Iterator[tuple[str, st
 
 
 def channels(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for op in _of_type(function, "conv", "linear"):
-        shape = function.values[op.inputs["x"]].shape
-        width = shape[1 if op.type == "conv" else -1]
-        if isinstance(width, int) and width > MAX_CHANNELS:
-            yield op.name, f"{width:,} input channels; the ANE takes {MAX_CHANNELS:,}"
+    for value in _activations(function):
+        width = max((n for n in value.shape if isinstance(n, int)), default=0)
+        if width > MAX_CHANNELS:
+            yield value.name, f"an axis of {width:,}; the ANE takes {MAX_CHANNELS:,}"
 
 
 def tiny(function: Function, package: Package) -> Iterator[tuple[str, str]]:
@@ -208,20 +237,33 @@ def per_block(function: Function, package: Package) -> Iterator[tuple[str, str]]
 
 
 def quantised(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    made = {op.outputs[0].name for op in function.ops if op.type in ("constexpr_blockwise_shift_scale",
-                                                                     "constexpr_affine_dequantize")}
-    for op in _of_type(function, "conv", "linear"):
-        if op.inputs.get("weight") in made:
-            yield op.name, f"{op.type} with quantised weights can move to the CPU; fp16 and palettes do not"
+    for op in _of_type(function, "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"):
+        yield op.name, "quantised weights can move what computes with them to the CPU; fp16 and palettes do not"
 
 
 def mask_constant(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    """Constants that make scores smaller than −1e4: as they are, subtracted, or as a factor of a mask of 0 and 1."""
     for op in function.ops:
-        for name in _names(op, "x", "y", "a", "b") if op.type in ("add", "sub", "mul", "select", "maximum") else ():
-            if name in function.constants and function.values[name].dtype in FLOAT_BYTES:
-                low = float(np.min(np.asarray(function.constants[name].constant, dtype=np.float64), initial=0))
-                if low < -10001:            # −1e4 in fp16 is −10000
-                    yield op.name, f"a constant of {low:.4g} as a mask gives NaN on the device; use −1e4"
+        for parameter in ("x", "y", "a", "b") if op.type in MASKING else ():
+            constant = _constant_behind(function, op.inputs.get(parameter))
+            if constant is None or constant.outputs[0].dtype not in FLOAT_BYTES:
+                continue
+            values = np.asarray(constant.constant, dtype=np.float64)
+            subtracted = op.type == "sub" and parameter == "y"
+            low = min(0.0 if subtracted else float(np.min(values, initial=0)),
+                      -float(np.max(values, initial=0)) if subtracted or op.type == "mul" else 0.0)
+            if low < -MASK_LIMIT:
+                yield op.name, f"a constant that makes {low:.4g}, as a mask, gives NaN on the device; use −1e4"
+
+
+def _constant_behind(function: Function, name: Any) -> Op | None:
+    """The constant that a value is, or is a cast or another arrangement of."""
+    while isinstance(name, str) and name not in function.constants:
+        made = [op for op in function.ops if any(value.name == name for value in op.outputs)]
+        if not made or made[0].type not in ARRANGING:
+            return None
+        name = made[0].inputs.get("x")
+    return function.constants[name] if isinstance(name, str) else None
 
 
 def state_axis(function: Function, package: Package) -> Iterator[tuple[str, str]]:
@@ -284,8 +326,11 @@ RULES = {rule.id: rule for rule in (
     Rule("fig4-dynamic-index", "error", FIG4, dynamic_index),
     Rule("fig4-dynamic-shape", "warning", FIG4, dynamic_shape),
     Rule("fig4-linear", "warning", f"{FIG4}, §3.2", linear),
+    Rule("risky-op", "warning", f"{FIG4}; {REPORTS}", risky),
     Rule("unknown-op", "warning", "not in NPUMoE Figure 4", unknown_op),
     Rule("fp32-compute", "error", REPORTS, fp32_compute),
+    Rule("integer-compute", "error", "Apple: the Neural Engine computes in fp16", integers),
+    Rule("conv-3d", "error", f"{FIG4} has standard and depthwise convolutions only", volume),
     Rule("fp32-inputs", "note", "coremltools: fp16 inputs from iOS 16 on", fp32_inputs),
     Rule("align-16", "warning", "NPUMoE §3.2", alignment),
     Rule("row-padding", "warning",
@@ -298,6 +343,6 @@ RULES = {rule.id: rule for rule in (
     Rule("quantised-conv", "warning", REPORTS, quantised),
     Rule("mask-constant", "warning", REPORTS, mask_constant),
     Rule("state-axis", "error", REPORTS, state_axis),
-    Rule("state", "note", REPORTS, state),
+    Rule("state", "warning", REPORTS, state),
     Rule("rank", "error", "Core ML", rank),
 )}

@@ -231,7 +231,7 @@ def coreml_backend(converted: ConvertedModel | str | Path, timeout: float = 300.
 
 def entries(converted: ConvertedModel) -> list[tuple[Path, Any]]:
     """(path, function) of all packages; of one that has several functions, all."""
-    packages = (read_package(converted.folder / entry["file"]) for entry in converted.packages)
+    packages = (read_package(converted.package(entry)) for entry in converted.packages)
     return [(package.path, function) for package in packages for function in package.functions.values()]
 
 

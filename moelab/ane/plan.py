@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ FORMAT = "moelab.ane.plan/2"
 MAX_GRAPH_BYTES = 1200 * 2 ** 20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
+#: graphs that a plan keeps loaded, attention's included, where it places them itself. No source has a limit; NPUMoE ran
+#: Qwen3-30B, some 700 graphs by these plans, so this is ours
+MAX_GRAPHS = 1024
 #: chunks that NPUMoE evaluates (§5.1)
 CHUNKS = (256, 512, 1024)
 
@@ -140,11 +143,29 @@ class Plan:
                 Tiers(**{name: tuple(values) for name, values in layer["tiers"].items()}),
                 tuple(PlannedGroup(**group | {"experts": tuple(group["experts"])}) for group in layer["groups"]),
                 layer["attention"]) for layer in fields["layers"])
-            return cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
+            plan = cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
                        fields["popularity"], tuple(fields["problems"]), fields["model_id"])
-        except (KeyError, TypeError, AttributeError) as error:
+            plan._check()
+            return plan
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this plan is damaged ({type(error).__name__}: {error}); make it again with make_plan"
                              ) from error
+
+    def _check(self) -> None:
+        """ValueError, or what Python raises, where a plan that was read is none that `make_plan` could have made."""
+        units = {unit for layer in self.layers for unit in (layer.attention, *(g.unit for g in layer.groups))}
+        sizes = [self.chunk, *(g.capacity for layer in self.layers for g in layer.groups)]
+        texts = [self.popularity, self.model_id, *self.problems]
+        if self.system not in SYSTEMS or not units <= set(UNITS) or len(self.layers) != self.spec.L:
+            raise ValueError("an unknown system or unit, or another number of layers")
+        if any(type(n) is not int or n < 1 for n in sizes) or any(type(text) is not str for text in texts):
+            raise ValueError("a chunk or a capacity that is none, or words that are none")
+        for layer in self.layers:
+            if sorted(e for g in layer.groups for e in g.experts) != list(range(self.spec.E)):
+                raise ValueError("an expert in no group, or in two")
+            if len(layer.tiers.capacity) != self.spec.E or min(g.weight_bytes for g in layer.groups) < 0:
+                raise ValueError("tiers or weights of another model")
+            float(sum(g.expected for g in layer.groups))
 
     def save(self, path: str | Path) -> Path:
         """Write as JSON, whole or not at all; returns the path."""
@@ -159,7 +180,7 @@ class Plan:
         """Read a saved plan; FileNotFoundError, or ValueError if it is none."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:                             # of the encoding and of JSON, too
+        except (ValueError, RecursionError) as error:           # of the encoding and of JSON, too
             raise ValueError(f"{path} holds no plan: {error}") from error
 
     def describe(self, layers: Sequence[int] | None = None) -> str:
@@ -187,7 +208,8 @@ class Plan:
 def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_size: int = 8, levels: int = 3,
               max_graph_bytes: float = MAX_GRAPH_BYTES, system: str = "npumoe", *, rule: str = "topk",
               slack: float = 1.0, tiers: Sequence[Tiers] | None = None, cold_share: float = 0.1, min_rows: float = 32,
-              bytes_per_weight: float = 2.0, popularity: str = "calibrated", model_id: str = "") -> Plan:
+              bytes_per_weight: float = 2.0, memory_bytes: float | None = None, max_graphs: int = MAX_GRAPHS,
+              popularity: str = "calibrated", model_id: str = "") -> Plan:
     """Plan a model's prefill (NPUMoE §4).
 
     Parameters
@@ -203,6 +225,9 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     cold_share, min_rows : residency, as in `residency.place`.
     bytes_per_weight : of the experts; 2 for the fp16 that the ANE computes in, 1 for int8, 0.5 for 4-bit palettes.
         Attention stays fp16.
+    memory_bytes : of the machine: the weights of all graphs together; None is for a machine that is not known.
+    max_graphs : that stay loaded; a system whose graphs Core ML places by itself has no such limit. Where the memory or
+        this is too little, the groups that the fewest tokens come to go to the CPU.
     popularity, model_id : where the counts came from, in words, and of which model: `calibration.model_id`.
 
     Raises
@@ -212,7 +237,8 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     if system not in SYSTEMS:
         raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
     for name, value in (("tokens", tokens), ("chunk", chunk), ("group_size", group_size), ("slack", slack),
-                        ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight)):
+                        ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight),
+                        ("max_graphs", max_graphs), ("memory_bytes", 1 if memory_bytes is None else memory_bytes)):
         if not 0 < value < float("inf"):                        # also nan
             raise ValueError(f"{name} is {value}; it must be positive and finite")
     counts = np.asarray(counts, dtype=float)
@@ -250,7 +276,26 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         on_ane = how.experts == "ane" and not expert_problem
         layers.append(LayerPlan(layer_tiers, tuple(
             _planned(group, unit if on_ane else "cpu", expert_bytes, expected) for group, unit in placed), attention))
+    attentions = spec.num_layers * (attention == "ane")
+    room = np.inf if memory_bytes is None else memory_bytes - 2 * attention_params(spec) * attentions
+    layers, left = _within(layers, room, max_graphs - attentions if how.managed else np.inf)
+    if left:
+        memory = "" if memory_bytes is None else f" or {memory_bytes / 1e9:,.0f} GB of memory"
+        problems.append(f"{left} groups of experts stay on the CPU: all of them and attention would be more than "
+                        f"{max_graphs:,} graphs{memory}")
     return Plan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
+
+
+def _within(layers: list[LayerPlan], room: float, graphs: float) -> tuple[list[LayerPlan], int]:
+    """The layers with as many groups on the ANE as there is room for, those of most expected tokens first, and how
+    many have gone to the CPU."""
+    wanted = sorted(((l, g) for l, layer in enumerate(layers) for g, group in enumerate(layer.groups)
+                     if group.unit == "ane"), key=lambda at: -layers[at[0]].groups[at[1]].expected)
+    size = np.cumsum([layers[l].groups[g].weight_bytes for l, g in wanted])
+    away = set(wanted[int(min((size <= room).sum(), max(graphs, 0))):])
+    return [replace(layer, groups=tuple(replace(group, unit="cpu") if (l, g) in away else group
+                                        for g, group in enumerate(layer.groups)))
+            for l, layer in enumerate(layers)], len(away)
 
 
 def _planned(group: Group, unit: Unit, expert_bytes: int, expected: Sequence[float]) -> PlannedGroup:

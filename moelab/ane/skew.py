@@ -40,7 +40,8 @@ def assumed_loads(spec: MoESpec, chunk: int, chunks: int = 64, skew: str = "typi
         if not above.any():
             break
         room = np.where(loads < chunk, shares + 1e-12, 0.0)
-        loads = np.minimum(loads, chunk) + rng.multinomial(above.sum(2), room / room.sum(2, keepdims=True))
+        total = room.sum(2, keepdims=True)                  # 0 where every expert has the whole chunk
+        loads = np.minimum(loads, chunk) + rng.multinomial(above.sum(2), room / np.where(total > 0, total, 1.0))
     return loads
 
 

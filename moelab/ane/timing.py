@@ -136,8 +136,15 @@ def load_samples(path: str | Path) -> tuple[list[Sample], str]:
     """(samples, device) of `save_samples`; FileNotFoundError, or ValueError for another file."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} has no samples of format {FORMAT}; `moelab ane calibrate` writes them")
-    return [Sample(**entry) for entry in found["samples"]], found["device"]
+    try:
+        samples = [Sample(**entry) for entry in found["samples"]]
+        if not all(s.G >= 1 and s.C >= 1 and s.mode in MODES and s.ms > 0 and (s.mj is None or s.mj > 0)
+                   for s in samples):
+            raise ValueError("a size, a mode or a time that is none")
+        return samples, str(found["device"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"the samples of {path} are damaged ({error}); `moelab ane calibrate` writes them") from error

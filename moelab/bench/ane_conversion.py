@@ -89,7 +89,7 @@ def convert(model: str | None, folder: str | Path, plan: Plan, context: int) -> 
     entries += [(f"{len(group['experts'])}×{group['capacity']}", group)
                 for layer in converted.layers for group in layer["groups"] if "file" in group]
     return Conversion(converted, seconds, plan.ane_bytes + 2 * attention_params(plan.spec) * attentions, tuple(
-        Package(kind, entry["difference"], lint(converted.folder / entry["file"]))
+        Package(kind, entry["difference"], lint(converted.package(entry)))
         for kind, entry in entries if "file" in entry))
 
 

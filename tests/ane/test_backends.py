@@ -2,17 +2,21 @@
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("coremltools")
 
 import moelab
+from moelab.ane import commands, mac
 from moelab.ane.accounting import loads_of_ids
 from moelab.ane.backends import ConvertedBackend, TorchBackend, forward_replaced
 from moelab.ane.convert import Settings, convert_model
-from moelab.ane.converted import ConvertedModel
+from moelab.ane.converted import ConvertedModel, sealed
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.ane.runtime import prefill_through
@@ -109,6 +113,10 @@ def test_parity_measures_differences_and_judges_them(folder, halves, model):
     assert summary["prompts"] == 2 and summary["as it should be"] is True
     half = parity(folder, model, prompts, mode="fp16")
     assert 0 < half.last.max() and half.last.max() > found.last.max()
+    assert half.ok and half.limit == np.inf                                  # nothing to judge it by but its tokens
+    loud = parity(ConvertedBackend(folder, "fp16"), model, prompts, rounding=replace(half, last=half.last + 1))
+    assert loud.ok and loud.limit == pytest.approx(3 * (half.last.max() + 1))
+    assert not replace(half, limit=LOGITS, last=half.last + LOGITS).ok and not replace(half, same=~half.same).ok
     other = moelab.open_model(model.config._name_or_path)
     other.base_model.layers[1].self_attn.o_proj.weight.data *= 1.5           # no longer the model that was converted
     worse = parity(folder, other, prompts)
@@ -126,12 +134,33 @@ def test_what_graphs_cannot_do_is_refused(folder, halves, tmp_path):
     shutil.copytree(folder, stateful)
     manifest = json.loads((stateful / "manifest.json").read_text())
     manifest["settings"]["stateful"] = True
-    (stateful / "manifest.json").write_text(json.dumps(manifest))
+    (stateful / "manifest.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(ValueError, match="stateful"):
         ConvertedBackend(stateful)
     with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
         with pytest.raises(ValueError, match="StaticCache"):
             halves.generate(prompt(20), max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("part", ["group00", "attention"])
+@torch.no_grad()
+def test_a_package_that_was_changed_is_run_by_nobody(part, folder, halves, tmp_path):
+    """Its numbers would be wrong without a word: every way to run or read it refuses it."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    weights = next((copy / f"layers/001/{part}.mlpackage").rglob("weight.bin"))
+    data = bytearray(weights.read_bytes())
+    data[-200] ^= 64
+    weights.write_bytes(data)
+    converted = ConvertedModel(copy)
+    with prefill_through(halves, backend=ConvertedBackend(converted), overflow="pad"):
+        with pytest.raises(ValueError, match=f"{part}.* is damaged"):
+            halves(prompt(41))
+    with pytest.raises(ValueError, match=f"{part}.* is damaged"):
+        parity(copy, halves, [prompt(41)[0].tolist()])
+    with pytest.raises(ValueError, match=f"{part}.* is damaged"):
+        mac.entries(converted)
+    with pytest.raises(ValueError, match=f"{part}.* is damaged"):
+        commands.lint(SimpleNamespace(packages=[copy], json=False))
 
 
 def test_another_models_weights_are_refused(folder, model, tmp_path):

@@ -1,6 +1,13 @@
 """Whole models converted: what the folder holds, what its graphs compute, and what an interruption leaves."""
 
+import json
+import os
+import random
 import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,11 +18,13 @@ pytest.importorskip("coremltools")
 import moelab
 from moelab.ane import convert as convert_module
 from moelab.ane.convert import Settings, convert_model
-from moelab.ane.converted import ConvertedModel
+from moelab.ane.converted import ConvertedModel, sealed
 from moelab.ane.ffn_graph import expert_of
+from moelab.ane.journal import Work
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.experts.tiers import Tiers
 from moelab.models import plug
+from tests.depth import depth
 from tests.models import tiny
 
 SETTINGS = Settings(context=64)
@@ -154,6 +163,94 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
 
 
+def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatch):
+    """The second is refused with words, and the first is none the worse for it."""
+    destination, plan, told = tmp_path / "ane", make_plan(model.spec), []
+    save = convert_module.save_ffn
+
+    def interrupted_by_another(*args):
+        with pytest.raises(FileExistsError, match="another process converts into .*ane.part") as raised:
+            convert_model(checkpoint, destination, plan, SETTINGS)
+        told.append(str(raised.value))
+        return save(*args)
+    monkeypatch.setattr(convert_module, "save_ffn", interrupted_by_another)
+    result = convert_model(checkpoint, destination, plan, SETTINGS)
+    assert len(told) == 2
+    result.verify()
+    monkeypatch.setattr(convert_module, "save_ffn", lambda *args: 1 / 0)
+    for _ in range(2):                          # one that fails does not keep the folder for itself
+        with pytest.raises(ZeroDivisionError):
+            convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, Settings(context=64, every_tier=True, weights="int8")])
+def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkeypatch):
+    """coremltools keeps a copy of each package until the process ends; here it has gone when the package is whole."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    seen, add = [], convert_module.Work.add
+
+    def watched(work, *args):
+        add(work, *args)
+        seen.append([path for path in work.building.rglob("*")] + list((tmp_path / "temporary").iterdir()))
+    monkeypatch.setattr(convert_module.Work, "add", watched)
+    result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
+    assert seen == [[]] * len(result.packages) and tempfile.tempdir == str(tmp_path / "temporary")
+
+
+KILLED = """
+import os, signal, sys, tempfile
+from moelab.ane.package import coremltools
+from moelab.ane.convert import convert_model
+ct = coremltools()
+ct.models.MLModel.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)        # its temporary copy is written
+convert_model(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_a_kill_leaves_nothing_that_the_next_conversion_does_not_remove(checkpoint, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    killed = subprocess.run([sys.executable, "-c", KILLED, checkpoint, tmp_path / "ane"], capture_output=True,
+                            env=os.environ | {"TMPDIR": str(tmp_path / "temporary")})
+    assert killed.returncode == -9, killed.stderr
+    assert not list((tmp_path / "temporary").iterdir())
+    assert list((tmp_path / "ane.part/building").rglob("weight.bin"))
+    convert_model(checkpoint, tmp_path / "ane")
+    assert {path.name for path in tmp_path.iterdir()} == {"temporary", "ane"}
+    assert {path.name for path in (tmp_path / "ane").iterdir()} == {"layers", "manifest.json"}
+
+
+@pytest.mark.stress
+def test_no_change_of_a_manifest_goes_unseen(converted, tmp_path):
+    """Bytes of the manifest changed, deleted or repeated: a ValueError that names the file, or nothing that counts."""
+    folder, rng = tmp_path / "copy", random.Random(0)
+    folder.mkdir()
+    (folder / "layers").symlink_to(converted.folder / "layers")
+    text = (converted.folder / "manifest.json").read_bytes()
+    deep = b'{"format": ' + b"[" * 100_000
+    for n in range(depth(60, 500)):
+        at, kind = rng.randrange(len(text)), rng.randrange(3)
+        changed = (text[:at] + bytes([rng.randrange(256)]) + text[at + 1:],
+                   text[:at] + text[at + rng.randrange(1, 40):],
+                   text[:at] + text[at - rng.randrange(1, min(40, at + 1) + 1):])[kind] if n else deep
+        (folder / "manifest.json").write_bytes(changed)
+        try:
+            assert ConvertedModel(folder).manifest == converted.manifest
+        except ValueError as error:
+            assert "manifest.json" in str(error)
+
+
+def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
+    folder = shutil.copytree(converted.folder, tmp_path / "copy")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("../ane/layers/001/group00.mlpackage", str(converted.folder / "layers/001/group00.mlpackage"),
+                 "layers/001/group01.mlpackage"):
+        manifest["layers"][1]["groups"][0]["file"] = name
+        (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+        with pytest.raises(ValueError, match="names packages otherwise"):
+            ConvertedModel(folder)
+
+
 def test_every_tier_and_state(checkpoint, model, tmp_path):
     settings = Settings(context=64, every_tier=True, stateful=True, layout="paper", weights="int8")
     result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
@@ -213,3 +310,13 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     assert [entry["difference"] for entry in result.packages] == [0.0]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)
+
+
+@pytest.mark.parametrize("line", ['[1]', '{}', '"x"', 'null', '[' * 100_000, '{"file": 7}',
+                                  '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}'])
+def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
+    with closing(Work(tmp_path / "a.part", {})) as work:
+        work.journal.write_text(line + "\n")
+    (tmp_path / "model").mkdir()
+    with closing(Work(tmp_path / "a.part", {})) as work:
+        assert work.done == {}

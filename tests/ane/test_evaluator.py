@@ -1,5 +1,7 @@
 """The evaluator's operations against coremltools' own inference of constants, torch's convolutions and numpy's fp16."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,34 @@ def test_convolution(shape, weight, options):
     torch.testing.assert_close(OPS["conv"](x=x, weight=w, bias=b, **options), expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["same", "same_lower"])
+@pytest.mark.parametrize("n, k, stride, dilation", [(8, 3, 1, 1), (9, 2, 2, 1), (7, 4, 3, 1), (9, 2, 1, 3)])
+def test_same_padding_has_a_window_a_stride(kind, n, k, stride, dilation):
+    """A naive loop: window j lies at j·stride, moved to the front by half of what is missing."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal(n), rng.standard_normal(k)
+    outs = -(-n // stride)
+    missing = max((outs - 1) * stride + (k - 1) * dilation + 1 - n, 0)
+    front = missing // 2 if kind == "same" else -(-missing // 2)
+    expected = [sum(w[i] * x[at] for i in range(k) if 0 <= (at := j * stride - front + i * dilation) < n)
+                for j in range(outs)]
+    found = OPS["conv"](x=torch.tensor(x)[None, None], weight=torch.tensor(w)[None, None], pad_type=kind,
+                        strides=[stride], dilations=[dilation])
+    np.testing.assert_allclose(found[0, 0].numpy(), expected, atol=1e-12)
+
+
+def test_norms_that_coremltools_does_not_infer():
+    x = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean, variance, gamma, beta = (torch.tensor([a, b, c], dtype=torch.float64)
+                                   for a, b, c in ((1, 2, 3), (4, 1, 9), (0.5, 2, -1), (3, 0, 1)))
+    expected = torch.stack([(x[:, c] - mean[c]) / (variance[c] + 0.1).sqrt() * gamma[c] + beta[c] for c in range(3)], 1)
+    torch.testing.assert_close(OPS["batch_norm"](x=x, mean=mean, variance=variance, gamma=gamma, beta=beta,
+                                                 epsilon=torch.tensor(0.1)), expected)
+    rows = torch.stack([torch.stack([(r - r.mean()) / (r.var(correction=0) + 0.1).sqrt() for r in s]) for s in x])
+    torch.testing.assert_close(OPS["instance_norm"](x=x, epsilon=0.1), rows)
+    torch.testing.assert_close(OPS["silu"](x=x), x / (1 + (-x).exp()))
+
+
 def test_split_concat_stack_and_slice_update():
     x = torch.arange(24.0).view(2, 3, 4)
     assert [t.tolist() for t in OPS["split"](x=x, num_splits=3, axis=1)] == [x[:, i:i + 1].tolist() for i in range(3)]
@@ -160,6 +190,55 @@ def test_alarms(tmp_path):
     assert double.alarms == []
 
 
+def test_alarms_of_inputs_and_of_sums_inside(tmp_path):
+    """Results that fp16 holds, of inputs and sums that it does not."""
+    def body(x):
+        mean = mb.reduce_mean(x=x, axes=[1], name="mean")
+        square = mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[1], name="square")
+        norm = mb.reduce_l2_norm(x=x, axes=[1], name="norm")
+        return mean, square, norm, mb.layer_norm(x=x, axes=[1], epsilon=np.float16(0.1), name="layer")
+    evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 1000), body), mode="fp16")
+    signs = torch.ones(1, 1000)
+    signs[:, ::2] = -1
+    evaluate({"x": signs})
+    assert evaluate.alarms == []
+    out = evaluate({"x": 100 * signs})
+    assert all(bool(value.isfinite().all()) for value in out.values())
+    found = {alarm.op: (alarm.kind, alarm.value) for alarm in evaluate.alarms}
+    assert found == {"mean": ("sum", 1e5), "square": ("sum", 1e7), "norm": ("sum", 1e7), "layer": ("sum", 1e7)}
+    evaluate({"x": 65520 * signs})
+    assert ("x", "input", "overflow", np.inf) in [(a.op, a.type, a.kind, a.value) for a in evaluate.alarms]
+
+
+@pytest.mark.parametrize("declared", [dict(shape=(1, 32)), dict(shape=(64,)), dict(dtype="int32"), dict(dtype="bool")])
+def test_a_result_that_is_not_as_declared_is_refused(declared, tmp_path):
+    package = read_package(save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.relu(x=x, name="y")))
+    function = package.function()
+    op = function.ops[-1]
+    other = replace(op, outputs=(replace(op.outputs[0], **declared),))
+    wrong = replace(package, functions={"main": replace(function, ops=(*function.ops[:-1], other))})
+    for mode in ("double", "fp16"):
+        with pytest.raises(ValueError, match="relu y makes .* the file declares"):
+            Evaluator(wrong, mode=mode)({"x": torch.zeros(1, 64)})
+
+
+def test_what_no_definition_covers_is_refused(tmp_path):
+    def body(x, n):
+        return mb.cast(x=mb.cast(x=x, dtype="int8"), dtype="fp16"), mb.real_div(x=np.int32(5), y=n)
+    specs = [mb.TensorSpec(shape=(4,), dtype=types.fp32), mb.TensorSpec(shape=(2,), dtype=types.int32)]
+    path = save_program(tmp_path / "p.mlpackage", mb.program(input_specs=specs, opset_version=ct.target.iOS18)(body))
+    evaluate = Evaluator(path)
+    first, second = evaluate({"x": [1.5, -129, 300, 0], "n": [2, -3]}).values()
+    assert first.tolist() == [1, 127, 44, 0] and second.tolist() == [2, -1]
+    for x in (float("nan"), float("inf"), 2.0 ** 31):
+        with pytest.raises(ValueError, match="no definition covers"):
+            evaluate({"x": [x, 0, 0, 0], "n": [1, 1]})
+    with pytest.raises(ValueError, match="real_div .* is not evaluated"):
+        evaluate({"x": [0, 0, 0, 0], "n": [0, 1]})
+    with pytest.raises(ValueError, match="n of type torch.float32.* int32"):
+        evaluate({"x": [0, 0, 0, 0], "n": [0.5, 1]})
+
+
 def test_state_is_carried_and_separate(tmp_path):
     def body(x, memory):
         kept = mb.coreml_update_state(state=memory, value=mb.add(x=mb.read_state(input=memory), y=x))
@@ -171,6 +250,10 @@ def test_state_is_carried_and_separate(tmp_path):
     assert float(evaluate({"x": ones}, other)["y"][0, 0]) == 2
     with pytest.raises(ValueError, match="make_state"):
         evaluate({"x": ones})
+    with pytest.raises(ValueError, match="the state has other"):
+        evaluate({"x": ones}, {"other": torch.zeros(1, 32)})
+    with pytest.raises(ValueError, match="the file declares"):
+        evaluate({"x": ones}, {"memory": torch.zeros(1, 64)})
 
 
 def test_slice_update_of_a_state_and_static_slices(tmp_path):

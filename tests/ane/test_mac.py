@@ -18,7 +18,7 @@ from moelab.ane.convert import Settings, convert_model
 from moelab.ane.device_model import DeviceModel
 from moelab.ane.evaluator import Evaluator
 from moelab.ane.package import read_package
-from moelab.ane.parity import parity
+from moelab.ane.parity import LOGITS, parity
 from moelab.ane.published import TABLE_5
 from moelab.ane.timing import GRID, load_samples, measure, save_samples, time_grid, time_prefill
 from tests.ane import fake_mac
@@ -149,6 +149,20 @@ def test_the_backend_is_called_ANE_only_where_the_plan_says_so(folder, fakes, mo
     monkeypatch.setattr(mac, "probe", lambda package, *_, **__: mac.Probe(Path(package), "was ended by SIGSEGV: x"))
     with pytest.raises(RuntimeError, match="(?s)attention.mlpackage was ended by SIGSEGV.*for the CPU"):
         mac.coreml_backend(folder)
+
+
+@torch.no_grad()
+def test_a_good_mac_is_not_failed_for_what_fp16_rounds(folder, fakes, monkeypatch):
+    """Logits a hundred times as large are off by a hundred times as much; a Mac that computes wrong is still seen."""
+    backend, _ = mac.coreml_backend(folder)
+    model = moelab.open_model(backend.converted.checkpoint())
+    model.lm_head.weight.data *= 100
+    prompts = [prompt(33, seed)[0].tolist() for seed in range(3)]
+    rounding = parity(folder, model, prompts, mode="fp16")
+    found = parity(backend, model, prompts, rounding=rounding)
+    assert found.last.max() > LOGITS and found.ok
+    monkeypatch.setattr(fake_mac, "behaviour", "wrong")
+    assert not parity(mac.coreml_backend(folder)[0], model, prompts, rounding=rounding).ok
 
 
 def test_the_doctor_finds_what_is_wrong(folder, fakes, monkeypatch):

@@ -1,6 +1,7 @@
 """Plans: every expert in one graph that fits, the systems as Table 2 has them, and counts equal to a naive loop's."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from moelab.ane.skew import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.experts.tiers import capacity_tiers, capacity_tiers_of_loads
 from moelab.specs import MoESpec
+from tests.depth import depth
 
 PHI, QWEN = MoESpec.from_card("Phi-3.5-MoE"), MoESpec.from_card("Qwen3-30B-A3B")
 SMALL = MoESpec("small", "test", 3, (0, 2), E=6, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4)
@@ -241,3 +243,56 @@ def test_only_the_experts_shrink_with_their_format():
     plan = phi_plan(max_graph_bytes=limit, bytes_per_weight=0.5)
     assert {layer.attention for layer in plan.layers} == {"cpu"} and "it has 84 MB" in plan.problems[-1]
     assert {g.weight_bytes / len(g.experts) for layer in plan.layers for g in layer.groups} == {PHI.expert_params / 2}
+
+
+def test_what_stays_on_the_ane_fits_the_machine():
+    """DeepSeek-V3's experts take twenty times the memory of an M2 Max: those most tokens come to stay."""
+    spec = MoESpec.from_card("DeepSeek-V3")
+    counts, tokens = assumed_counts(spec)
+    free = make_plan(spec, counts, tokens, max_graphs=10**6)
+    assert free.ane_bytes > 1e12
+    for limits in ({"memory_bytes": 64e9}, {"max_graphs": 100}, {"memory_bytes": 64e9, "max_graphs": 20}):
+        plan = make_plan(spec, counts, tokens, **limits)
+        assert plan.ane_bytes <= limits.get("memory_bytes", np.inf) and plan.launches <= limits.get("max_graphs", 1024)
+        assert plan.launches > 0 and any("groups of experts stay on the CPU" in problem for problem in plan.problems)
+        stay, go = ([group.expected for layer, before in zip(plan.layers, free.layers)
+                     for group, was in zip(layer.groups, before.groups) if was.unit == "ane" and group.unit == unit]
+                    for unit in ("ane", "cpu"))
+        assert min(stay) >= max(go) and len(stay) + len(go) == free.launches
+        assert [[g.experts for g in layer.groups] for layer in plan.layers] == [
+            [g.experts for g in layer.groups] for layer in free.layers]
+
+
+@pytest.mark.parametrize("name", ["Phi-3.5-MoE", "Qwen3-30B-A3B", "Mixtral-8x7B"])
+def test_what_the_paper_ran_fits(name):
+    spec = MoESpec.from_card(name)
+    plan = make_plan(spec, *assumed_counts(spec), memory_bytes=192e9)
+    assert not any("groups of experts stay" in problem for problem in plan.problems)
+    attention = sum(layer.attention == "ane" for layer in plan.layers)
+    assert make_plan(spec, *assumed_counts(spec), max_graphs=attention + 3).launches == 3       # attention's count, too
+
+
+@pytest.mark.stress
+def test_a_damaged_plan_is_refused_in_words(tmp_path):
+    """One value of a saved plan changed, of any kind: the same plan again, one that can be, or a ValueError."""
+    good = make_plan(SMALL, np.full((2, 6), 64), 256)
+    rng, path = random.Random(0), tmp_path / "plan.json"
+    for n in range(depth(200, 2000)):
+        fields = json.loads(json.dumps(good.to_dict()))
+        at = fields
+        while isinstance(at, (dict, list)) and at:
+            inner, key = at, rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            at = at[key]
+            if rng.random() < 0.1:
+                break
+        inner[key] = rng.choice([None, -1, 0, 10 ** 9, 1.5, "ane", "x", [], {}, [0, 0], True])
+        path.write_text(json.dumps(fields))
+        try:
+            plan = Plan.load(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:
+            assert plan.describe() and count(plan, np.full((1, 2, 6), 1)).routed.sum() == 12
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="holds no plan"):
+        Plan.load(path)
