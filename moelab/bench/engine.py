@@ -151,7 +151,7 @@ def simulated(bench: Bench) -> dict[str, Any]:
     from moelab.cache.residency import Residency
     from moelab.runtime.profile import profile
     from moelab.runtime.simulator import simulate
-    from moelab.store.layout import ExpertStore, run
+    from moelab.store.layout import ExpertStore
     rows: dict[str, Any] = {}
     profiles = {codec: profile(ExpertStore(bench.folder / codec)) for codec in ("raw", "huffman")}
     for codec, share in ((codec, share) for codec in profiles for share in BUDGETS):
@@ -168,8 +168,6 @@ def simulated(bench: Bench) -> dict[str, Any]:
                           profiled.delays(), workers=run_of["workers"], staging=run_of["staging"],
                           other=profiled.other, head=profiled.head)
         said = played.metrics()
-        said["read_bytes"] = sum(run(store.entries(event.layer, event.expert), PARTS.get(event.kind, "both"))[1]
-                                 for event in played.events if event.kind.startswith("read"))
         equal = [key for key, value in zip(FOUND, run_of["found"]) if said[key] == value]
         measured = statistics.median(report["tpot_s"])
         rows[name] = {
@@ -181,7 +179,6 @@ def simulated(bench: Bench) -> dict[str, Any]:
     return {"simulated": rows}
 
 
-PARTS = {"read E": "E", "read SM": "SM"}
 SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "resident": resident, "limit": limit, "peers": peers, "throttled": throttled, "memory": memory,
     "simulated": simulated}
