@@ -101,8 +101,9 @@ class Run:
         """The system's plan of a step. ValueError, saying what is wrong, unless it computes every expert once."""
         plan, N = self.system.plan(step, self.costs), self.costs.hardware.units
         if found := problems(plan, step, N, self.system.held(getattr(plan, "step", step), N)):
+            more = f"; and {len(found) - 3} more" if found[3:] else ""
             raise ValueError(f"{type(self.system).__name__}.plan of a step of {len(step)} experts and {step.S} tokens "
-                             "is wrong: " + "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else ""))
+                             f"is wrong: {'; '.join(found[:3])}{more}")
         return plan
 
     def prefill_step(self, layer: int, counts: np.ndarray) -> Step:
