@@ -12,7 +12,8 @@ difference, whose error is a fraction of that of either score: questions that bo
 
 Where no answer changed, the paired error is 0, which says nothing about the next prompt: `interval` is the 95 %
 interval of Agresti and Min (2005), half an answer added to each of the four cells, and never empty. For losses it is
-Student's (`moelab.intervals`). Any two modes are compared like a mode and the baseline. Windows of one library file are taken as independent, which makes errors of the loss slightly small.
+Student's (`moelab.intervals`). Any two modes are compared like a mode and the baseline. Windows of one library file are
+taken as independent, which makes errors of the loss slightly small.
 
 Left out: generation beyond an answer (`moelab.bench.lm_eval_adapter` has tasks that generate) and encoder-decoders.
 """
@@ -172,7 +173,8 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     # Agresti and Min: 1/2 to each cell of the 2×2 table
     mean, changed = (gained - lost) / (n + 2), (lost + gained + 1) / (n + 2)
     half = 1.96 * math.sqrt((changed - mean**2) / (n + 2))
-    return row | {"interval": [max(mean - half, -1.0), min(mean + half, 1.0)], "lost": lost, "gained": gained, "p": mcnemar(lost, gained)}
+    return row | {"interval": [max(mean - half, -1.0), min(mean + half, 1.0)], "lost": lost, "gained": gained,
+                  "p": mcnemar(lost, gained)}
 
 
 def mcnemar(lost: int, gained: int) -> float:

@@ -221,8 +221,8 @@ def table(samples: Samples, read: int, flops: float, bandwidth: float, peak: flo
         tenths = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
         rows[name] = {"ms": 1e3 * medians[name], "10 %": 1e3 * tenths[0], "90 %": 1e3 * tenths[-1],
                       "× transformers' best": speed_up(samples, name, best), "GB/s": read / medians[name] / 1e9,
-                      "of bandwidth": limit.share(read / medians[name] / bandwidth), "GFLOP/s": flops / medians[name] / 1e9,
-                      "of roofline": limit.share(roofline / medians[name])}
+                      "of bandwidth": limit.share(read / medians[name] / bandwidth),
+                      "GFLOP/s": flops / medians[name] / 1e9, "of roofline": limit.share(roofline / medians[name])}
     return rows
 
 

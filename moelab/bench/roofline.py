@@ -2,9 +2,9 @@
 
 A `Bench` holds layers of random bf16 experts, more of them than any cache, and two limits that are timed in turn with
 the executors (`moelab.bench.experts.Limits`): reading a layer's weights once, and large products, in bf16 and fp32, the
-fastest of which counts (a CPU without bf16 instructions computes in fp32). `contest` times every executor beside them; `loading` the guide's two
-ways of loading a decode step's experts. All figures are measured. The same executors beside transformers' own, with
-aims, are `moelab.bench.experts`.
+fastest of which counts (a CPU without bf16 instructions computes in fp32). `contest` times every executor beside them;
+`loading` the guide's two ways of loading a decode step's experts. All figures are measured. The same executors beside
+transformers' own, with aims, are `moelab.bench.experts`.
 
 Sources: Williams et al. 2009 (roofline); AWS Neuron's MoE guide, "Selective loading", "All-Experts algorithm".
 """
