@@ -77,18 +77,22 @@ def test_the_rate_of_a_run_is_the_best_forwards():
 def test_reading_is_tried_at_several_depths_and_the_best_counts(tmp_path, monkeypatch):
     """A disk that answers four requests in the time of one: the rate is that of four at a time."""
     from moelab.store import reader
-    asked = []
+    asked, at_once, now = [], [], set()
 
     def slow(self, wanted):
         asked.append((wanted[0].layer, wanted[0].expert))
-        time.sleep(0.01)
+        now.add(asked[-1])
+        at_once.append(len(now))
+        time.sleep(0.05)
+        now.discard((wanted[0].layer, wanted[0].expert))
     store = reader_store(tmp_path)
     monkeypatch.setattr(reader.Reader, "_fill", slow)
     of = SimpleNamespace(options={"options": {"mode": "buffered"}}, offloading=SimpleNamespace(store=store))
     rate = peers.Moelab.read_rate(of, experts=16)
     size = len(reader.Reader(store, "buffered").buffer())
     assert 16 * len(peers.DEPTHS) == len(asked) and len(set(asked)) == 16
-    assert 2.5 * size / 0.01 < rate < 4.2 * size / 0.01
+    assert at_once[:16] == [1] * 16 and max(at_once) == max(peers.DEPTHS)
+    assert 1.2 * size / 0.05 < rate < 4.2 * size / 0.05         # one after the other could not be above 1
 
 
 def reader_store(tmp_path):
