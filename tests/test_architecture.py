@@ -13,11 +13,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets", "kernels", "arguments", "files"}
+COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets", "kernels", "arguments", "files",
+          "intervals"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "progress": set(), "table": set(), "tensorfile": set(), "cards": set(), "datasets": set(),
-    "kernels": set(), "arguments": set(), "files": set(),
+    "kernels": set(), "arguments": set(), "files": set(), "intervals": set(),
     "models": set(),
     "trace": {"models"},
     "recording": {"models", "trace"},

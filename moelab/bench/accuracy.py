@@ -12,7 +12,8 @@ difference, whose error is a fraction of that of either score: questions that bo
 
 Where no answer changed, the paired error is 0, which says nothing about the next prompt: `interval` is the 95 %
 interval of Agresti and Min (2005), half an answer added to each of the four cells, and never empty. For losses it is
-± 1.96 errors. Windows of one library file are taken as independent, which makes errors of the loss slightly small.
+Student's (`moelab.intervals`). Any two modes are compared like a mode and the baseline. Windows of one library file are
+taken as independent, which makes errors of the loss slightly small.
 
 Left out: generation beyond an answer (`moelab.bench.lm_eval_adapter` has tasks that generate) and encoder-decoders.
 """
@@ -23,6 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ import numpy as np
 from moelab import datasets
 from moelab.bench import scores
 from moelab.datasets import Prompt
+from moelab.intervals import standard_error, t95
 from moelab.table import text_table
 
 #: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out library text
@@ -61,7 +64,8 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
     Returns
     -------
     dict, as JSON knows it: "settings"; "scores", see `summarise`, with the "recall" of modes that count it (mean over
-    layers); "samples": {task: {mode: [score, …]}}.
+    layers); "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode:
+    [score, …]}}.
 
     Raises
     ------
@@ -105,6 +109,9 @@ def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> l
 def result(samples: Samples, settings: dict[str, Any]) -> dict[str, Any]:
     """The document that `compare` returns, of any samples: their scores, and they themselves as plain lists."""
     return {"kind": "measured", "settings": settings, "scores": summarise(samples),
+            "pairs": {task: {f"{mode} − {other}": paired(by_mode[other], by_mode[mode])
+                             for other, mode in combinations(list(by_mode)[1:], 2)}
+                      for task, by_mode in samples.items() if len(by_mode) > 2},
             "samples": {task: {mode: values.tolist() for mode, values in by_mode.items()}
                         for task, by_mode in samples.items()}}
 
@@ -124,29 +131,38 @@ def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
     """
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for task, by_mode in samples.items():
-        baseline, rows[task] = next(iter(by_mode)), {}
-        base = np.asarray(by_mode[baseline])
+        by_mode = {mode: np.asarray(values) for mode, values in by_mode.items()}
+        (baseline, base), rows[task] = next(iter(by_mode.items())), {}
+        # a metric that happens to be 0 or 1 throughout in one mode is no count of right answers
+        answers = all(values.dtype == bool for values in by_mode.values())
         for mode, values in by_mode.items():
-            values = np.asarray(values)
             if len(values) < 2 or len(values) != len(base):
                 raise ValueError(f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; a standard "
                                  f"error needs at least two, and pairs as many of each")
-            answers = base.dtype == bool
             unit = "share of right answers" if answers else "nats a token" if task == "loss" else "score"
             rows[task][mode] = {"unit": unit, "n": len(values)} | _mean("score", "error", values)
             if mode != baseline:
-                rows[task][mode] |= paired_answers(base, values) if answers else paired_means(base, values)
+                rows[task][mode] |= paired(base, values)
     return rows
+
+
+def paired(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    """What one mode's scores are beside another's, over the same windows or prompts [n]: right answers if both are."""
+    both = [np.asarray(scores) for scores in (base, values)]
+    if all(scores.dtype == bool for scores in both):
+        return paired_answers(*both)
+    return paired_means(*(scores.astype(float) for scores in both))
 
 
 def paired_means(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     """Difference of means over pairs [n], absolute and relative to the baseline's mean."""
     row = _mean("difference", "difference error", values - base)
-    row["interval"] = [row["difference"] + side * 1.96 * row["difference error"] for side in (-1, 1)]
+    reach = t95(len(base) - 1) * row["difference error"]
+    row["interval"] = [row["difference"] - reach, row["difference"] + reach]
     if base.mean() > 0:
         ratio = values.mean() / base.mean()
         row["relative"] = 100 * (ratio - 1)
-        row["relative error"] = 100 * _error(values - ratio * base) / base.mean()
+        row["relative error"] = 100 * standard_error(values - ratio * base) / base.mean()
     return row
 
 
@@ -157,7 +173,8 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     # Agresti and Min: 1/2 to each cell of the 2×2 table
     mean, changed = (gained - lost) / (n + 2), (lost + gained + 1) / (n + 2)
     half = 1.96 * math.sqrt((changed - mean**2) / (n + 2))
-    return row | {"interval": [mean - half, mean + half], "lost": lost, "gained": gained, "p": mcnemar(lost, gained)}
+    return row | {"interval": [max(mean - half, -1.0), min(mean + half, 1.0)], "lost": lost, "gained": gained,
+                  "p": mcnemar(lost, gained)}
 
 
 def mcnemar(lost: int, gained: int) -> float:
@@ -167,13 +184,9 @@ def mcnemar(lost: int, gained: int) -> float:
     return min(1.0, 2 * tail / 2**changed)
 
 
-def _error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / math.sqrt(len(values)))
-
-
 def _mean(name: str, error: str, values: np.ndarray) -> dict[str, float]:
     values = values.astype(float)
-    return {name: float(values.mean()), error: _error(values)}
+    return {name: float(values.mean()), error: standard_error(values)}
 
 
 # --------------------------------------------------------------------------------------------------------- in print
@@ -182,11 +195,13 @@ def table(found: dict[str, Any]) -> str:
     """A result as text, one line a task and mode; answers in per cent and points, losses in nats a token."""
     lines = []
     for task, by_mode in found["scores"].items():
-        for mode, row in by_mode.items():
-            answers = row["unit"].startswith("share")
+        unit = next(iter(by_mode.values()))["unit"]
+        for mode, row in (by_mode | found["pairs"].get(task, {})).items():
+            answers = unit.startswith("share")
             scale, digits = (100, 1) if answers else (1, 4)
-            line = [task, mode, f"{scale * row['score']:.{digits}f}{' %' if answers else ''} "
-                                f"± {scale * row['error']:.{digits}f}"]
+            score = f"{scale * row['score']:.{digits}f}{' %' if answers else ''} ± {scale * row['error']:.{digits}f}" \
+                if "score" in row else "–"
+            line = [task, mode, score]
             if "difference" not in row:
                 lines.append(line + ["–"] * 4)
                 continue

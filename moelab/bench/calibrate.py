@@ -20,6 +20,7 @@ from moelab import datasets
 from moelab.arguments import whole
 from moelab.calibration import Calibration, calibrate
 from moelab.models import open_model
+from moelab.models.opening import require_tokenizer
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 
@@ -46,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    sources = checked(args)
-    model = open_model(None if args.model == "small" else args.model,
-                       experts="external" if args.external else "resident")
+    sources, name = checked(args), None if args.model == "small" else args.model
+    require_tokenizer(name)
+    model = open_model(name, experts="external" if args.external else "resident")
     found = calibration(model, sources, args.prompts, args.tokens, args.new_tokens, args.batch, args.seed)
     print(f"{found.save(args.file)}\n{summary(found)}")
     return 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moelab.bench import limit
 from moelab.bench.machine import forget, memory_limit
 from moelab.bench.probe import lay_out
 from moelab.progress import progress
@@ -152,10 +153,9 @@ class Bench:
         same = best and sum(a == b for a, b in zip(best, self.reference["best"])) / len(best)
         return f"best token {same:.0%} as eager" if best else "own tokens"
 
-    def aim(self, name: str, value: float | None, aim: float, below: bool = True) -> None:
+    def aim(self, name: str, value: float | str | None, aim: float, below: bool = True) -> None:
         if value is not None:
-            self.aims[name] = {"measured": value, "aim": f"{'≤' if below else '≥'} {aim}",
-                               "met": value <= aim if below else value >= aim}
+            self.aims[name] = limit.aim(value, aim, below)
 
 
 def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess:

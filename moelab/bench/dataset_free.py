@@ -3,7 +3,7 @@
 Source: GPU-NDP §III-D, Fig. 6 and 7. A prompt runs through a model whose experts lie in a store; then the x most used
 experts of each layer are made resident, and nothing else is kept while the answer is decoded. Who is most used says the
 prompt itself (dataset-free), other prompts of the same source, or other sources. Utilisation is the share of resident
-experts that a decode step uses: hits that the engine counts, exact; intervals are of 95 %, over prompts (bootstrap).
+experts that a decode step uses: hits that the engine counts, exact; intervals are of 95 %, over prompts.
 
 The engine stays as it is: the pool has room for x experts a layer, the eviction policy `Chosen` keeps the chosen ones
 and refuses all others, and calling a layer's experts once with the chosen ids makes them resident. Left out: doing the
@@ -28,6 +28,7 @@ import torch
 from moelab.arguments import whole
 from moelab.cache.pools import Pools
 from moelab.datasets import prompts
+from moelab.intervals import Interval, interval
 from moelab.models import discover, open_model
 from moelab.ndp.prefetch import most_used
 from moelab.progress import progress
@@ -40,7 +41,6 @@ from moelab.store.layout import ExpertStore
 
 SOURCES = ("code", "prose", "lookup")
 WAYS = ("dataset-free", "calibrated, same source", "calibrated, other sources")
-Interval = tuple[float, float, float]
 
 
 class Chosen:
@@ -171,13 +171,6 @@ class Prefetcher:
             for layer, tokens in layers:
                 found[forward, layer, list(tokens)] = list(tokens.values())
         return found
-
-
-def interval(values: Sequence[float], samples: int = 4000, seed: int = 0) -> Interval:
-    """Mean and its 95 % bootstrap interval: (mean, low, high)."""
-    values = np.asarray(values, float)
-    picks = np.random.default_rng(seed).integers(len(values), size=(samples, len(values)))
-    return float(values.mean()), *map(float, np.quantile(values[picks].mean(1), [0.025, 0.975]))
 
 
 def calibration(model: Any, sources: Sequence[str], n: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:

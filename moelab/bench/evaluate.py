@@ -107,7 +107,8 @@ def main(args: argparse.Namespace) -> int:
         if own:
             mine = accuracy.compare(model, modes, own, n=n, windows=max(n // 4, 4), tokens=args.tokens, seed=args.seed,
                                     decode=args.decode_only, batch_size=batch)
-            found = {"kind": mine["kind"]} | {key: mine[key] | found[key] for key in ("settings", "scores", "samples")}
+            found = {"kind": mine["kind"]} | {key: mine[key] | found[key]
+                                              for key in ("settings", "scores", "pairs", "samples")}
     finally:
         if (offloading := getattr(model, "moelab", None)) is not None:
             offloading.close()

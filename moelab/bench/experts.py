@@ -2,9 +2,11 @@
 
 Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same steps
 in interleaved rounds: a prompt, and single tokens whose experts are cold, as several layers with more weights than any
-cache take turns. Rates are of the weights that a step must read, beside the rate at which as many threads read memory;
-the roofline is the time that memory or arithmetic alone would take, whichever is longer, with the arithmetic of torch's
-largest fp32 product. Ratios are medians over rounds, to the best of transformers' three.
+cache take turns, and neighbours in a round compute other steps. Each runs twice, on two steps, and the second time
+counts, when the memory that it allocates is there. Rates are of the weights that a step must read, beside the rate at
+which as many threads read memory; the roofline is the time that memory or arithmetic alone would take, whichever is
+longer. Both limits are the best of several readers and of several products, in the experts' type and in fp32, in the
+same rounds (`moelab.bench.limit`). Ratios are medians over rounds, to the best of transformers' three.
 
 Source: AWS Neuron's MoE guide (executors), Williams et al. 2009 (roofline). Left out: GPUs, executors that drop tokens.
 """
@@ -19,12 +21,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.arguments import number, whole
+from moelab.bench import limit
 from moelab.bench.store import Samples, speed_up
 from moelab.experts import EXECUTORS, make
 from moelab.experts.gemv import PlanesGEMV
@@ -119,34 +124,92 @@ def lossless() -> list[str]:
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
-    """Seconds of each arm in each round, every second round backwards; the first one warms up and does not count."""
+    """Seconds of each arm in each round, every second round backwards; round 0, step 0, warms up and does not count.
+
+    Arms that follow each other compute different steps, so that none finds its weights in a cache; and each has run
+    another step just before, so that what it allocates is memory that it has had already.
+    """
     samples: Samples = {name: [] for name in arms}
+    steps = range(1, rounds)
     for i in progress(range(rounds), title, unit="rounds"):
-        for name in list(arms)[::-1 if i % 2 else 1]:
+        for place, name in list(enumerate(arms))[::-1 if i % 2 else 1]:
+            if not i:
+                arms[name](0)
+                continue
+            arms[name](steps[(i + place + len(steps) // 2) % len(steps)])
             start = time.perf_counter()
-            arms[name](i)
-            if i:
-                samples[name].append(time.perf_counter() - start)
+            arms[name](steps[(i + place) % len(steps)])
+            samples[name].append(time.perf_counter() - start)
     return samples
 
 
-def readers(layers: Layers, pool: ThreadPoolExecutor) -> tuple[Callable[[int], Any], int]:
-    """An arm that sums up a whole layer's weights in as many parts as threads, and how many bytes it reads."""
-    banks = [stock.gate_up_proj.view(-1).view(torch.int64).numpy() for stock in layers.stock]
+class Limits:
+    """Arms that show what memory and arithmetic allow, to be timed in the same rounds as what they bound.
+
+    Readers: two loops, one of which asks for what comes 4 KB later, and torch's own sum, all with torch's number of
+    threads. Products: squares and the layer's own shape, in the experts' type and in fp32, each `REPEAT` times in a
+    turn.
+    """
+
+    REPEAT, SQUARES, ROWS = 2, (1024, 1536), 2048
+
+    def __init__(self, layers: Layers, pool: ThreadPoolExecutor) -> None:
+        banks = [stock.gate_up_proj.view(-1).view(torch.int64) for stock in layers.stock]
+        self.nbytes, threads = banks[0].nbytes, torch.get_num_threads()
+
+        def reader(loop: Callable[[np.ndarray], int]) -> Callable[[int], Any]:
+            def read(i: int) -> None:
+                words = banks[i % len(banks)].numpy()
+                list(pool.map(loop, [words[len(words) * t // threads:len(words) * (t + 1) // threads]
+                                     for t in range(threads)]))
+            return read
+        self.readers: Arms = {"memory, torch's sum": lambda i: banks[i % len(banks)].sum()}
+        if bits.numba is not None:
+            self.readers |= {f"memory, {name}": reader(loop) for name, loop in _loops().items()}
+        H, I = layers.config.hidden_size, layers.config.moe_intermediate_size
+        self.products: Arms = {}
+        self.flops: dict[str, float] = {}
+        for dtype in dict.fromkeys((layers.dtype, torch.float32)):
+            for m, k, n in [(size,) * 3 for size in self.SQUARES] + [(self.ROWS, H, 2 * I)]:
+                name = f"product {m} × {k} × {n}, {str(dtype).removeprefix('torch.')}"
+                x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+                self.products[name] = lambda _, x=x, w=w: [torch.nn.functional.linear(x, w)
+                                                           for _ in range(self.REPEAT)]
+                self.flops[name] = self.REPEAT * 2.0 * m * k * n
+
+    @property
+    def arms(self) -> Arms:
+        return self.readers | self.products
+
+    def best(self, samples: Samples) -> tuple[float, float]:
+        """(bytes/s, FLOP/s): the most that any of them reached in any round."""
+        return (max(self.nbytes / min(samples[name]) for name in self.readers),
+                max(self.flops[name] / min(samples[name]) for name in self.products))
+
+
+@lru_cache(maxsize=1)
+def _loops() -> dict[str, Callable[[np.ndarray], int]]:
+    """Two ways of reading int64 words, compiled."""
+    from moelab.experts.tiles import prefetch
 
     @bits.kernel
-    def total(words):
+    def plain(words):
         result = 0
         for i in range(len(words)):
             result += words[i]
         return result
 
-    n = torch.get_num_threads()
-
-    def read(i: int) -> None:
-        words = banks[i % len(banks)]
-        list(pool.map(total, [words[len(words) * t // n:len(words) * (t + 1) // n] for t in range(n)]))
-    return read, banks[0].nbytes
+    @bits.kernel
+    def ahead(words):
+        a = b = 0
+        for i in range(0, len(words) - 15, 16):                 # two cache lines
+            prefetch(3, words.ctypes.data + 8 * i + 4096)
+            prefetch(3, words.ctypes.data + 8 * i + 4160)
+            for j in range(8):
+                a += words[i + j]
+                b += words[i + 8 + j]
+        return a + b
+    return {"plain loop": plain, "prefetching loop": ahead}
 
 
 def table(samples: Samples, read: int, flops: float, bandwidth: float, peak: float) -> dict[str, dict[str, Any]]:
@@ -158,8 +221,8 @@ def table(samples: Samples, read: int, flops: float, bandwidth: float, peak: flo
         tenths = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
         rows[name] = {"ms": 1e3 * medians[name], "10 %": 1e3 * tenths[0], "90 %": 1e3 * tenths[-1],
                       "× transformers' best": speed_up(samples, name, best), "GB/s": read / medians[name] / 1e9,
-                      "of bandwidth": read / medians[name] / bandwidth, "GFLOP/s": flops / medians[name] / 1e9,
-                      "of roofline": roofline / medians[name]}
+                      "of bandwidth": limit.share(read / medians[name] / bandwidth),
+                      "GFLOP/s": flops / medians[name] / 1e9, "of roofline": limit.share(roofline / medians[name])}
     return rows
 
 
@@ -181,18 +244,16 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
     found: dict[str, dict[str, Any]] = {"conditions": {"threads": threads, "load average before": load}}
     aims: dict[str, dict[str, Any]] = {}
     every: Samples = {}
-    square = torch.randn(1536, 1536)
     with ThreadPoolExecutor(threads) as pool:
         for label in dtypes or list(DTYPES):
             layers = Layers(E, K, H, I, DTYPES[label], cold)
-            reader, nbytes = readers(layers, pool)
+            limits = Limits(layers, pool)
             for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
                 arms, read = layers.arms(T, n + 1)
                 title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
-                samples = rounds_of({"memory": reader, "product": lambda i: square @ square} | arms, n + 1, title)
-                bandwidth = nbytes / statistics.median(samples["memory"])
-                peak = 2 * len(square) ** 3 / statistics.median(samples["product"])
-                found["conditions"] |= {f"{title}: memory GB/s": bandwidth / 1e9, f"{title}: fp32 GFLOP/s": peak / 1e9}
+                samples = rounds_of(limits.arms | arms, n + 1, title)
+                bandwidth, peak = limits.best(samples)
+                found["conditions"] |= {f"{title}: memory GB/s": bandwidth / 1e9, f"{title}: GFLOP/s": peak / 1e9}
                 own = {name: samples[name] for name in arms}
                 found[title] = table(own, read, 6 * T * K * H * I, bandwidth, peak)
                 every |= {f"{title}: {name}": seconds for name, seconds in samples.items()}
@@ -205,13 +266,9 @@ def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, 
     best = min(own, key=lambda name: own[name]["ms"])
     ratio = own[best]["× transformers' best"]
     if phase == "prefill":
-        return {f"{label} prefill, {best} × transformers' best": _aim(ratio, 1.0 if label == "bf16" else 1.6)}
+        return {f"{label} prefill, {best} × transformers' best": limit.aim(ratio, 1.0 if label == "bf16" else 1.6)}
     if label != "bf16":
         return {}
-    return {f"bf16 decode, {best} × transformers' best": _aim(ratio, 1.8),
-            f"bf16 decode, {best}: share of memory bandwidth": _aim(own[best]["of bandwidth"], 0.8),
-            "rate of split planes ÷ bf16 GEMV's": _aim(rows["gemv"]["ms"] / rows[PLANES]["ms"], 0.8)}
-
-
-def _aim(value: float, aim: float) -> dict[str, Any]:
-    return {"measured": value, "aim": f"≥ {aim}", "met": value >= aim}
+    return {f"bf16 decode, {best} × transformers' best": limit.aim(ratio, 1.8),
+            f"bf16 decode, {best}: share of memory bandwidth": limit.aim(own[best]["of bandwidth"], 0.8),
+            "rate of split planes ÷ bf16 GEMV's": limit.aim(rows["gemv"]["ms"] / rows[PLANES]["ms"], 0.8)}

@@ -45,7 +45,7 @@ def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None
 
     Raises
     ------
-    ValueError : no metric of these tasks is a mean over questions.
+    ValueError : no metric of these tasks is a mean over questions, or one is not in every mode.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -63,6 +63,10 @@ def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None
     if not samples:
         raise ValueError(f"no metric of {', '.join(task.task_name for task in tasks)} is a mean over questions, so "
                          f"modes cannot be compared in pairs; use lm-eval itself")
+    for name, of in samples.items():
+        if lacking := [mode for mode in modes if mode not in of]:
+            raise ValueError(f"{name} is no mean over questions in mode {lacking[0]}, though it is in "
+                             f"{next(iter(of))}: a score there is no number; leave out the mode or the task")
     return samples
 
 

@@ -193,7 +193,7 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
                         ("prefill", [run.prefill_step(layer, counts[layer]) for layer in picked]),
                         ("decode", [run.decode_step(layer, routing.decode[t, layer]) for layer in picked
                                     for t in range(tokens)])):
-                    plans = [system.plan(step, run.costs) for step in steps]
+                    plans = [run.plan(step) for step in steps]
                     event, closed = (sum(seconds(plan, run.costs) for plan in plans)
                                      for seconds in (event_seconds, layer_seconds))
                     ratios[phase].append(float(event / closed))
@@ -311,7 +311,7 @@ def one_layer(machine: Hardware, system: System, routing: Routing, placement: st
     NotSupported : the experts do not fit.
     """
     run = Run(machine, system, routing, placement)
-    plans = [system.plan(run.decode_step(l, routing.decode[t, l]), run.costs) for l in range(2) for t in range(4)]
+    plans = [run.plan(run.decode_step(l, routing.decode[t, l])) for l in range(2) for t in range(4)]
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
 
 

@@ -24,7 +24,8 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ CONTENDERS = {name: ("moelab.bench.peers", kind) for name, kind in (
     ("mapped", "Mapped"), ("accelerate", "Accelerate"))}
 CONTENDERS |= {name: ("moelab.bench.foreign", kind) for name, kind in (("llama.cpp", "Llama"), ("ftllm", "Ftllm"))}
 CONTENDERS["probe"] = "moelab.bench.probe", "Probe"
+#: requests at a time that reading is tried with
+DEPTHS = (1, 2, 4)
 #: what engine and simulator must agree upon
 FOUND = ("hits", "misses", "evictions", "read_bytes")
 
@@ -189,7 +192,8 @@ class Moelab(Transformers):
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
         records, decoded = layer_records(list(this.timeline), forwards)
-        rate, mode = self.read_rate()
+        rates = self.rates | {"after": self.read_rate()} | delivered(this.timeline, forwards)
+        rate = max(rates.values())
         hits, misses = sum(metrics["hits"].values()) - self.before[0], metrics["misses"] - self.before[1]
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
@@ -202,26 +206,38 @@ class Moelab(Transformers):
             "budget_bytes": this.budget,
             "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
-            "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_mode": mode,
+            "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_rates": rates,
             "decode_hit_rate": hits / max(hits + misses, 1), "metrics": metrics,
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None}
 
-    def read_rate(self, experts: int = 64) -> tuple[float, str]:
-        """Bytes a second of reading random whole experts, one request after another, and how they were read."""
+    def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
+        self.rates = {"before": self.read_rate()}
+        return super().measure(tokens, prompts)
+
+    def read_rate(self, experts: int = 64) -> float:
+        """Bytes a second of reading random whole experts as the engine does, at the best of three queue depths."""
         from moelab.store.reader import Reader
         options = {name: value for name, value in self.options.get("options", {}).items()
                    if name in ("mode", "bandwidth", "verify")}
-        rng, layers, total = random.Random(0), self.offloading.store.layers, 0
-        with Reader(self.offloading.store, **options) as reader:
-            buffer = reader.buffer()
-            buffer[:] = 0                       # its pages are there before the clock runs
+        layers, best = self.offloading.store.layers, 0.0
+        everyone = [(layer, expert) for layer in range(len(layers)) for expert in range(len(layers[layer].experts))]
+        keys = random.Random(0).sample(everyone, min(experts, len(everyone)))
+        with Reader(self.offloading.store, **options) as reader, ThreadPoolExecutor(max(DEPTHS)) as pool:
+            buffers = [reader.buffer() for _ in range(max(DEPTHS))]
+            for buffer in buffers:
+                buffer[:] = 0                   # its pages are there before the clock runs
+            for depth in DEPTHS:
+                for layer in range(len(layers)):
+                    reader.drop_cache(layer)
+
+                def part(i: int, depth: int = depth) -> int:
+                    return sum(len(reader.read_parts(*key, {"both": buffers[i]})[0].data) for key in keys[i::depth])
+                start = time.perf_counter()
+                total = sum(pool.map(part, range(depth)))
+                best = max(best, total / (time.perf_counter() - start))
             for layer in range(len(layers)):
                 reader.drop_cache(layer)
-            start = time.perf_counter()
-            for _ in range(experts):
-                layer = rng.randrange(len(layers))
-                total += len(reader.read(layer, rng.randrange(len(layers[layer].experts)), "both", buffer).data)
-            return total / (time.perf_counter() - start), reader.mode
+        return best
 
 
 class MoelabFast(Moelab):
@@ -231,6 +247,16 @@ class MoelabFast(Moelab):
         from moelab.runtime.fast_decode import fast_decode
         super().__init__(options | {"options": options.get("options", {}) | {"executor": "fast"}})
         fast_decode(self.model)
+
+
+def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float]:
+    """{"during": the most bytes a second that the disk delivered in any forward (start, end, …) while it was busy}."""
+    reads, rates = [event for event in events if event.kind.startswith("read")], []
+    for start, end, *_ in forwards:
+        mine = [event for event in reads if start <= event.start < end]
+        if busy := sum(event.end - event.start for event in mine):
+            rates.append(sum(event.bytes for event in mine) / busy)
+    return {"during": max(rates)} if rates else {}
 
 
 def compressed_pool(store: str, share: float, staging: int) -> Any:

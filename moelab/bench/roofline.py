@@ -1,10 +1,10 @@
 """What this machine's memory and arithmetic allow a layer's experts, and how near executors come.
 
 A `Bench` holds layers of random bf16 experts, more of them than any cache, and two limits that are timed in turn with
-the executors: reading a layer's weights once, and one large product, in bf16 and fp32, the faster of which counts (a
-CPU without bf16 instructions computes in fp32). `contest` times every executor beside them; `loading` the guide's two
-ways of loading a decode step's experts. All figures are measured. The same executors beside transformers' own, with
-aims, are `moelab.bench.experts`.
+the executors (`moelab.bench.experts.Limits`): reading a layer's weights once, and large products, in bf16 and fp32, the
+fastest of which counts (a CPU without bf16 instructions computes in fp32). `contest` times every executor beside them;
+`loading` the guide's two ways of loading a decode step's experts. All figures are measured. The same executors beside
+transformers' own, with aims, are `moelab.bench.experts`.
 
 Sources: Williams et al. 2009 (roofline); AWS Neuron's MoE guide, "Selective loading", "All-Experts algorithm".
 """
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moelab.bench.experts import Layers, readers, rounds_of
+from moelab.bench import limit
+from moelab.bench.experts import Layers, Limits, rounds_of
 from moelab.bench.store import Samples
 from moelab.experts import EXECUTORS
 from moelab.specs import DeviceSpec, Figure
@@ -28,7 +29,6 @@ from moelab.specs import DeviceSpec, Figure
 #: lossless executors that take no part: a naive loop, a choice of others
 LEFT_OUT = ("reference", "neuron")
 LOADING = ("selective", "all_experts")
-WIDE = 2048                                     # rows of the large product
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def least_seconds(unique: float, T: int, K: int, H: int, I: int, weight_bytes: i
 class Contest:
     """A layer's experts on T tokens: samples of every executor in seconds, and the two limits in the same rounds.
 
-    bandwidth, rate : bytes/s of the reader, FLOP/s of the large product. limits : what limits → seconds.
+    bandwidth, rate : bytes/s of the fastest reader, FLOP/s of the fastest product. limits : what limits → seconds.
     """
 
     samples: Samples
@@ -81,9 +81,9 @@ class Contest:
         return self.stock[0] / self.ours[0]
 
     @property
-    def reached(self) -> float:
-        """Share of what the roofline allows that the fastest executor reaches."""
-        return max(self.limits.values()) / self.ours[0]
+    def reached(self) -> float | str:
+        """Share of what the roofline allows that the fastest executor reaches; words if the roofline was beaten."""
+        return limit.share(max(self.limits.values()) / self.ours[0])
 
     @property
     def bound(self) -> str:
@@ -99,11 +99,7 @@ class Bench:
         self.layers = Layers(E, K, H, I, torch.bfloat16, cold)
         self._pool = ThreadPoolExecutor(self.threads)
         with torch_threads(self.threads):
-            reader, self._bytes = readers(self.layers, self._pool)
-        product = torch.nn.functional.linear
-        self._limits = {"memory": reader} | {
-            f"product {dtype}": lambda _, x=torch.randn(WIDE, H).to(dtype), w=torch.randn(2 * I, H).to(dtype):
-            product(x, w) for dtype in (torch.bfloat16, torch.float32)}
+            self._limits = Limits(self.layers, self._pool)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -111,10 +107,10 @@ class Bench:
     def machine(self, rounds: int) -> DeviceSpec:
         """This machine as a card: the bandwidth and the rate of the two limits."""
         with torch_threads(self.threads), torch.inference_mode():
-            bandwidth, rate = self._rates(rounds_of(self._limits, rounds + 1, "limits"))
+            bandwidth, rate = self._limits.best(rounds_of(self._limits.arms, rounds + 1, "limits"))
         return DeviceSpec(f"this machine ({self.threads} thread(s))", {
             "memory_bandwidth_gbs": Figure(bandwidth / 1e9, "GB/s", "measured", "reading a layer's weights"),
-            "bf16_tflops": Figure(rate / 1e12, "TFLOPS", "measured", "a large product, bf16 or fp32")})
+            "bf16_tflops": Figure(rate / 1e12, "TFLOPS", "measured", "the fastest of large products, bf16 or fp32")})
 
     def contest(self, T: int, rounds: int) -> Contest:
         """Every executor on T tokens, in turn, another routing and layer in each round."""
@@ -122,8 +118,8 @@ class Bench:
             arms, read = self.layers.arms(T, rounds + 1)
             arms = {name: arm for name, arm in arms.items() if name not in LEFT_OUT}
             title = f"{T} token{'s' * (T > 1)}"
-            samples = rounds_of(self._limits | arms, rounds + 1, title)
-        bandwidth, rate = self._rates(samples)
+            samples = rounds_of(self._limits.arms | arms, rounds + 1, title)
+        bandwidth, rate = self._limits.best(samples)
         limits = least_seconds(read / self.layers.expert_bytes, T, self.K, self.H, self.I, 2, bandwidth, rate)
         return Contest({name: samples[name] for name in arms}, bandwidth, rate, limits)
 
@@ -135,10 +131,6 @@ class Bench:
                 arms, _ = self.layers.arms(b, rounds + 1)
                 found[b] = rounds_of({name: arms[name] for name in names}, rounds + 1, f"batch {b}")
         return found
-
-    def _rates(self, samples: Samples) -> tuple[float, float]:
-        read, *products = (statistics.median(samples[name]) for name in self._limits)
-        return self._bytes / read, 2 * WIDE * self.H * 2 * self.I / min(products)
 
 
 def all_over_selective(raced: dict[int, Samples]) -> dict[int, float]:

@@ -34,6 +34,7 @@ from moelab.experts.saliency import Saliency
 from moelab.experts.selective import expected_unique
 from moelab.experts.tiered import Tiered
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups
+from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged
 from moelab.trace import PREFILL, RoutingTrace
 
@@ -46,7 +47,6 @@ BASELINE, NOBODY = "nothing dropped", "no experts at all"
 ALL_BLOCKS = "all N blocks, any routing"
 
 Points = list[tuple[float, float]]
-Interval = tuple[float, float, float]           # value, and the ends of its 95 % interval
 Ways = Mapping[str, Callable[[Saliency], Any]]  # name → what makes the executor that drops, or pads
 
 
@@ -187,7 +187,8 @@ class Costs:
     def loss(self, way: str) -> Interval:
         """Language loss, per cent more than the baseline's."""
         row = self.scores["loss"][way]
-        return row["relative"], *(row["relative"] + side * 1.96 * row["relative error"] for side in (-1, 1))
+        reach = t95(row["n"] - 1) * row["relative error"]
+        return row["relative"], row["relative"] - reach, row["relative"] + reach
 
     def points(self, task: str, way: str) -> Interval:
         """Right answers, difference in points."""

@@ -1,7 +1,8 @@
 """What lossless compression costs: size beside the entropy bound, and rates a thread beside memcpy and zipnn.
 
 Every codec packs and unpacks the same bf16 expert in turn with zipnn and memcpy, round after round, so that a busy
-machine slows all of them down alike; rates are medians, in GB of weights a second. Rates "a thread" are per second
+machine slows all of them down alike; a turn is several runs, with the memory of the run before; rates are medians, in
+GB of weights a second. Rates "a thread" are per second
 of processor time, rates "together" per second on the clock, which says something only while the machine is idle.
 `decode` is decompression and recovery: from packed bytes to bf16 weights in a given buffer.
 
@@ -47,16 +48,20 @@ def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
 
 
 def interleaved(arms: Mapping[str, Callable[[], Any]], repeats: int = 7,
-                clock: Callable[[], float] = time.process_time) -> Samples:
-    """Seconds of each arm in each of `repeats` rounds; every round runs all arms once, a first one warms up."""
+                clock: Callable[[], float] = time.process_time, loops: int = 3) -> Samples:
+    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns.
+
+    An arm's turn is `loops` runs in a row after one that does not count: whoever returns new memory gets back the
+    memory of the run before, as in use, and does not wait for fresh pages, which others have no need of.
+    """
     samples: Samples = {name: [] for name in arms}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for name, arm in arms.items():
-            start = clock()
             arm()
-            seconds = clock() - start
-            if repeat:
-                samples[name].append(max(seconds, 1e-9))        # a coarse clock must not make a rate infinite
+            start = clock()
+            for _ in range(loops):
+                arm()
+            samples[name].append(max((clock() - start) / loops, 1e-9))      # a coarse clock makes no rate infinite
     return samples
 
 
@@ -99,17 +104,26 @@ def _coder(weights: torch.Tensor, name: str) -> Coder:
 
 
 def _zipnn(weights: torch.Tensor) -> Coder:
-    """zipnn on bytes, one thread; it returns new memory, because it cannot be given a buffer."""
+    """zipnn on bytes, one thread; it returns new memory, because it cannot be given a buffer.
+
+    It compresses in place, so a buffer that is there is filled anew, which is a small part of its time.
+    """
     import zipnn
     options = {"input_format": "byte", "bytearray_dtype": "bfloat16", "threads": 1}
     data = bytes(bits.as_bytes(weights))
-    packed = zipnn.ZipNN(**options).compress(bytearray(data))
+    room = bytearray(data)
+
+    def compress() -> Any:
+        room[:] = data
+        return zipnn.ZipNN(**options).compress(room)
+
+    packed = bytes(compress())
 
     def decode() -> Any:
         return zipnn.ZipNN(**options).decompress(packed)
 
     _check(PEER, np.frombuffer(decode(), np.uint8), weights)
-    return Coder(len(packed), lambda: zipnn.ZipNN(**options).compress(bytearray(data)), decode, lambda: decode)
+    return Coder(len(packed), compress, decode, lambda: decode)
 
 
 def _check(name: str, found: np.ndarray, weights: torch.Tensor) -> None:
@@ -144,7 +158,7 @@ def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats:
             decoders = [coder.another() for _ in range(n)]
             return lambda: list(pool.map(loop, decoders)) and None
         return interleaved({f"{name} × {n}": arm(coder, n) for name, coder in made.items() for n in counts},
-                           repeats, time.perf_counter)
+                           repeats, time.perf_counter, loops=1)
 
 
 def speed_up(samples: Samples, name: str, base: str) -> float:

@@ -22,6 +22,8 @@ from moelab.models.seam import discover, external_class, plug
 from moelab.models.small import SMALL
 from moelab.specs import MoESpec
 
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+
 
 def open_model(name_or_path: str | Path | None = None, experts: str = "resident", *,
                dtype: torch.dtype | str = "auto", device: str | torch.device | None = None) -> Any:
@@ -206,10 +208,21 @@ def load_config(folder: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def require_tokenizer(name_or_path: str | Path | None) -> None:
+    """Refuse a model that has no tokenizer before anything of it is loaded. Raises ValueError; as `find`."""
+    folder = find(name_or_path)
+    if not has_tokenizer(folder):
+        raise ValueError(f"{name_or_path} has no tokenizer, so no prompt can be given to it: put {TOKENIZERS[0]} and "
+                         f"{TOKENIZERS[1]} into {folder}")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZERS)
+
+
 def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-                                                     "spiece.model", "vocab.json")):
+    if not has_tokenizer(folder):
         return None
     settings = folder / "tokenizer_config.json"
     named = read_json(settings).get("fast_tokenizer_files", "") if settings.is_file() else ""

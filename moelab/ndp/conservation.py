@@ -98,7 +98,7 @@ def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
         steps = [(routing.prefill[:, 0], run.prefill_step(0, routing.counts()[0]))]
         steps += [(ids, run.decode_step(0, ids[0])) for ids in routing.decode]
         for ids, step in steps:
-            plan = system.plan(step, run.costs)
+            plan = run.plan(step)
             seconds, events = simulate_layer(plan, run.costs)
             layers += 1
             found += [f"configuration {i} ({name}): {text}" for text in check(ids, plan, run.costs, events)]

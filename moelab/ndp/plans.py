@@ -91,14 +91,47 @@ def make_plan(step: Step, N: int, *, resident: np.ndarray | float = 0.0, moved: 
     return Plan(step, rest[:, None] * where, resident, moved, host, split, pieces)
 
 
-def problems(plan: Plan) -> list[str]:
-    """What is wrong with a plan, in words: an expert that is not computed exactly once, or a prefetch that was none."""
+def problems(plan: Plan, asked: Step | None = None, N: int | None = None,
+             held: tuple[np.ndarray | float, float] = (1.0, 1.0)) -> list[str]:
+    """What is wrong with a plan, in words; nothing if every expert is computed exactly once, from where it is.
+
+    asked : the step that was to be planned, whose experts the plan must have, in any order.
+    N : how many units there are.
+    held : the share of each of the plan's experts that each unit ([A, N] or one for all) and the host has.
+    """
+    if not isinstance(plan, Plan):
+        return [f"it is no plan but {plan!r}"]
+    step, A = plan.step, len(plan.step)
+    columns = {"units": plan.units, "resident": plan.resident, "moved": plan.moved, "host": plan.host}
+    wrong = [f"{name} has the shape {np.shape(column)}" for name, column in columns.items()
+             if np.shape(column)[:1] != (A,) or np.ndim(column) != 1 + (name == "units")]
+    if wrong or N is not None and plan.units.shape[1] != N:
+        return [f"{', '.join(wrong) or f'units has the shape {plan.units.shape}'} for {A} experts"
+                + (f" on {N} units" if N is not None else "")]
     found = []
-    shares = np.column_stack([plan.units, plan.resident, plan.moved, plan.host])
-    if (shares < -1e-12).any():
-        found.append("a share is negative")
-    once = shares.sum(1)
-    found += [f"expert {e} is computed {s:.6g} times" for e, s in zip(plan.step.experts, once) if abs(s - 1) > 1e-9]
+    if asked is not None and asked is not step and not _same(asked, step):
+        found.append("it is of " + ", and asked was for ".join(
+            f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} tokens, at {one.home.tolist()}, "
+            f"resident {one.resident.tolist()}" for one in (step, asked)))
+    if not isinstance(plan.pieces, int) or plan.pieces < 1:
+        found.append(f"experts are sent in {plan.pieces} pieces; it must be a whole number, at least 1")
+    found += [f"a share of {name} is negative or no number" for name, column in columns.items()
+              if not column.min(initial=0) >= -1e-12]
+    once = plan.units.sum(1) + plan.resident + plan.moved + plan.host
+    found += [f"expert {step.experts[a]} is computed {once[a]:.6g} times"
+              for a in (~(abs(once - 1) <= 1e-9)).nonzero()[0]]
     found += [f"expert {e} runs from GPU memory without being there"
-              for e, share, held in zip(plan.step.experts, plan.resident, plan.step.resident) if share > 0 and not held]
+              for e in step.experts[(plan.resident > 0) & ~step.resident]]
+    found += [f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not have so much of it"
+              for a, u in zip(*(plan.units > held[0] + 1e-9).nonzero())]
+    found += [f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have so much of it"
+              for a in (plan.host > held[1] + 1e-9).nonzero()[0]]
     return found
+
+
+def _same(one: Step, other: Step) -> bool:
+    """Whether two steps are the same, but for the order of their experts."""
+    if one.S != other.S or len(one) != len(other):
+        return False
+    one, other = (step.take(step.experts.argsort()) for step in (one, other))
+    return all((getattr(one, name) == getattr(other, name)).all() for name in ("experts", "tokens", "home", "resident"))

@@ -19,7 +19,7 @@ import numpy as np
 from moelab.ndp.closed_form import layer_events, layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
-from moelab.ndp.plans import Plan, Step
+from moelab.ndp.plans import Plan, Step, problems
 from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used, utilisation
 from moelab.ndp.routing import Routing
 from moelab.ndp.systems import System
@@ -97,6 +97,15 @@ class Run:
             self.x = self.experts_that_pay(min(spec.K, self.x), self.x)
         self.resident = most_used(routing.counts(), self.x)
 
+    def plan(self, step: Step) -> Plan:
+        """The system's plan of a step. ValueError, saying what is wrong, unless it computes every expert once."""
+        plan, N = self.system.plan(step, self.costs), self.costs.hardware.units
+        if found := problems(plan, step, N, self.system.held(getattr(plan, "step", step), N)):
+            more = f"; and {len(found) - 3} more" if found[3:] else ""
+            raise ValueError(f"{type(self.system).__name__}.plan of a step of {len(step)} experts and {step.S} tokens "
+                             f"is wrong: {'; '.join(found[:3])}{more}")
+        return plan
+
     def prefill_step(self, layer: int, counts: np.ndarray) -> Step:
         experts = np.lexsort((-self.routing.history[layer], -counts))
         experts = experts[:int((counts > 0).sum())]
@@ -126,7 +135,7 @@ class Run:
         for i in first.tolist():
             at, situation = divmod(i, L), tuple(rows[i].tolist())
             if situation not in self.plans:
-                self.plans[situation] = self.system.plan(self.decode_step(at[1], ids[at], resident[at]), self.costs)
+                self.plans[situation] = self.plan(self.decode_step(at[1], ids[at], resident[at]))
             times.append(seconds(self.plans[situation], self.costs))
         return np.array(times)[which].reshape(T, L)
 
@@ -164,10 +173,11 @@ def simulate(hardware: Hardware, system: System, routing: Routing, *, placement:
     Raises
     ------
     NotSupported : the experts do not fit where the system keeps them, or the rest not the GPU.
+    ValueError : the system plans a step wrongly.
     """
     run = Run(hardware, system, routing, placement)
     costs, S, D = run.costs, len(routing.prefill), len(routing.decode)
-    prefill = np.array([seconds(system.plan(run.prefill_step(layer, counts), costs), costs)
+    prefill = np.array([seconds(run.plan(run.prefill_step(layer, counts)), costs)
                         for layer, counts in enumerate(routing.counts())])
     ids = routing.decode_by_popularity
     decode = run.decode_seconds(ids, hits(run.resident, ids), seconds).sum(1)
@@ -206,7 +216,7 @@ def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Ite
 
     Raises
     ------
-    ValueError : an unknown engine, or a forward that the answer does not have.
+    ValueError : an unknown engine, a forward that the answer does not have, or a step that is planned wrongly.
     NotSupported : the experts do not fit where the system keeps them, or the rest not the GPU.
     """
     from moelab.ndp.event_simulation import simulate_layer
@@ -227,7 +237,7 @@ def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Ite
                 run.prefill_step(layer, counts[layer])
             before, now = now, now + dense / spec.L
             events.append(Event("gpu", "other", layer, -1, before, now))
-            took, new = layer_of(system.plan(step, costs), costs, layer, now)
+            took, new = layer_of(run.plan(step), costs, layer, now)
             events += new
             now += took
         done.append((began, now, 1 if forward else S, "decode" if forward else "prefill"))

@@ -54,6 +54,12 @@ class System(ABC):
     @abstractmethod
     def plan(self, step: Step, costs: Costs) -> Plan: ...
 
+    def held(self, step: Step, N: int) -> tuple[np.ndarray | float, float]:
+        """The share of each expert's columns that each of N units ([A, N] or one for all) and the host has."""
+        if self.home == "host":
+            return 0.0, 1.0
+        return step.home[:, None] == np.arange(N) if self.whole else 1 / N, 0.0
+
     @abstractmethod
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         """Decode steps as integers [n, c]: equal rows take equally long.

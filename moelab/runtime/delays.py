@@ -44,6 +44,11 @@ def same_bits_on_one_thread(store: ExpertStore, model: Any, tokens: int = 8) -> 
     return torch.equal(*results)
 
 
+def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
+    """[L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks]: exact; experts compress differently."""
+    return [[[run(entries, part)[1] for part in ("E", "SM")] for entries in layer.experts] for layer in store.layers]
+
+
 def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, samples: int = 5) -> Delays:
     """Medians of a few reads, decodings and computations of the store's first experts."""
     experts = discover(model)[0].experts
@@ -79,8 +84,9 @@ def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, s
             reader.close()
     seconds = {name: statistics.median(values) for name, values in took.items()}
     token = max(0.0, (seconds["many"] - seconds["one"]) / 15)
-    entries = store.entries(0, 0)
+    every, tried = experts_bytes(store), range(min(samples, len(store.layers[0].experts)))
+    e_bytes, sm_bytes = (round(statistics.fmean(every[0][i][part] for i in tried)) for part in (0, 1))
     return Delays(e_read=seconds["E"], sm_read=seconds["SM"], decompress=seconds["decompress"],
                   recover=seconds["recover"], expert_base=max(0.0, seconds["one"] - token), expert_token=token,
-                  N=len(entries), e_bytes=run(entries, "E")[1], sm_bytes=run(entries, "SM")[1],
-                  decode=seconds["decode"])
+                  N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes, decode=seconds["decode"],
+                  experts_bytes=every)

@@ -28,6 +28,7 @@ from moelab.experts import EXECUTORS, make
 from moelab.experts.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 from moelab.experts.quantization import Quantized
 from moelab.models import discover, eager, open_model, plug
+from moelab.models.opening import require_tokenizer
 
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -105,6 +106,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     prompt = datasets.prompts("needle", 1)[0].text if prompt is None else prompt
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
+    require_tokenizer(model)
     inner = make(executor) if executor else eager
     if parallel is None:
         network = open_model(model, dtype=_dtype(dtype), device=device)
@@ -115,8 +117,6 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
         raise ValueError("the executor int8 quantises a whole model, in one process: leave out torchrun and --parallel")
     else:
         network = open_parallel(model, parallel, tp, inner, _dtype(dtype), device)
-    if network.tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, so no prompt can be given to it")
     inputs = network.tokenizer(prompt, return_tensors="pt").to(network.device)
     length = 0 if network.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     same = [lambda _, scores: network.grid.world.broadcast(scores, "scores")] if parallel else None

@@ -32,14 +32,15 @@ import torch
 from moelab.arguments import number, whole
 from moelab.models import opening, plug
 from moelab.progress import progress
+from moelab.runtime.delays import experts_bytes
 from moelab.runtime.rounds import COPY, MATMUL, Rounds
 from moelab.runtime.slots import Sizes
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Figure
-from moelab.store.layout import ExpertStore, run
+from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
-FORMAT = "moelab.profile/1"
+FORMAT = "moelab.profile/2"
 MINIMUM = 3                                                     # rounds, however long they take
 
 
@@ -69,7 +70,8 @@ class Profile:
     Attributes
     ----------
     seconds : name of the measurement → all samples, in seconds.
-    nbytes : mean bytes of an expert's "full" tensors and of its "e" and "sm" reads.
+    nbytes : bytes of an expert's "full" tensors, and the mean over all experts of its "e" and "sm" reads.
+    experts_bytes : [L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks].
     K, N : exponent shards a tensor, tensors an expert.
     model, codec, dtype : whose experts; the type that they are computed in.
     mode, workers, threads : how it was read; threads that decode, threads of torch.
@@ -78,6 +80,7 @@ class Profile:
 
     seconds: dict[str, list[float]]
     nbytes: dict[str, int]
+    experts_bytes: list[list[list[int]]]
     K: int
     N: int
     model: str
@@ -135,7 +138,7 @@ class Profile:
         return MeasuredDelays(
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
             token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
-            tuple(self.points("expert").items()))
+            self.experts_bytes, tuple(self.points("expert").items()))
 
     def to_device(self) -> DeviceSpec:
         """A device card of this machine, its figures "measured", with when and how in their source."""
@@ -231,12 +234,12 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
             rounds.pieces.close()
             for layer, executor in zip(layers, before):
                 layer.experts.executor = executor
-        everyone = [entries for layer in store.layers for entries in layer.experts]
+        first, every = store.entries(0, 0), experts_bytes(store)
+        e, sm = (round(statistics.fmean(pair[part] for layer in every for pair in layer)) for part in (0, 1))
         return Profile(
-            seconds=rounds.seconds, K=max(len(entry.planes[0][1]) for entry in everyone[0].values()),
-            N=len(everyone[0]), model=store.spec.name, codec=store.codec, dtype=str(model.dtype).removeprefix("torch."),
-            nbytes={"full": Sizes.of(store).full, **{part.lower(): round(statistics.fmean(
-                run(entries, part)[1] for entries in everyone)) for part in ("E", "SM")}},
+            seconds=rounds.seconds, K=max(len(entry.planes[0][1]) for entry in first.values()), N=len(first),
+            model=store.spec.name, codec=store.codec, dtype=str(model.dtype).removeprefix("torch."),
+            nbytes={"full": Sizes.of(store).full, "e": e, "sm": sm}, experts_bytes=every,
             mode=reader.mode, workers=workers, threads=torch.get_num_threads(), when=time.strftime("%Y-%m-%d %H:%M"),
             machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
 

@@ -6,7 +6,9 @@ of 0.25 and every column by one of 0.10, a tenth of them Student-t with 4 degree
 of 64 MB is drawn once and every tensor is a piece of it, from a random place on: experts differ from each other,
 but not in what they are made of, so only codecs that match far back would gain from it. Norms are ones.
 
-`scale` shortens the model and leaves its layers as they are: an expert has the size that the card says.
+`scale` shortens the model and leaves its layers as they are: an expert has the size that the card says. The tokenizer
+is the small model's, whose ids are the first 1,024: no text becomes one of the others, and those that the model
+generates decode to nothing. A vocabulary below that has no tokenizer.
 Left out: sense. The model opens and computes, and what it computes is noise; its experts are laid out as transformers
 holds them ([E, …]), always in bf16, whatever the card's type.
 """
@@ -22,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,7 @@ from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.seam import discover
+from moelab.models.small import SMALL
 from moelab.progress import progress
 from moelab.runtime.convert import other_weights
 from moelab.specs import MoESpec
@@ -40,6 +44,8 @@ from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
 POOL, COLUMNS = 1 << 25, 2048       # weights in the pool, and a row of it
+#: the small model's tokenizer, the number of its ids; its id 0 ends a text and pads
+TOKENIZER, VOCABULARY = ("tokenizer.json", "tokenizer_config.json"), 1024
 EMBEDDING = 64                      # embeddings are so many times larger: else every token is routed alike
 
 
@@ -82,7 +88,7 @@ def config_of(spec: MoESpec) -> Any:
         "shared_expert_intermediate_size": spec.shared_I, "first_k_dense_replace": spec.moe_layers[0],
         "mlp_only_layers": dense, "decoder_sparse_step": 1, "moe_layers": list(spec.moe_layers),
         "mlp_layer_types": ["dense" if i in dense else "sparse" for i in range(spec.num_layers)],
-        "tie_word_embeddings": False}
+        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     known = AutoConfig.for_model(spec.model_type)
     if not hasattr(known, "moe_intermediate_size") or spec.model_type == "llama4_text":
         wanted["intermediate_size"] = spec.I                # the experts' own name for it
@@ -128,6 +134,9 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=destination.name + ".") as temporary:
         folder = Path(temporary) / "model"
         config.save_pretrained(folder)
+        tokenizer = [SMALL / name for name in TOKENIZER] if spec.vocab >= VOCABULARY else []
+        for file in tokenizer:
+            copyfile(file, folder / file.name)
         if codec is None:
             _write_checkpoint(folder, twin.state_dict(), pool, rng)
             os.rename(folder, destination)
@@ -148,7 +157,8 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
                     bar.update(sum(t.nbytes for t in tensors.values()))
                     writer.add(layer, expert, tensors)
             writer.finish(other_weights(Checkpoint.at(folder), set()),
-                          [("config.json", (folder / "config.json").read_bytes())])
+                          [(file, (folder / file).read_bytes())
+                           for file in ("config.json", *(file.name for file in tokenizer))])
             verify(writer.folder)
             return writer.publish()
         finally:

@@ -14,10 +14,11 @@ that concurrent reads and decompression slow each other down.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moelab.specs import State
+from moelab.specs import ExpertKey, State
 
 
 class Task(NamedTuple):
@@ -109,6 +110,8 @@ class Delays:
     K : shards a tensor.
     N : tensors an expert.
     e_bytes, sm_bytes : what the two reads transfer, for the timeline.
+    experts_bytes : [L][E] of the same two numbers for each expert, which the seconds above are then the mean expert's
+        of; empty if all experts are alike.
     decode : decompressing and joining in one go, which may be faster than one after the other; None for their sum.
     """
 
@@ -123,6 +126,7 @@ class Delays:
     e_bytes: int = 0
     sm_bytes: int = 0
     decode: float | None = None
+    experts_bytes: Sequence[Sequence[Sequence[int]]] = ()
 
     def __post_init__(self) -> None:
         for field in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -130,6 +134,15 @@ class Delays:
                 raise ValueError(f"{field} is {getattr(self, field)} s; a delay is a number of seconds, at least 0")
         if self.K < 1 or self.N < 1:
             raise ValueError(f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1")
+
+    def read(self, key: ExpertKey, e: bool, sm: bool) -> tuple[float, int]:
+        """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both: seconds in proportion to its own bytes.
+        """
+        mean = self.e_bytes, self.sm_bytes
+        own = self.experts_bytes[key.layer][key.expert] if self.experts_bytes else mean
+        parts = [(seconds * (n / usual if usual else 1), n) for seconds, n, usual, wanted in zip(
+            (self.e_read, self.sm_read), own, mean, (e, sm)) if wanted]
+        return sum(seconds for seconds, _ in parts), sum(n for _, n in parts)
 
     @property
     def decode_at_once(self) -> float:

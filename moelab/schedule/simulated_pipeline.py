@@ -93,10 +93,8 @@ class SimulatedPipeline:
             raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.delays, self.workers, self.ahead, self.now = delays, workers, ahead, start
         self.fetched: Counter[str] = Counter(begun=0, used=0, early=0, nbytes=0, wasted=0)
-        self.read_s, self.reads = 0.0, 0
-        self._seconds = {"read E": delays.e_read, "read SM": delays.sm_read, "read": delays.e_read + delays.sm_read,
-                         "decompress": delays.decompress, "recover": delays.recover, "decode": delays.decode_at_once}
-        self._bytes = {"read E": delays.e_bytes, "read SM": delays.sm_bytes, "read": delays.e_bytes + delays.sm_bytes}
+        self.read_s, self.reads, self._reading = 0.0, 0, 0.0
+        self._seconds = {"decompress": delays.decompress, "recover": delays.recover, "decode": delays.decode_at_once}
         self._events: list[Event] = []
         self._running: list[tuple[float, int, str, Load | None]] = []   # end, resource (−1 disk, workers, compute), …
         self._idle, self._disk_free, self._compute_free, self._computed_until = list(range(workers)), True, True, start
@@ -177,9 +175,9 @@ class SimulatedPipeline:
 
     # --------------------------------------------------------------------------------------- what starts, and what ends
 
-    def _begin(self, resource: str, number: int, kind: str, load: Load | None, end: float, layer: int = -1) -> None:
-        self._events.append(Event(resource, kind, *(load.key if load else (layer, -1)), self.now, end,
-                                  self._bytes.get(kind, 0)))
+    def _begin(self, resource: str, number: int, kind: str, load: Load | None, end: float, layer: int = -1,
+               nbytes: int = 0) -> None:
+        self._events.append(Event(resource, kind, *(load.key if load else (layer, -1)), self.now, end, nbytes))
         heappush(self._running, (end, number, kind, load))
 
     def _start(self, queue: Queue) -> None:
@@ -188,10 +186,11 @@ class SimulatedPipeline:
             if self._has_place(load):
                 del queue.reads[i]
                 kind, self._disk_free = READS[part], False
+                self._reading, nbytes = self.delays.read(load.key, kind != "read SM", kind != "read E")
                 load.busy += 1
-                load.nbytes += self._bytes[kind]
-                self.fetched["nbytes"] += self._bytes[kind] if load.keep is None else 0
-                self._begin("disk", -1, kind, load, self.now + self._seconds[kind])
+                load.nbytes += nbytes
+                self.fetched["nbytes"] += nbytes if load.keep is None else 0
+                self._begin("disk", -1, kind, load, self.now + self._reading, nbytes=nbytes)
                 break
         without_place = []
         while queue.work and self._idle:
@@ -224,7 +223,7 @@ class SimulatedPipeline:
         load.busy -= 1
         if resource < 0:
             self._disk_free = True
-            self.reads, self.read_s = self.reads + 1, self.read_s + self._seconds[kind]
+            self.reads, self.read_s = self.reads + 1, self.read_s + self._reading
             load.has_e, load.has_sm = load.has_e or kind != "read SM", load.has_sm or kind != "read E"
         else:
             heappush(self._idle, resource)

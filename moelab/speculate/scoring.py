@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab.intervals import t95
 from moelab.progress import progress
 from moelab.speculate.execution import found
 from moelab.speculate.predictors import Estimate, Predictor, Quasi, make, of_model
@@ -52,6 +53,11 @@ class Score:
         P, n = len(self.hits), self.requests.sum(0)
         rest = self.hits - self.recall * self.requests                                  # [P, L − ahead]
         return (rest.square().sum(0) * P / (P - 1)).sqrt() / n if P > 1 else torch.full_like(self.recall, torch.nan)
+
+    @property
+    def margin(self) -> Tensor:
+        """Of `recall`, half its 95 % interval (Student's, over prompts), float64 [L − ahead]."""
+        return self.standard_error * t95(len(self.hits) - 1)
 
     @property
     def rank_alignment(self) -> Tensor:

@@ -39,9 +39,9 @@ def slug(name: str) -> str:
     return "_".join(re.findall(r"[\w-]+", name))
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """A share from 0 to 1 in per cent."""
-    return f"{100 * share:.{digits}f} %"
+def percent(share: float | str, digits: int = 1) -> str:
+    """A share from 0 to 1 in per cent; words that stand for one (`moelab.bench.limit.share`) as they are."""
+    return share if isinstance(share, str) else f"{100 * share:.{digits}f} %"
 
 
 def ms(seconds: float) -> str:

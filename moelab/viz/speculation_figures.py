@@ -38,7 +38,7 @@ def by_layer(panels: Mapping[str, Mapping[str, ArrayLike]], title: str, *, ahead
     ----------
     panels : {panel: {series: [L − ahead]}}; a series looks alike in all panels. NaN where there is nothing.
     title : of the vertical axis, with its unit.
-    errors : the same shape; drawn as ± 1.96 of them. Series without are drawn plain.
+    errors : the same shape, half of each bar (`Score.margin`). Series without are drawn plain.
     chance : a dashed line across.
     lowest : where the vertical axis begins. percent : whether values from 0 to 1 are drawn in per cent.
     legend : the legend's title, such as the kind of the numbers.
@@ -51,7 +51,7 @@ def by_layer(panels: Mapping[str, Mapping[str, ArrayLike]], title: str, *, ahead
         for name, values in series.items():
             values = np.asarray(values, dtype=float)
             error = (errors or {}).get(panel, {}).get(name)
-            bars = None if error is None else {"type": "data", "array": 1.96 * scale * np.asarray(error, dtype=float),
+            bars = None if error is None else {"type": "data", "array": scale * np.asarray(error, dtype=float),
                                                "thickness": 1.2, "width": 3}
             figure.add_scatter(
                 x=[f"{l}→{l + ahead}" for l in range(len(values))], y=scale * values, name=name, legendgroup=name,

@@ -122,6 +122,60 @@ def test_errors_of_losses_are_the_spread_over_repetitions():
     assert statistics.mean(row["relative"] for row in found) == pytest.approx(2.0, abs=0.1)
 
 
+@pytest.mark.parametrize("n", [3, 6, 12])
+def test_intervals_of_losses_cover_the_truth_with_few_windows(n):
+    """± 1.96 errors of six windows would hold it in 89 of 100 cases, of three in 81."""
+    rng, draws, covered = np.random.default_rng(n), 2000, 0
+    for _ in range(draws):
+        base = rng.gamma(4, 0.6, n)
+        low, high = accuracy.paired_means(base, base + 0.02 + 0.03 * rng.standard_normal(n))["interval"]
+        covered += low <= 0.02 <= high
+    assert abs(covered / draws - 0.95) < 0.02
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(2, 9), st.permutations(["01", "bool", "float"]))
+def test_a_metric_may_be_0_or_1_throughout_in_one_mode_only(data, n, kinds):
+    """As lm-eval's metrics between 0 and 1 are: then no mode's are right answers, whichever comes first."""
+    draw = {"01": st.integers(0, 1).map(float), "bool": st.booleans(), "float": st.floats(0, 1)}
+    samples = {kind: np.array(data.draw(st.lists(draw[kind], min_size=n, max_size=n))) for kind in kinds}
+    found = accuracy.result({"t": samples}, {})
+    base = samples[kinds[0]].astype(float)
+    for kind in kinds:
+        row = found["scores"]["t"][kind]
+        assert row["unit"] == "score" and row["score"] == pytest.approx(samples[kind].astype(float).mean())
+        if kind != kinds[0]:
+            assert row["difference"] == pytest.approx((samples[kind].astype(float) - base).mean(), abs=1e-12)
+    assert len(accuracy.table(found).splitlines()) == 2 + 3 + 1
+
+
+def test_any_two_modes_are_compared_in_pairs():
+    """Of three modes with a far noisier baseline: b − a on their own pairs, by scipy and by hand."""
+    scipy_stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(5)
+    truth = rng.normal(2, 1, 40)
+    samples = {"loss": {"baseline": rng.normal(2, 1, 40), "a": truth, "b": truth + rng.normal(0.1, 0.01, 40)},
+               "needle": {"baseline": rng.random(40) < 0.5, "a": truth > 2, "b": truth > 1.8}}
+    found = accuracy.result(samples, {})
+    assert list(found["pairs"]["loss"]) == list(found["pairs"]["needle"]) == ["b − a"]
+    row, differences = found["pairs"]["loss"]["b − a"], samples["loss"]["b"] - samples["loss"]["a"]
+    expected = scipy_stats.ttest_rel(samples["loss"]["b"], samples["loss"]["a"]).confidence_interval(0.95)
+    assert row["interval"] == pytest.approx(list(expected)) and row["difference"] == pytest.approx(differences.mean())
+    answers = found["pairs"]["needle"]["b − a"]
+    gained = int(((truth > 1.8) & (truth <= 2)).sum())
+    assert (answers["lost"], answers["gained"]) == (0, gained)
+    assert answers["p"] == pytest.approx(scipy_stats.binomtest(0, gained).pvalue)
+    assert found["scores"]["loss"]["b"]["difference error"] > 10 * row["difference error"]
+    assert sum(line.split()[1:4] == ["b", "−", "a"] for line in accuracy.table(found).splitlines()) == 2
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6))
+def test_intervals_of_answers_stay_within_what_can_be(pairs):
+    low, high = accuracy.paired_answers(*(np.array(column) for column in zip(*pairs)))["interval"]
+    assert -1 <= low < high <= 1
+
+
 def test_unequal_or_single_samples_are_refused():
     with pytest.raises(ValueError, match="at least two"):
         accuracy.summarise({"t": {"baseline": np.array([1.0])}})
@@ -157,7 +211,7 @@ def test_a_result_is_json_and_a_table(found):
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert {len(values) for values in found["samples"]["completion"].values()} == {6}
     lines = accuracy.table(found).splitlines()
-    assert len(lines) == 2 + 3 * 3 and "nan" not in "".join(lines)
+    assert len(lines) == 2 + 3 * (3 + 1) and "nan" not in "".join(lines)
     assert lines[2].split()[:3] == ["loss", "baseline", f"{found['scores']['loss']['baseline']['score']:.4f}"]
 
 

@@ -133,8 +133,8 @@ def test_costs_are_those_of_compare_with_their_tallies(model):
     by_hand = static.compare(model, {"plain": nullcontext, "half": lambda: static.limited(model, ways["0.5"], [])},
                              ("loss", "needle"), batch_size=1, **how)
     row = by_hand["scores"]["loss"]["half"]
-    assert costs.loss("0.5") == pytest.approx((row["relative"], row["relative"] - 1.96 * row["relative error"],
-                                               row["relative"] + 1.96 * row["relative error"]))
+    assert costs.loss("0.5") == pytest.approx((row["relative"], row["relative"] - 12.7062 * row["relative error"],
+                                               row["relative"] + 12.7062 * row["relative error"]), rel=1e-4)     # t(1)
     assert costs.points("needle", "0.5")[0] == 100 * by_hand["scores"]["needle"]["half"]["difference"]
     assert costs.tally("0.5").drop_rate > 0.4 and costs.tally("4").dropped == 0 == costs.loss("4")[0]
     assert costs.tally("0.5", "needle").routed != costs.tally("0.5", "loss").routed
@@ -151,7 +151,7 @@ def test_a_verdict_needs_an_interval_that_excludes_zero():
     difference = samples["router"] - base
     error = difference.std(ddof=1) / 50 ** 0.5
     assert costs.against("random", "router") == pytest.approx(
-        (difference.mean(), difference.mean() - 1.96 * error, difference.mean() + 1.96 * error))
+        (difference.mean(), difference.mean() - 2.009575 * error, difference.mean() + 2.009575 * error))      # t(49)
     assert [costs.verdict(name) for name in ("router", "saliency", "token")] == [
         "better than random", "not to be told from random", "worse than random"]
 

@@ -26,12 +26,22 @@ def test_the_synthetic_expert_is_as_compressible_as_trained_weights():
     assert not torch.equal(weights, store.synthetic_expert(1 << 22, seed=4))
 
 
-def test_arms_take_turns_and_the_first_round_does_not_count():
+def test_arms_take_turns_of_several_runs_of_which_the_first_does_not_count():
     order, now = [], iter(range(100))
     arms = {name: lambda name=name: order.append(name) for name in "ab"}
-    samples = store.interleaved(arms, repeats=3, clock=lambda: next(now))
-    assert order == ["a", "b"] * 4
-    assert samples == {"a": [1, 1, 1], "b": [1, 1, 1]}
+    samples = store.interleaved(arms, repeats=3, clock=lambda: next(now), loops=2)
+    assert order == ["a", "a", "a", "b", "b", "b"] * 3
+    assert samples == {"a": [0.5] * 3, "b": [0.5] * 3}
+
+
+def test_who_returns_new_memory_has_it_again_within_a_turn():
+    """An arm that needs fresh pages every time it comes, and none in the runs that follow, is not charged for them."""
+    seconds, spent = {"fresh": iter([9.0, 1.0, 1.0] * 4), "given": iter([1.0] * 12)}, [0.0]
+
+    def work(name):
+        spent[0] += next(seconds[name])
+    samples = store.interleaved({name: lambda name=name: work(name) for name in seconds}, 4, lambda: spent[0], loops=2)
+    assert samples["fresh"] == samples["given"] == [1.0] * 4
 
 
 def test_rates_and_ratios_of_known_timings():

@@ -70,6 +70,24 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int 
     return folder
 
 
+def save_uneven(folder: Path, name: str = "qwen3_moe", seed: int = 0, **changes: object) -> Path:
+    """A random bf16 checkpoint of which expert e of every layer has e + 1 different exponents: the first ones compress
+    to almost nothing, the last ones hardly."""
+    from safetensors.torch import load_file, save_file
+    save(name, folder, torch.bfloat16, seed, **changes)
+    file, generator = next(folder.glob("*.safetensors")), torch.Generator().manual_seed(seed)
+    tensors = load_file(file)
+    for key, tensor in tensors.items():
+        if ".experts." in key:
+            expert = int(key.partition(".experts.")[2].partition(".")[0])
+            exponents = torch.randint(0, expert + 1, tensor.shape, generator=generator)
+            tensors[key] = (torch.rand(tensor.shape, generator=generator) - 0.5).sign() * (
+                1 + torch.rand(tensor.shape, generator=generator)) * 2.0 ** (-5 - exponents)
+            tensors[key] = tensors[key].bfloat16()
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
 def save_mxfp4(folder: Path, seed: int = 0) -> Path:
     """A random GPT-OSS checkpoint whose experts are MXFP4 blocks and scales, as OpenAI published them."""
     import json

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,12 @@ from hypothesis import strategies as st
 
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
+from moelab.ndp.plans import make_plan, problems
 from moelab.ndp.prefetch import experts_that_fit, hit_rate, most_used, places, utilisation
 from moelab.ndp.routing import count, recorded_routing, simulated_routing
 from moelab.ndp.simulation import ENGINES, Run, event_seconds, numbered, place, simulate, timeline
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
-from moelab.ndp.systems import PAPER, SYSTEMS
+from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.runtime.metrics import check, metrics
 from moelab.trace import RoutingTrace
 from tests.ndp import toy
@@ -240,3 +243,74 @@ def test_experts_are_dealt_out_in_turn():
 
 def test_most_used_prefers_lower_ids_among_equals():
     assert most_used(np.array([[2, 5, 2, 2]]), 2).tolist() == [[True, True, False, False]]
+
+
+class Spoilt(System):
+    """A user's schedule that spoils what another plans, in one phase."""
+
+    def __init__(self, inner, spoil, prompt):
+        self.inner, self.spoil, self.prompt = inner, spoil, prompt
+        self.home, self.whole, self.prefetches = inner.home, inner.whole, inner.prefetches
+
+    def situations(self, homes, resident, costs):
+        return self.inner.situations(homes, resident, costs)
+
+    def plan(self, step, costs):
+        plan = self.inner.plan(step, costs)
+        return self.spoil(plan) if (step.S > 1) == self.prompt else plan
+
+
+def _first(values, value):
+    return np.array([value, *values[1:]])
+
+
+SPOILS = {
+    "computed 0.5 times": lambda p: replace(p, units=p.units / 2, moved=p.moved / 2, host=p.host / 2,
+                                            resident=p.resident / 2),
+    "computed 2 times": lambda p: replace(p, moved=p.moved + 1),
+    "computed 0 times": lambda p: replace(p, **{
+        name: _first(getattr(p, name), 0 * getattr(p, name)[0]) for name in ("units", "moved", "host", "resident")}),
+    "negative or no number": lambda p: replace(p, moved=_first(p.moved, np.nan)),
+    "asked was for": lambda p: replace(p, step=replace(p.step, experts=_first(p.step.experts, 99))),
+    "of 7 tokens": lambda p: replace(p, step=replace(p.step, S=7)),
+    "is of experts": lambda p: replace(p, step=replace(p.step, tokens=p.step.tokens + 1)),
+    "without being there": lambda p: make_plan(p.step, 3, resident=1.0),
+    "resident .*, and asked": lambda p: replace(p, step=replace(p.step, resident=~p.step.resident)),
+    "it is of experts .*, and asked": lambda p: make_plan(p.step.take(np.arange(1, len(p.step))), 3, moved=1.0),
+    "for [0-9] experts": lambda p: replace(p, moved=p.moved[1:]),
+    "on 3 units": lambda p: replace(p, units=np.column_stack([p.units, 0 * p.host])),
+    "does not have so much of it": lambda p: make_plan(p.step, 3, host=1.0) if p.units.any() else
+    make_plan(p.step, 3, split=True),
+    "in 0 pieces": lambda p: replace(p, pieces=0),
+    "no plan but None": lambda p: None,
+}
+
+
+@pytest.mark.parametrize("name", ["NDP", "NDP+TP+LB", "NDP+TP+LB+PRE, improved", "MoNDE", "Fiddler"])
+@pytest.mark.parametrize("words", SPOILS)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_schedule_that_plans_wrongly_is_refused(name, words, prompt):
+    routing = simulated_routing(toy.spec(L=2, K=3), 1, prompt=9, answer=6, zipf=0.8)
+    simulate(toy.machine(3), Spoilt(SYSTEMS[name], lambda plan: plan, prompt), routing)
+    spoilt = Spoilt(SYSTEMS[name], SPOILS[words], prompt)
+    with pytest.raises(ValueError, match=f"(?s)Spoilt.plan of a step of .* is wrong: .*({words})"):
+        simulate(toy.machine(3), spoilt, routing)
+    for engine in ENGINES:
+        with pytest.raises(ValueError, match=words):
+            timeline(toy.machine(3), spoilt, routing, (0, 1), engine=engine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(sorted(SYSTEMS)), st.integers(0, 99))
+def test_any_one_share_that_is_changed_is_noticed(data, name, seed):
+    """Every plan of ours passes, and none with one number of it changed."""
+    routing = simulated_routing(toy.spec(L=2, K=3), seed, prompt=9, answer=2, zipf=0.8)
+    run = Run(toy.machine(3), SYSTEMS[name], routing)
+    step = run.prefill_step(0, routing.counts()[0]) if data.draw(st.booleans()) else run.decode_step(
+        1, routing.decode[0, 1])
+    plan = run.plan(step)
+    field = data.draw(st.sampled_from(("units", "moved", "host", "resident")))
+    shares = getattr(plan, field).copy()
+    at = tuple(data.draw(st.integers(0, n - 1)) for n in shares.shape)
+    shares[at] += data.draw(st.sampled_from((-1.0, -0.5, -1e-6, 1e-6, 0.5, 1.0, np.inf, np.nan)))
+    assert problems(replace(plan, **{field: shares}), step, 3, run.system.held(plan.step, 3))

@@ -169,7 +169,7 @@ def test_delays_between_measurements_are_on_straight_lines(points, tokens):
 
 
 def replace_seconds(seconds):
-    return Profile(seconds, {"full": 1, "e": 1, "sm": 1}, 1, 3, "m", "raw", "float32", "direct", 1, 1, "now", "here")
+    return Profile(seconds, {"full": 1, "e": 1, "sm": 1}, [], 1, 3, "m", "raw", "float32", "direct", 1, 1, "now", "here")
 
 
 def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
@@ -181,7 +181,7 @@ def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
 def test_errors_say_what_to_do(measured, store, tmp_path):
     with pytest.raises(FileNotFoundError, match="python -m moelab profile"):
         Profile.load(tmp_path / "none.json")
-    for content in ("{", "[]", '{"format": "other"}', '{"format": "moelab.profile/1"}'):
+    for content in ("{", "[]", '{"format": "other"}', '{"format": "moelab.profile/2"}'):
         (tmp_path / "x.json").write_text(content)
         with pytest.raises(ValueError, match="x.json is no profile"):
             Profile.load(tmp_path / "x.json")

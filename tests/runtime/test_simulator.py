@@ -1,11 +1,13 @@
 """The simulator against the parts it drives, a clock kept by hand, and what must hold on any machine."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+from moelab import convert, offload
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.runtime.metrics import Forward, check
@@ -13,7 +15,9 @@ from moelab.runtime.simulator import delays_of, flat, simulate, steps_of
 from moelab.schedule.affinity import naive_order
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Figure, MoESpec, State
+from moelab.store.layout import run as stored
 from moelab.trace import DECODE, PREFILL, RoutingTrace
+from tests.models import tiny
 
 L, E, K = 3, 8, 2
 SPEC = MoESpec("tiny", "tiny", L, tuple(range(L)), E, K, H=16, I=8)
@@ -184,3 +188,25 @@ def test_cards_of_the_package_and_what_they_lack():
         delays_of(orin, SPEC.with_dtype("mxfp4"), 0.5, 0, 1)
     assert delays_of(card(storage_read_gbs=1, memory_bandwidth_gbs=1, fp32_tflops=1, decompress_gbs=4), SPEC, 1,
                      0)[0].decompress == pytest.approx(384 / 4e9)
+
+
+@pytest.mark.parametrize("pools", [Pools(F=4), Pools(F=1, C=3, S=2, E=2)], ids=["whole", "parts"])
+def test_the_bytes_are_each_experts_own(tmp_path, pools):
+    """Experts that compress differently: engine and simulator read the same bytes, expert by expert."""
+    checkpoint = tiny.save_uneven(tmp_path / "model", hidden_size=128, moe_intermediate_size=128, num_hidden_layers=2,
+                                  mlp_only_layers=[])
+    store = convert(checkpoint, tmp_path / "store")
+    model = offload(store, "100MB", plan=pools, policy="lfu", staging=3)
+    with model.moelab as engine:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        found = simulate(engine.steps, engine.forwards, Residency(2, 8, pools, "lfu"), engine.engine.delays, staging=3)
+        read = [Counter(), Counter()]
+        for total, events in zip(read, (found.events, engine.timeline)):
+            for event in events:
+                total[event.layer, event.expert] += event.bytes
+        assert len({stored(store.entries(0, e), "E")[1] for e in range(8)}) > 2, "the experts compress alike"
+        assert read[0] == read[1] and found.counters == engine.residency.counters
+        assert found.metrics()["read_bytes"] == engine.metrics()["read_bytes"]
+    took = {round((e.end - e.start) / e.bytes, 15) for e in found.events if e.kind == "read E"}
+    assert len(took) <= 1, "a read takes as long as its bytes, relative to the mean expert's"

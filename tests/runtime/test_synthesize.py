@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from moelab import cards
+from moelab.__main__ import main
 from moelab.models import open_model
 from moelab.runtime import synthesize as synthesizing
 from moelab.runtime.convert import convert, open_store
+from moelab.runtime.generate import generate
 from moelab.runtime.synthesize import config_of, draw, scaled, synthesize
 from moelab.specs import MoESpec
 from moelab.store import inspect
@@ -68,6 +71,25 @@ def test_checkpoint_and_store(card, tmp_path, capsys):
     assert "2 MoE layers of 4 experts" in printed and "gate_up_proj        BF16     96×64" in printed
     raw = 8 * 3 * 64 * 48 * 2
     assert f"{raw / 1e6:.2f}" in printed.splitlines()[-3]               # the row of all experts
+
+
+def test_texts_go_in_and_out(card, tmp_path, monkeypatch):
+    """Checkpoints and stores have a tokenizer whose ids the vocabulary has; without one, nothing is loaded."""
+    monkeypatch.setattr(cards, "load_model", lambda name: replace(card, vocab=1500))
+    folder = synthesize(tmp_path / "m", "card", 0.25)
+    assert generate(str(folder), "the lazy dog", 5).tokens
+    assert main(["calibrate", str(folder), str(tmp_path / "c.safetensors"), "--prompts", "1", "--tokens", "64",
+                 "--new-tokens", "3"]) == 0
+    store = synthesize(tmp_path / "s", "card", 0.25, codec="raw")
+    model, small = open_store(store), open_model()
+    assert model.tokenizer.get_vocab() == small.tokenizer.get_vocab() and len(small.tokenizer) <= 1024
+    assert model.tokenizer.eos_token_id == model.config.eos_token_id == 0
+    monkeypatch.setattr(cards, "load_model", lambda name: card)
+    mute = synthesize(tmp_path / "mute", "card", 0.25)
+    for module in ("moelab.runtime.generate", "moelab.bench.calibrate"):
+        monkeypatch.setattr(module + ".open_model", lambda *_, **__: pytest.fail("it was opened"))
+    for command in (["generate", str(mute)], ["calibrate", str(mute), str(tmp_path / "d.safetensors")]):
+        assert main(command) == 2
 
 
 def test_refusals(card, tmp_path):

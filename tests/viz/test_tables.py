@@ -44,7 +44,7 @@ def shown(rows, n):
 @pytest.fixture(scope="module")
 def costs():
     answer = {"score": 0.5, "error": 0.1, "difference": -0.02, "difference error": 0.01, "interval": [-0.04, 0.0]}
-    loss = {"score": 2.0, "error": 0.1, "relative": 3.0, "relative error": 0.5}
+    loss = {"score": 2.0, "error": 0.1, "relative": 3.0, "relative error": 0.5, "n": 6}
     scores = {"loss": {"nothing dropped": loss, "1": loss, "2": loss},
               "needle": {"nothing dropped": answer, "1": answer, "2": answer}}
     return static.Costs(scores, {"loss": {"1": [1.0, 2.0], "2": [1.0, 2.5], "random": [1.5, 2.0]}},

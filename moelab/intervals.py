@@ -1,0 +1,53 @@
+"""95 % intervals of means of few samples: Student's t, whose tails n − 1 degrees of freedom decide.
+
+With six windows an interval of ± 1.96 standard errors holds the truth in 89 % of cases, one of ± 2.57 in the 95 % that
+are said; with two, 70 % and ± 12.7. Samples are taken as independent and their mean as normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+#: mean and the ends of its 95 % interval
+Interval = tuple[float, float, float]
+
+
+@lru_cache(maxsize=1024)
+def t95(freedom: int) -> float:
+    """How many standard errors a 95 % interval reaches to either side; nan without a degree of freedom.
+
+    The angle whose share of Student's distribution is 0.95, by bisection (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """
+    if freedom < 1:
+        return math.nan
+
+    def share(angle: float) -> float:
+        sine, cosine = math.sin(angle), math.cos(angle)
+        odd, total = freedom % 2, 0.0
+        term = cosine if odd else 1.0
+        for i in range(1 + odd, freedom, 2):
+            total += term
+            term *= cosine**2 * i / (i + 1)
+        return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(middle) < 0.95 else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def standard_error(values: Sequence[float] | np.ndarray) -> float:
+    """Of the mean of at least two values: s/√n."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def interval(values: Sequence[float] | np.ndarray) -> Interval:
+    """(mean, low, high) of values [n]; of one value alone the ends are nan, as nothing is known of its spread."""
+    mean = float(np.mean(values))
+    half = t95(len(values) - 1) * standard_error(values) if len(values) > 1 else math.nan
+    return mean, mean - half, mean + half

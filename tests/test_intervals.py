@@ -1,0 +1,39 @@
+"""Student's intervals against scipy's, and by drawing: how often they hold the truth."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.intervals import interval, standard_error, t95
+
+scipy_stats = pytest.importorskip("scipy.stats")
+
+
+@pytest.mark.parametrize("freedom", [*range(1, 60), 99, 100, 999, 1000, 20_001])
+def test_the_quantile_is_scipys(freedom):
+    assert t95(freedom) == pytest.approx(scipy_stats.t.ppf(0.975, freedom), rel=1e-9)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
+def test_the_interval_is_scipys(values):
+    mean, low, high = interval(values)
+    expected = scipy_stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy_stats.sem(values))
+    assert mean == pytest.approx(np.mean(values)) and standard_error(values) == pytest.approx(scipy_stats.sem(values))
+    if scipy_stats.sem(values) > 0:                     # scipy has no interval of equal values; theirs is a point
+        assert (low, high) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 24])
+def test_it_holds_the_truth_in_95_of_100_cases(n):
+    rng, draws = np.random.default_rng(n), 4000
+    held = sum(low <= 1.0 <= high for _, low, high in (interval(rng.normal(1.0, 2.0, n)) for _ in range(draws)))
+    assert abs(held / draws - 0.95) < 4 * math.sqrt(0.95 * 0.05 / draws)
+
+
+def test_one_value_has_no_spread():
+    mean, low, high = interval([0.3])
+    assert mean == 0.3 and math.isnan(low) and math.isnan(high) and math.isnan(t95(0))
