@@ -57,7 +57,7 @@ class MoELayer:
         return ids, weights
 
     def ask(self, x: Tensor) -> Any:
-        """What the router's own code returns for x [T, H], called as its block does; hooks are for real passes.
+        """What the router's own code returns for x [..., H], called as its block does; hooks are for real passes.
 
         Raises
         ------
@@ -69,6 +69,7 @@ class MoELayer:
                        (p.VAR_KEYWORD, p.VAR_POSITIONAL)]:
             raise ValueError(f"{self.name}: {type(self.router).__name__} needs {' and '.join(missing)} beside the hidden "
                              f"states, so it cannot be asked what it would choose for a hidden state alone")
+        x = x.reshape(-1, x.shape[-1])
         # Capacity is counted along a sequence: each token is a sequence of its own, so that none is dropped.
         x = x[:, None] if type(self.router).__name__ in SEQUENCES else x
         return type(self.router).forward(self.router, x, **given)

@@ -200,7 +200,7 @@ def test_an_error_leaves_nothing_behind(name, tiny_model):
         def fail(*_):
             assert speculation._predicted
             raise OSError("the disk is gone")
-        for module in (layer.block, layer.norm):                    # before and after the residual was seen
+        for module in (layer.block, layer.router):                    # before and after the residual was seen
             handle = module.register_forward_pre_hook(fail)
             with pytest.raises(OSError):
                 run(model, PROMPTS[0])
