@@ -2,8 +2,8 @@
 
 Hooks at the seam see the *executed* ids and weights, whatever runs the experts, so the record is exact under
 offloading, speculation or dropping too; with `hidden=True` two more hooks keep what the router saw and the
-residual stream before its norm (`moelab.models.stream` finds and verifies them). Padding and tokens of finished sequences, which a batch computes in vain, are
-left out: a batched trace equals the traces of its prompts one by one.
+residual stream before its norm (`moelab.models.stream` finds and verifies them). Padding and tokens of finished
+sequences, which a batch computes in vain, are left out: a batched trace equals the traces of its prompts one by one.
 """
 
 from __future__ import annotations

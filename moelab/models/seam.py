@@ -67,8 +67,8 @@ class MoELayer:
         given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
         if missing := [p.name for p in others if p.name not in given and p.default is p.empty and p.kind not in
                        (p.VAR_KEYWORD, p.VAR_POSITIONAL)]:
-            raise ValueError(f"{self.name}: {type(self.router).__name__} needs {' and '.join(missing)} beside the hidden "
-                             f"states, so it cannot be asked what it would choose for a hidden state alone")
+            raise ValueError(f"{self.name}: {type(self.router).__name__} needs {' and '.join(missing)} beside the "
+                             f"hidden states, so it cannot be asked what it would choose for a hidden state alone")
         x = x.reshape(-1, x.shape[-1])
         # Capacity is counted along a sequence: each token is a sequence of its own, so that none is dropped.
         x = x[:, None] if type(self.router).__name__ in SEQUENCES else x

@@ -9,7 +9,7 @@ pass of a few tokens, in which the experts put out noise of ours (no expert's we
     silent   every module within a layer puts out 0         what is left is the stream itself
 
 From it follows, for each MoE layer, the relation below; each part was compared with what the model did, and an
-architecture that has another one (hyper-connections, convolutions of the sum, gated residuals) is refused with a reason.
+architecture that has another one (hyper-connections, convolutions of the sum, gated residuals) is refused.
 
     s = norm(r)      v = κ Σ_k g_k e_k(s) + rest      r' = α r + β post(v)      r of the next MoE layer = γ r' + …
 
@@ -288,8 +288,8 @@ class _Watch:
                              f"{list(r.shape[1:])}: more than one residual stream a token")
         carry = 1.0 if before is None else self._ratio(r[SILENT], before[SILENT])
         if carry is None:
-            raise ValueError(f"what {'the norm' if norm else 'the router'} reads is no multiple of what the layer before "
-                             f"put out when every module is silent, so r is not the residual stream "
+            raise ValueError(f"what {'the norm' if norm else 'the router'} reads is no multiple of what the layer "
+                             f"before put out when every module is silent, so r is not the residual stream "
                              f"({difference(r[SILENT], before[SILENT])})")
         keep = self._ratio(out[SILENT], r[SILENT])
         if keep is None:
@@ -333,7 +333,9 @@ class _Watch:
             """β of r' = α r + β v, where it holds in both copies."""
             gain = self._ratio(apart(out), apart(v))
             live = slice(NOISE, SILENT)
-            return gain if gain is not None and close(out[live], kept[live] + gain * v[live].double(), self.tolerance) else None
+            if gain is None or not close(out[live], kept[live] + gain * v[live].double(), self.tolerance):
+                return None
+            return gain
 
         for module, _, y, _ in self.calls:
             if module is self.layer.block and y.shape == out.shape:

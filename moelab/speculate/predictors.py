@@ -94,8 +94,8 @@ def check_given(layer: MoELayer, H: int) -> None:
     logits = teacher(layer, x)
     again = teacher(layer, x, logits)
     if not torch.allclose(again, logits, rtol=2e-2):
-        raise ValueError(f"{layer.name}: {type(layer.router).__name__} changes its logits after its linear layer, so an "
-                         f"estimator's cannot take their place; use a predictor that asks the router")
+        raise ValueError(f"{layer.name}: {type(layer.router).__name__} changes its logits after its linear layer, so "
+                         f"an estimator's cannot take their place; use a predictor that asks the router")
 
 
 class Predictor(ABC):

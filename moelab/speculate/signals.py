@@ -6,8 +6,8 @@ residual, and the next layer's norm makes of it what its router might see.
 
     d_l = Σ_k g_{l,k} d_{l,e_k} + shared_l        q_l = norm_{l+1}(d_l + r_l)
 
-That is a plain pre-norm block. Where a model scales or norms what the block adds (`moelab.models.stream`), d_l estimates
-v_l, what is added before that norm, and is put through it.
+That is a plain pre-norm block. Where a model scales or norms what the block adds (`moelab.models.stream`), d_l
+estimates v_l, what is added before that norm, and is put through it.
 
 Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H]. Left out: what attention of layer l + 1, or
 a dense layer in between, adds to the stream; that is the error which the predictors are left with.
@@ -40,8 +40,8 @@ class DefaultVectors:
 
     Attributes
     ----------
-    d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight, but by the factor κ that
-        the model may have for all (`moelab.models.stream`). An expert that was never chosen has its layer's mean.
+    d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight, but by the factor κ
+        that the model may have for all (`moelab.models.stream`). One never chosen has the mean of its layer's experts.
     shared : float32 [L, H], mean of what is added beside the routed experts; 0 where there is nothing.
     counts : int64 [L, E], tokens behind each mean.
     weighted : whether `d` includes the routing weight, as it must where that scales the expert's input.
