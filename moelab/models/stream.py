@@ -77,13 +77,20 @@ class Stream:
     def listen(self, see: Callable[[Tensor], None]) -> list[Any]:
         """Hooks that hand every v of the running model to `see`, [B, S, H] or [T, H]."""
         if self.place == "post":
-            return [self.post.register_forward_pre_hook(lambda _m, args: see(args[0]))]
+            def before_post(_module: nn.Module, args: tuple) -> None:
+                see(args[0])
+            return [self.post.register_forward_pre_hook(before_post)]
         if self.place == "block":
-            return [self.layer.block.register_forward_hook(lambda _m, _a, out: see(first(out)))]
-        seen: list[Tensor] = []
-        return [self.entry.register_forward_pre_hook(lambda _m, args: seen.append(args[0].detach().clone())),
-                self.holder.register_forward_hook(lambda _m, _a, out: see(
-                    first(out).double() - self.keep * seen.pop().double().view_as(first(out))))]
+            def after_block(_module: nn.Module, _args: tuple, output: Any) -> None:
+                see(first(output))
+            return [self.layer.block.register_forward_hook(after_block)]
+        entered: list[Tensor] = []
+
+        def after_layer(_module: nn.Module, _args: tuple, output: Any) -> None:
+            out, r = first(output).double(), entered.pop().double()
+            see(out - self.keep * r.view_as(out))
+        return [self.entry.register_forward_pre_hook(lambda _m, args: entered.append(args[0].clone())),
+                self.holder.register_forward_hook(after_layer)]
 
 
 def streams(model: nn.Module) -> list[Stream]:
