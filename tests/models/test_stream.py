@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import pytest
 import torch
-from transformers.models.auto import modeling_auto
 
-from moelab.models import compat, discover, eager, plugged, spec_of
+from moelab.models import discover, eager, plugged, spec_of
 from moelab.models.stream import check_routers, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
 
+from ..depth import depth
 from . import tiny
+from .wild import model_of, names
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71]]
-TEXT = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "switch_transformers", "deepseek"}
-#: what would be one, or zero, in a small random model, and hide that it is not used
-CHANGES = {
-    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid"),
-                    {"residual_multiplier": 0.37, "shared_intermediate_size": 40}),
-    **dict.fromkeys(("deepseek_v3", "beam", "minimax_m3_vl_text"), {"routed_scaling_factor": 2.5}),
-    "laguna": {"moe_routed_scaling_factor": 2.5}, "afmoe": {"num_dense_layers": 1, "route_scale": 1.7},
-    "phimoe": {"num_experts_per_tok": 2}, "minimax": {"full_attn_alpha_factor": 3.5, "mlp_alpha_factor": 2.0},
-}
 #: as read in transformers' code: norm before the router, norm after the block, and what the block's output is times
 READ = {
     "afmoe": ("pre_mlp_layernorm", "post_mlp_layernorm"),
@@ -40,6 +31,8 @@ READ = {
     "nemotron_h": ("norm", None),
     "switch_transformers": ("layer_norm", None),
 }
+#: plain, or plain but for a factor
+PLAIN = ("qwen3_moe", "deepseek_v3", "llama4_text", "gpt_oss", "granitemoe", "granitemoeshared", "laguna")
 #: whose stream is no such relation, and what the message says
 REFUSED = {
     "deepseek_v4": "one residual stream|follow from its input",
@@ -48,51 +41,22 @@ REFUSED = {
     "minimax": "next = r [+] y", "qwen4_exp_text": "one residual stream|not the residual stream|next = r",
     "zaya": "follow from its input|next = r",
 }
-#: in which discover finds no block of routed experts
-ELSEWHERE = ("dbrx", "doge", "jetmoe", "nllb_moe")
-
-
-@lru_cache(maxsize=None)
-def built(name: str, dtype: torch.dtype = torch.float32):
-    """A random model in which no weight is neutral: norms and correction biases are not what they are initialised to."""
-    config = tiny.config(name, **CHANGES.get(name, {}))
-    torch.manual_seed(0)
-    model = compat.model_class(config)._from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if not tensor.is_floating_point() or "inv_freq" in key:
-                continue
-            if tensor.dim() > 1:
-                tensor.normal_(0, 0.5 if "router" in key or ".gate." in key else 0.15)
-            elif "bias" in key:
-                tensor.normal_(0, 0.2)
-            elif "norm" in key:
-                tensor.add_(torch.randn_like(tensor) * 0.2)
-    return model
-
-
-def names() -> list[str]:
-    return sorted(name for name in tiny.every() if name in TEXT and name not in ELSEWHERE)
 
 
 def known() -> list[str]:
     return [name for name in names() if name not in REFUSED]
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32):
-    try:
-        model = built(name, dtype)
-        discover(model)
-    except Exception as error:
-        pytest.skip(f"{name} is not built small: {type(error).__name__} {error}")
-    return model
+def some(wanted: list[str]) -> list[str]:
+    """In `make test` those that are not plain pre-norm blocks, and three that are."""
+    return depth([name for name in wanted if name in {*READ, *REFUSED, *PLAIN}], wanted)
 
 
 class Seen:
     """Inputs and outputs of every module of the layers that hold a MoE block, in one forward pass of tokens."""
 
     def __init__(self, model, tokens: list[int]) -> None:
-        self.inputs, self.outputs, self.of_experts, self.hooks = {}, {}, {}, []
+        self.inputs, self.outputs, self.hooks = {}, {}, []
         self.layers = discover(model)
 
         def keep(module, args, kwargs, out):
@@ -131,9 +95,10 @@ def near(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool((wide - other).square().mean().sqrt() <= 4 * eps * other.square().mean().sqrt())
 
 
+@pytest.mark.stress
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", some(known()))
 def test_norm_and_sum_are_what_the_hooks_see(name, dtype):
     """s = norm(r) bit for bit; what the layer puts out is α r + β post(v)."""
     model = model_of(name, dtype)
@@ -153,8 +118,9 @@ def test_norm_and_sum_are_what_the_hooks_see(name, dtype):
         assert stream.post is (None if post is None else holder.get_submodule(post))
 
 
+@pytest.mark.stress
 @torch.no_grad()
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", some(known()))
 def test_routed_experts_count_as_often_as_they_reach_the_sum(name):
     """Doubling the experts' output of the last MoE layer changes v by κ times it, and the layer's output accordingly."""
     model = model_of(name)
@@ -181,8 +147,9 @@ def test_routed_experts_count_as_often_as_they_reach_the_sum(name):
     assert near(stream.added(outs[2.0][0], outs[2.0][1].to(torch.float32)), outs[2.0][2])
 
 
+@pytest.mark.stress
 @torch.no_grad()
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", some(known()))
 def test_of_one_token_default_vectors_are_exact(name):
     """They are then means over one: d_l, put through what the model does to it, gives the layer's true output, and r of
     the next MoE layer is γ times that but for what attention and dense layers add."""
@@ -257,8 +224,9 @@ def test_measuring_leaves_the_model_as_it_was_and_reads_no_expert():
     assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, logits)
 
 
+@pytest.mark.stress
 @torch.no_grad()
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", some(names()))
 def test_a_router_asked_by_itself_chooses_as_its_block_had_it(name):
     model = model_of(name)
     try:
