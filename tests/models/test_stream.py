@@ -251,3 +251,13 @@ def test_a_router_asked_by_itself_chooses_as_its_block_had_it(name):
 
 def model_E(layer) -> int:
     return getattr(layer.experts, "num_experts", None) or layer.experts.num_routed_experts
+
+
+def test_an_external_model_has_the_same_stream(tmp_path):
+    """It has no experts to run, and needs none."""
+    from moelab.models import open_model
+    path = tiny.save("qwen2_moe", tmp_path)
+    mine, theirs = (streams(open_model(path, experts=kind)) for kind in ("external", "resident"))
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a.place, a.scale, a.gain, a.keep, a.carry) == (b.place, b.scale, b.gain, b.keep, b.carry)
+        assert torch.equal(a.norm.weight, b.norm.weight)
