@@ -26,7 +26,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from moelab.models.seam import MoELayer, SeamExperts, discover, plugged
 
@@ -158,9 +157,11 @@ def _measured(model: nn.Module) -> list[tuple[Stream | None, str]]:
 def _measure(model: Any) -> list[tuple[Stream | None, str]]:
     training, watches, hooks = model.training, {}, []
     modules = dict(model.named_modules())
-    for layer in discover(model):
-        name = holder_name(layer.name)
-        watches[layer.index] = _Watch(layer, modules[name], name)
+    for _, layers in stacks(model):
+        before = None
+        for layer in layers:
+            name = holder_name(layer.name)
+            before = watches[layer.index] = _Watch(layer, modules[name], name, before)
     # the layers of a model, MoE or not, have names that differ in their numbers alone
     patterns = {re.sub(r"\d+", "N", watch.name) for watch in watches.values()}
     holders = [module for name, module in modules.items() if re.sub(r"\d+", "N", name) in patterns]
@@ -181,17 +182,7 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
         for hook in hooks:
             hook.remove()
         model.train(training)
-    found: list[tuple[Stream | None, str]] = []
-    for _, layers in stacks(model):
-        before = None                                               # the stream behind the MoE layer before, silent
-        for layer in layers:
-            watch = watches[layer.index]
-            try:
-                found.append((watch.stream(before), ""))
-            except ValueError as error:
-                found.append((None, str(error)))
-            before = watch.output
-    return found
+    return [watch.found for watch in watches.values()]
 
 
 def _forward(model: Any) -> None:
@@ -245,17 +236,19 @@ def _restore(_module: nn.Module, _args: Any, output: Any) -> Any:
 class _Watch:
     """What goes in and out of the modules of one MoE layer while the three copies pass."""
 
-    def __init__(self, layer: MoELayer, holder: nn.Module, name: str) -> None:
-        self.layer, self.holder, self.name = layer, holder, name
+    def __init__(self, layer: MoELayer, holder: nn.Module, name: str, before: _Watch | None) -> None:
+        self.layer, self.holder, self.name, self.before = layer, holder, name, before
+        self.found: tuple[Stream | None, str] = None, "it did not run in a forward pass"
         #: module, its first argument, its output, whether these are all that goes in and out
         self.calls: list[tuple[nn.Module, Tensor, Tensor, bool]] = []
+        self.u: Tensor | None = None
         self.output: Tensor | None = None
 
     def attach(self) -> list[Any]:
         inner = set(self.layer.experts.modules()) | set(self.layer.router.modules())
         return [
             self.holder.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.holder.register_forward_hook(lambda _m, _a, out: setattr(self, "output", first(out).clone())),
+            self.holder.register_forward_hook(self._leave),
             self.layer.router.register_forward_hook(self._routed, with_kwargs=True),
             *(module.register_forward_hook(self._called, with_kwargs=True) for module in self.holder.modules()
               if module not in inner and module is not self.holder)]
@@ -263,9 +256,19 @@ class _Watch:
     def _enter(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.size = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).float().square().mean().sqrt()
 
+    def _leave(self, _module: nn.Module, _args: tuple, output: Any) -> None:
+        """The layer is over: see what follows, and keep no more of it than the next one needs."""
+        self.output = first(output).clone()
+        if self.u is not None:
+            try:
+                self.found = self.stream(self.before and self.before.output), ""
+            except ValueError as error:
+                self.found = None, str(error)
+        self.calls.clear()
+
     def _routed(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         x = next(iter((*args, *kwargs.values())))
-        self.s, self.before = x.reshape(3, TOKENS, -1).clone(), len(self.calls)
+        self.s, self.earlier = x.reshape(3, TOKENS, -1).clone(), len(self.calls)
         self.routing = tuple(t.clone() for t in self.layer.routing(output))
 
     def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -320,7 +323,7 @@ class _Watch:
     def _norm(self) -> tuple[nn.Module | None, Tensor]:
         """The module that made the router's input, and what it read, [3, T, H]; None and s itself if there is none."""
         s = self.s[:SILENT]
-        for module, x, y, only in reversed(self.calls[:self.before]):
+        for module, x, y, only in reversed(self.calls[:self.earlier]):
             if only and y.shape == self.s.shape and x.shape == y.shape and torch.equal(y[:SILENT], s) \
                     and not torch.equal(x, y) and same(module, x, y):
                 return module, x
@@ -349,7 +352,7 @@ class _Watch:
                 scale, gain = self._ratio(apart(y), u), adds(y)
                 if scale is not None and gain is not None:
                     return "block", None, scale, gain
-        for module, x, y, only in self.calls[self.before:]:
+        for module, x, y, only in self.calls[self.earlier:]:
             if only and x.shape == y.shape == out.shape and module is not self.layer.block:
                 scale, gain = self._ratio(apart(x), u), adds(y)
                 if scale is not None and gain is not None and same(module, x, y):
