@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import DefaultVectors, default_vectors, make, rows, training
 from moelab.speculate.predictors import route
@@ -222,7 +223,6 @@ def test_unusable_arguments_are_named(small, tiny_model):
 STREAM = """
 import json, re, resource, sys, torch
 from moelab.models import open_model
-from moelab.models.stream import streams
 from moelab.speculate import DefaultVectors
 from moelab.speculate.training import train
 torch.set_num_threads(1)
