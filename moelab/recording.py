@@ -2,8 +2,8 @@
 
 Hooks at the seam see the *executed* ids and weights, whatever runs the experts, so the record is exact under
 offloading, speculation or dropping too; with `hidden=True` two more hooks keep what the router saw and the
-residual stream before the norm. Padding and tokens of finished sequences, which a batch computes in vain, are
-left out: a batched trace equals the traces of its prompts one by one.
+residual stream before its norm (`moelab.models.stream` finds and verifies them). Padding and tokens of finished
+sequences, which a batch computes in vain, are left out: a batched trace equals the traces of its prompts one by one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moelab.models import MoELayer, SeamExperts, discover, identity, spec_of
 from moelab.models.dialects import ROUTING
+from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path, temporary_folder
@@ -48,17 +49,19 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
 
     Raises
     ------
-    ValueError : no prompts, an empty prompt, or no tokenizer for texts.
+    ValueError : no prompts, an empty prompt, no tokenizer for texts, or hidden states of an architecture whose residual
+        stream is of an unknown kind (`moelab.models.stream`).
     """
     spec = spec_of(model)
     ids = token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
+    around = streams(model) if hidden else []
     writer = _Writer(spec, _HiddenSink(hidden) if hidden else None)
     hooks: list[Any] = []
     training = model.training
     model.eval()
     try:
         for stack, layers in stacks(model):
-            hooks += _hook(stack, layers, writer, bool(hidden))
+            hooks += _hook(stack, layers, writer, around)
         for first in progress(range(0, len(ids), batch_size), "recording", unit="batch"):
             chunk = ids[first:first + batch_size]
             inputs, mask = _pad(chunk, model)
@@ -122,16 +125,7 @@ def _eos(model: Any) -> set[int]:
 
 # --------------------------------------------------------------------------------------------------------- hooks
 
-def stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:
-    """The modules that see a batch's token ids and mask, with the MoE layers inside them."""
-    layers = discover(model)
-    if not model.config.is_encoder_decoder:
-        return [(model.base_model, layers)]
-    stacks = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
-    return [(stack, [layer for layer in layers if side in layer.name.split(".")]) for side, stack in stacks.items()]
-
-
-def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, hidden: bool) -> list[Any]:
+def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, around: list[Stream]) -> list[Any]:
     def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
         writer.step(ids, kwargs.get("attention_mask"), [layer.index for layer in layers])
@@ -146,13 +140,10 @@ def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, hidden: boo
             hooks.append(layer.experts.register_forward_pre_hook(
                 lambda _m, args, kwargs, layer=layer: writer.put(layer.index, *_ids_weights(args, kwargs)),
                 with_kwargs=True))
-        if hidden:
-            if layer.norm is None:
-                raise ValueError(f"{layer.name}: the norm before the router has no known name, so residuals cannot be "
-                                 f"recorded; add its name to moelab.models.seam.NORMS")
+        if around:
             hooks.append(layer.router.register_forward_pre_hook(
                 lambda _m, args, i=layer.index: writer.see("router_inputs", i, args[0])))
-            hooks.append(layer.norm.register_forward_pre_hook(
+            hooks.append(around[layer.index].entry.register_forward_pre_hook(
                 lambda _m, args, i=layer.index: writer.see("residuals", i, args[0])))
     return hooks
 

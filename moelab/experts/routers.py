@@ -3,8 +3,9 @@
 Sources: Neuron MoE guide, "Router" and "Router execution in sequence parallel mode"; the group limits are DeepSeek-V3
 §2.1.2 (arXiv 2412.19437) and DeepSeek-V2 §2.1.3 (2405.04434), sparsemixer is GRIN's (2409.12136), top-1 with capacity
 Switch's (2101.03961, §2.2). A *rule* is a pure function of the logits (and of a correction bias that acts on the
-choice alone); `LinearRouter` is a rule with a router's weights in front. `router_for` reads the rule of an architecture
-off its config, and the arithmetic, dtypes included, is transformers' own, so that results are bit-equal.
+choice alone); `LinearRouter` is a rule with a router's weights in front. `router_for` knows each architecture's rule by
+name, and the arithmetic, dtypes included, is transformers' own: `LinearRouter.of` compares ids and bits of the weights
+with the live router's when it is made, and refuses what differs.
 
     x [..., H]  →  logits [..., E]  →  ids [T, K], E means "no expert"    weights [T, K]
 
@@ -18,13 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from moelab.specs import MoESpec
 
@@ -79,12 +80,13 @@ class TopK:
     K : experts a token.
     activation : "softmax" or "sigmoid", from logits to affinities.
     before : activation before selection, over all E logits; False applies it to the K chosen logits.
-    normalise : divide a token's weights by their sum (L1).
+    normalise : divide a token's weights by their sum (L1) plus `eps`.
     scale : routed scaling factor, after normalisation.
     groups : None, or the limit to groups.
     dtype : of the affinities; None is the logits' own. The Neuron SDK's is float64, transformers' mostly float32.
     narrow : return weights in the logits' dtype; False leaves them in `dtype`.
     ordered : choices stand from the best down; False in any order, as DeepSeek's, which rounds their sum differently.
+    whole : with before=False, the sigmoid is still taken over all E logits, which rounds differently.
     """
 
     K: int
@@ -96,6 +98,8 @@ class TopK:
     dtype: torch.dtype | None = torch.float32
     narrow: bool = True
     ordered: bool = True
+    whole: bool = False
+    eps: float = 1e-20
 
     def __post_init__(self) -> None:
         if self.activation not in ("softmax", "sigmoid"):
@@ -109,17 +113,15 @@ class TopK:
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> Routing:
-        """Route logits [..., E]; correction [E] is added to the affinities for the choice alone (DeepSeek-V3)."""
+        """Route logits [..., E]; correction [E] is added, for the choice alone, to the affinities (DeepSeek-V3),
+        or with before=False to the logits."""
         logits = logits.reshape(-1, logits.shape[-1])
         E = logits.shape[1]
         if self.K > E or self.groups is not None and self.K > self.groups.best * (E // self.groups.n):
             raise ValueError(f"{self.K} experts a token cannot be chosen: there are {E}, limited to {self.groups}")
         if not self.before:
-            if correction is not None:
-                raise ValueError("a correction bias is added to affinities, which before=False computes too late")
-            top, ids = logits.topk(self.K)
-            # A sigmoid needs no other logits; over all of them, as Llama 4 takes it, it also rounds as Llama 4's does.
-            weights = self.affinities(top) if self.activation == "softmax" else self.affinities(logits).gather(1, ids)
+            ids = (logits if correction is None else logits + correction).topk(self.K).indices
+            weights = self.affinities(logits).gather(1, ids) if self.whole else self.affinities(logits.gather(1, ids))
         else:
             affinities = self.affinities(logits)
             scores = affinities if correction is None else affinities + correction
@@ -130,7 +132,7 @@ class TopK:
             ids = scores.topk(self.K, sorted=self.ordered).indices
             weights = affinities.gather(1, ids)
         if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         if self.scale != 1.0:
             weights = weights * self.scale
         return Routing(ids, weights.to(logits.dtype) if self.narrow else weights)
@@ -223,18 +225,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "softmax": ("normalise",), "sigmoid": ("normalise",), "softmax-group": ("groups",),
     "sigmoid-group": ("groups", "normalise"), "top1": ("capacity",)}
 
-#: model_type → what its code does and its config does not say
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "mixtral": {"normalise": True, "narrow": False},
-    "gpt_oss": {"dtype": None},
-    "llama4_text": {"normalise": False, "before": False},
-    "deepseek": {"normalise": False, "ordered": False},
-    "deepseek_v2": {"normalise": False, "ordered": False},          # its config's norm_topk_prob is not used
-}
-
-#: model types whose router computes logits in float32 whatever the model's dtype
-FLOAT32_LOGITS = ("deepseek", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
-
 
 def router_for(source: Any, **facts: Any) -> Rule:
     """The rule by which an architecture routes.
@@ -247,46 +237,136 @@ def router_for(source: Any, **facts: Any) -> Rule:
 
     Raises
     ------
-    ValueError : the router is of a kind unknown here, or a fact is missing; the message names it.
+    ValueError : the architecture's router is none of these rules, or a spec lacks a fact; the message says which.
     """
-    spec = source if isinstance(source, MoESpec) else MoESpec.from_config(source)
-    if spec.router not in ROUTERS:
-        raise ValueError(f"{spec.name}: no rule for a router of the kind {spec.router!r}; there are "
-                         f"{', '.join(ROUTERS)}")
-    known = {"K": spec.K} | ({} if source is spec else _stated(source, spec.router))
-    known |= ARCHITECTURES.get(spec.model_type, {}) | facts
-    if missing := [fact for fact in NEEDS.get(spec.router, ()) if fact not in known]:
-        raise ValueError(f"{spec.name}: its {spec.router} router depends on {' and '.join(missing)}, which is not "
-                         f"known here; give the model's config, or {', '.join(fact + '=…' for fact in missing)}")
-    return ROUTERS[spec.router](**known)
+    if isinstance(source, MoESpec):
+        if source.router not in ROUTERS:
+            raise ValueError(f"{source.name}: no rule for a router of the kind {source.router!r}; there are "
+                             f"{', '.join(ROUTERS)}")
+        if missing := [fact for fact in NEEDS.get(source.router, ()) if fact not in facts]:
+            raise ValueError(f"{source.name}: its {source.router} router depends on {' and '.join(missing)}, which a "
+                             f"spec does not know; give the model's config, or "
+                             f"{', '.join(fact + '=…' for fact in missing)}")
+        return ROUTERS[source.router](**{"K": source.K} | facts)
+    config = source.get_text_config() if hasattr(source, "get_text_config") else source
+    return replace(_architecture(config).rule(config, MoESpec.from_config(source).K), **facts)
 
 
-def _stated(config: Any, kind: str) -> dict[str, Any]:
-    """The rule's fields as far as a config states them."""
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()           # of a multimodal model
-    if kind == "sparsemixer":
-        return {"jitter": config.router_jitter_noise}
-    if kind == "top1":
-        return {"capacity": config.expert_capacity, "dtype": getattr(torch, config.router_dtype),
-                "rounded": getattr(config, "dtype", None)}
-    stated: dict[str, Any] = {}
-    if getattr(config, "norm_topk_prob", None) is not None:
-        stated["normalise"] = config.norm_topk_prob
-    if getattr(config, "routed_scaling_factor", None) is not None:
-        stated["scale"] = config.routed_scaling_factor
-    if kind == "softmax-group":
-        stated["groups"] = Groups(config.n_group, config.topk_group, score="max", mask=0.0)
-    if kind == "sigmoid-group":
-        stated["groups"] = Groups(config.n_group, config.topk_group)
-    return stated
+@dataclass(frozen=True)
+class Architecture:
+    """How an architecture routes.
+
+    rule : (config, K) → its rule.
+    dtype : in what its logits are computed; None is the router weight's.
+    wide : the logits are float32 from then on.
+    back : the weights are rounded to the hidden states' dtype.
+    """
+
+    rule: Callable[[Any, int], Rule]
+    dtype: torch.dtype | None = None
+    wide: bool = False
+    back: bool = False
+
+
+def _deepseek_v2(c: Any, K: int) -> TopK:           # its config's norm_topk_prob is not used
+    groups = Groups(c.n_group, c.topk_group, "max", 0.0) if c.topk_method == "group_limited_greedy" else None
+    return TopK(K, groups=groups, scale=c.routed_scaling_factor, ordered=False)
+
+
+def _deepseek_v3(c: Any, K: int, mask: float = -math.inf, **facts: Any) -> TopK:
+    groups = None if c.n_group is None else Groups(c.n_group, c.topk_group, mask=mask)
+    return TopK(K, **{"activation": "sigmoid", "groups": groups, "normalise": getattr(c, "norm_topk_prob", True),
+                      "ordered": False, "scale": c.routed_scaling_factor} | facts)
+
+
+def _cohere(c: Any, K: int) -> TopK:
+    if c.expert_selection_fn == "softmax":
+        return TopK(K, before=False)
+    return TopK(K, "sigmoid", before=False, normalise=c.norm_topk_prob, dtype=None)
+
+
+def _laguna(c: Any, K: int) -> TopK:
+    if c.moe_router_logit_softcapping > 0:
+        raise ValueError("laguna with moe_router_logit_softcapping caps its logits by tanh, which no rule here does")
+    return TopK(K, "sigmoid", normalise=True)
+
+
+def _top1(c: Any, K: int) -> Top1:
+    return Top1(c.expert_capacity, getattr(torch, c.router_dtype), getattr(c, "dtype", None))
+
+
+_v3 = Architecture(_deepseek_v3, torch.float32)
+_qwen = Architecture(lambda c, K: TopK(K, normalise=c.norm_topk_prob))
+_renormalised = Architecture(lambda c, K: TopK(K, normalise=True))
+_topk_softmax = Architecture(lambda c, K: TopK(K, before=False), wide=True, back=True)
+_minimax_m2 = Architecture(lambda c, K: TopK(K, "sigmoid", normalise=True, narrow=False, ordered=False))
+
+#: model_type → how it routes
+ARCHITECTURES: dict[str, Architecture] = {
+    **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "exaone_moe",
+                     "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm5_next_text", "glm_moe_dsa", "hy_v4",
+                     "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open"), _v3),
+    "axk2": Architecture(partial(_deepseek_v3, mask=0.0), torch.float32),
+    "beam": Architecture(partial(_deepseek_v3, scale=1.0, ordered=True), torch.float32),    # its block scales
+    **dict.fromkeys(("deepseek", "deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text"),
+                    Architecture(_deepseek_v2, torch.float32)),
+    **dict.fromkeys(("flex_olmo", "mellum", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
+                     "qwen3_omni_moe_text", "qwen3_omni_moe_talker_text"), _qwen),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_vl_moe_text", "hunyuan_v1_moe"), _renormalised),
+    "jamba": Architecture(lambda c, K: TopK(K), back=True),
+    **dict.fromkeys(("mixtral", "minimax"), Architecture(lambda c, K: TopK(K, normalise=True, narrow=False))),
+    "ernie4_5_moe": Architecture(lambda c, K: TopK(K, normalise=True), torch.float32, back=True),
+    "mistral4": Architecture(partial(_deepseek_v3, activation="softmax", mask=0.0, dtype=None)),
+    "mistral_large4_text": Architecture(partial(_deepseek_v3, activation="softmax", mask=0.0), torch.float32),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _topk_softmax),
+    **dict.fromkeys(("aria_text", "gpt_oss"), Architecture(lambda c, K: TopK(K, before=False, dtype=None))),
+    # its router divides by K, which a factor does to the bit where K is a power of two
+    "openai_privacy_filter": Architecture(lambda c, K: TopK(K, before=False, scale=1 / K), torch.float32),
+    "llama4_text": Architecture(lambda c, K: TopK(K, "sigmoid", before=False, whole=True)),
+    "cohere2_moe": Architecture(_cohere, back=True),
+    "kolibri1": Architecture(lambda c, K: TopK(K, "sigmoid", before=False, normalise=c.norm_topk_prob), torch.float32),
+    "flint": Architecture(lambda c, K: TopK(K, "sigmoid", normalise=c.norm_topk_prob), torch.float32),
+    "lfm2_moe": Architecture(lambda c, K: TopK(K, "sigmoid", normalise=c.norm_topk_prob, eps=1e-6, dtype=None,
+                                               scale=c.routed_scaling_factor)),
+    "afmoe": Architecture(lambda c, K: TopK(K, "sigmoid", normalise=True, scale=c.route_scale, narrow=False)),
+    "hy_v3": Architecture(lambda c, K: TopK(K, "sigmoid", normalise=True, scale=c.router_scaling_factor, ordered=False),
+                          torch.float32),
+    "laguna": Architecture(_laguna, wide=True, back=True),
+    **dict.fromkeys(("minimax_m2", "minimax_m3_vl_text", "step3p7_text"), _minimax_m2),
+    "phimoe": Architecture(lambda c, K: Sparsemixer(c.router_jitter_noise, K)),
+    "switch_transformers": Architecture(_top1),
+}
+
+#: model_type → why its router is none of these rules
+REFUSED: dict[str, str] = {
+    "dbrx": "has its choice in the block, not in the router",
+    "deepseek_v4": "takes its experts from a table of token ids in some layers, and the root of a softplus in others",
+    "inkling_text": "shares the softmax of its weights with the shared experts",
+    "inkling2_text": "scores with an activation that is none of softmax and sigmoid",
+    "jetmoe": "gathers tokens by expert, and routes attention too",
+    "longcat_flash": "chooses among experts that compute nothing, whose ids lie beyond the others",
+    "muse_spark_text": "multiplies its logits and scores with an activation of its own",
+    "nllb_moe": "drops the second expert by chance or by capacity over the whole batch",
+    "zaya": "carries a state of its own from layer to layer",
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text"),
+                    "norms its input and has a factor for each expert"),
+}
+
+
+def _architecture(config: Any) -> Architecture:
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"no rule reproduces the router of {kind}: it " +
+                         REFUSED.get(kind, "has not been compared with any; a line in moelab.experts.routers."
+                                           "ARCHITECTURES would say how it routes"))
+    return ARCHITECTURES[kind]
 
 
 @dataclass(frozen=True, eq=False)
 class LinearRouter:
     """A router: its weight [E, H], the bias [E] of its logits, the correction bias [E] of its choice, and its rule.
 
-    dtype : of the logits; None is that of x.
+    dtype, wide, back : as of `Architecture`.
     """
 
     weight: Tensor
@@ -294,22 +374,58 @@ class LinearRouter:
     bias: Tensor | None = None
     correction: Tensor | None = None
     dtype: torch.dtype | None = None
+    wide: bool = False
+    back: bool = False
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., E] of x [..., H]."""
-        dtype = self.dtype or x.dtype
-        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        dtype = self.dtype or self.weight.dtype
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return logits.float() if self.wide else logits
 
     def __call__(self, x: Tensor) -> Routing:
         """Route x [..., H]; where a rule counts along sequences, x is [..., S, H]."""
-        return self.rule(self.logits(x), self.correction)
+        ids, weights = self.rule(self.logits(x), self.correction)
+        return Routing(ids, weights.to(x.dtype) if self.back else weights)
 
     @classmethod
-    def of(cls, module: nn.Module, source: Any, **facts: Any) -> LinearRouter:
-        """The same router as a live model's module (`MoELayer.router`); `source` and `facts` as of `router_for`."""
-        rule = router_for(source, **facts)
-        spec = source if isinstance(source, MoESpec) else MoESpec.from_config(source)
-        linear = getattr(module, "classifier", module)                  # Switch keeps a linear layer inside
-        dtype = rule.dtype if isinstance(rule, Top1) else torch.float32 if spec.model_type in FLOAT32_LOGITS else None
-        return cls(linear.weight.detach(), rule, getattr(linear, "bias", None),
-                   getattr(module, "e_score_correction_bias", None), dtype)
+    @torch.no_grad()
+    def of(cls, layer: Any, config: Any, **facts: Any) -> LinearRouter:
+        """The same router as a live model's (a `moelab.models.MoELayer`); `config` and `facts` as of `router_for`.
+
+        Raises
+        ------
+        ValueError : no rule for this architecture, or the rule's ids or weights for random hidden states are not, bit
+            for bit, those of the live router.
+        """
+        inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+        known, rule, module = _architecture(inner), router_for(config, **facts), layer.router
+        linear = next((getattr(module, name) for name in ("classifier", "gate", "wg") if hasattr(module, name)), module)
+        holders = [module, layer.block, getattr(module, "moe_statics", None)]
+        correction = next((found.detach().flatten() for holder in holders for name in CORRECTIONS
+                           if (found := getattr(holder, name, None)) is not None), None)
+        dtype = rule.dtype if isinstance(rule, Top1) else known.dtype
+        router = cls(linear.weight.detach(), rule, getattr(linear, "bias", None), correction, dtype, known.wide,
+                     known.back)
+        if not facts:
+            router._check(layer, getattr(inner, "dtype", None) or linear.weight.dtype)
+        return router
+
+    def _check(self, layer: Any, dtype: torch.dtype) -> None:
+        x = torch.randn(PROBE, self.weight.shape[1], generator=torch.Generator().manual_seed(0))
+        x = x.to(self.weight.device, dtype)
+        ids, weights = layer.routing(layer.ask(x))
+        mine = self(x[:, None] if isinstance(self.rule, Top1) else x)
+        if torch.equal(mine.ids, ids) and mine.weights.dtype == weights.dtype and torch.equal(mine.weights, weights):
+            return
+        others = sum(a != b for a, b in zip(mine.ids.sort(-1).values.tolist(), ids.sort(-1).values.tolist()))
+        raise ValueError(f"{layer.name}: the rule {self.rule} does not reproduce {type(layer.router).__name__}: of "
+                         f"{PROBE} random hidden states {others} get other experts, the first weights "
+                         f"{mine.weights[0].tolist()} ({mine.weights.dtype}) instead of {weights[0].tolist()} "
+                         f"({weights.dtype})")
+
+
+#: names of the bias that acts on the choice alone
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+#: hidden states on which a rule is compared with the live router
+PROBE = 64

@@ -33,6 +33,9 @@ def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
 #: router class → how to read its output; all others return (logits, weights, ids)
 ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing}
 
+#: router classes whose forward takes [B, S, H]; all others take [T, H]
+SEQUENCES = ("SwitchTransformersTop1Router", "AfmoeTokenChoiceRouter", "ZayaRouter")
+
 
 def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     h = hidden_states.reshape(-1, self.hidden_dim)

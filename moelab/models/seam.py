@@ -13,6 +13,7 @@ The executor `eager` repeats transformers' eager arithmetic operation by operati
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.models.dialects import BLOCKS, ROUTING, block_class
+from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
 from moelab.models.identity import require_same_model
 
 #: an expert's tensors by parameter name, in the architecture's own layout
@@ -40,22 +41,39 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MoELayer:
-    """One MoE layer of a live model: where its block, router, experts and norm are."""
+    """One MoE layer of a live model: where its block, router and experts are."""
 
     index: int                  # 0 … L−1
     name: str                   # the block, e.g. "model.layers.3.mlp"
     block: nn.Module
     experts: nn.Module
     router: nn.Module
-    norm: nn.Module | None      # its output is what the router sees; None where it has no known name
 
     def routing(self, router_output: Any) -> tuple[Tensor, Tensor]:
         """(ids [T, K], weights [T, K]) from what the router's forward returned; dropped tokens have id E."""
         adapter = ROUTING.get(type(self.router).__name__)
         if adapter is not None:
             return adapter(self.router, router_output)
-        _, weights, ids = router_output
+        _, weights, ids, *_ = router_output
         return ids, weights
+
+    def ask(self, x: Tensor) -> Any:
+        """What the router's own code returns for x [..., H], called as its block does; hooks are for real passes.
+
+        Raises
+        ------
+        ValueError : the router needs what is neither x nor kept by the block, such as the tokens' ids.
+        """
+        first, *others = list(inspect.signature(type(self.router).forward).parameters.values())[1:]
+        given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
+        if missing := [p.name for p in others if p.name not in given and p.default is p.empty and p.kind not in
+                       (p.VAR_KEYWORD, p.VAR_POSITIONAL)]:
+            raise ValueError(f"{self.name}: {type(self.router).__name__} needs {' and '.join(missing)} beside the "
+                             f"hidden states, so it cannot be asked what it would choose for a hidden state alone")
+        x = x.reshape(-1, x.shape[-1])
+        # Capacity is counted along a sequence: each token is a sequence of its own, so that none is dropped.
+        x = x[:, None] if type(self.router).__name__ in SEQUENCES else x
+        return type(self.router).forward(self.router, x, **given)
 
 
 def discover(model: nn.Module) -> list[MoELayer]:
@@ -70,21 +88,16 @@ def discover(model: nn.Module) -> list[MoELayer]:
         if name.rpartition(".")[2] != "experts" or not hasattr(module, "num_experts"):
             continue
         block_name = name.rpartition(".")[0]
-        block, parent = model.get_submodule(block_name), model.get_submodule(block_name.rpartition(".")[0])
+        block = model.get_submodule(block_name)
         router = next((getattr(block, n) for n in ("gate", "router") if isinstance(getattr(block, n, None), nn.Module)),
                       None)
         if router is None:
             raise ValueError(f"the MoE block {block_name} ({type(block).__name__}) has no child named gate or router; "
                              f"this architecture needs a line in moelab/models/dialects.py")
-        norm = next((getattr(parent, n) for n in NORMS if isinstance(getattr(parent, n, None), nn.Module)), None)
-        layers.append(MoELayer(len(layers), block_name, block, module, router, norm))
+        layers.append(MoELayer(len(layers), block_name, block, module, router))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no MoE layer: moelab works on mixture-of-experts models")
     return layers
-
-
-#: names under which architectures keep the norm between attention and the MoE block
-NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "pre_mlp_layernorm", "ffn_norm", "layer_norm")
 
 
 def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:

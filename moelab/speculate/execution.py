@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moelab import recording
 from moelab.models import MoELayer, SeamExperts, discover, plug, unplug
 from moelab.models.dialects import ROUTING
+from moelab.models.stream import streams
 from moelab.speculate.predictors import Estimator, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
 
@@ -56,6 +57,9 @@ class Speculation:
         self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
         self._plugged = all(isinstance(layer.experts, SeamExperts) for layer in discover(model))
         self.layers = plug(model)
+        # Where nothing reads r, any module that is called before the experts will do.
+        self._entries = [stream.entry for stream in streams(model)] if predictor.reads_residual else \
+            [layer.router for layer in self.layers]
         self.reset()
         self._end()
         predictor.begin()
@@ -74,17 +78,16 @@ class Speculation:
             raise
 
     def _attach(self, layer: MoELayer) -> None:
-        if layer.norm is None:
-            raise ValueError(f"{layer.name}: the norm before the router has no known name, so residuals cannot be had; "
-                             f"add its name to moelab.models.seam.NORMS")
         # First of all hooks on the experts, so that a recording's sees what is executed.
         self._hooks += [
-            layer.norm.register_forward_pre_hook(lambda _m, args: self._residuals.__setitem__(layer.index, args[0])),
+            self._entries[layer.index].register_forward_pre_hook(
+                lambda _m, args: self._residuals.__setitem__(layer.index, args[0])),
+            layer.router.register_forward_pre_hook(lambda _m, args: self._inputs.__setitem__(layer.index, args[0])),
             layer.experts.register_forward_pre_hook(
                 lambda _m, args, kwargs: (self._before(layer, *args, *kwargs.values()), {}), with_kwargs=True,
                 prepend=True)]
         if self.mode == "router-free":
-            layer.router.forward = lambda x: self._routed(layer, x)
+            layer.router.forward = lambda *args, **kwargs: self._routed(layer, *args, **kwargs)
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -136,7 +139,8 @@ class Speculation:
         """A stack has run, or failed: nothing of it survives."""
         self._running, self._phase = False, PREFILL
         self._real: Tensor | None = None                        # which of the T tokens are no padding; None: all
-        self._residuals: dict[int, Tensor] = {}
+        self._residuals: dict[int, Tensor] = {}                 # what is r, and what the router reads, of each layer
+        self._inputs: dict[int, Tensor] = {}
         self._predicted: dict[int, Prediction] = {}
 
     @property
@@ -156,8 +160,8 @@ class Speculation:
                 self._count(index, mine[0], true)
         if mine is not None and self._executes:
             ids, weights = mine                                 # lines 6–7
-        r = self._residuals.pop(index)
-        prediction = self.predictor.predict(index, s, r.reshape(-1, r.shape[-1]), ids, weights)         # line 8
+        r, seen = (x.reshape(len(ids), -1) for x in (self._residuals.pop(index), self._inputs.pop(index)))
+        prediction = self.predictor.predict(index, seen, r, ids, weights)                               # line 8
         if prediction is not None:
             self._predicted[index + self.predictor.ahead] = prediction
             if (prefetch := getattr(layer.experts.executor, "prefetch", None)) is not None:
@@ -174,10 +178,10 @@ class Speculation:
         self.requests[self._phase, layer] += there.sum()
         self.hits[self._phase, layer] += (found(predicted, true) & there).sum()
 
-    def _routed(self, layer: MoELayer, x: Tensor) -> Any:
+    def _routed(self, layer: MoELayer, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The forward of a router in router-free mode."""
         if not self._executes or layer.index not in self._predicted:
-            return type(layer.router).forward(layer.router, x)
+            return type(layer.router).forward(layer.router, x, *args, **kwargs)
         ids, weights = self._predicted[layer.index]
         if type(layer.router).__name__ not in ROUTING:
             return None, weights, ids

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from moelab import recording
 from moelab.models import MoELayer, identity, spec_of
+from moelab.models.stream import check_routers, streams
 from moelab.speculate.signals import DefaultVectors, quasi_hidden
 from moelab.trace import RoutingTrace
 
@@ -65,24 +66,44 @@ def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Predictio
 
 def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
     """As `route`, but what the router's code returned, in the architecture's own form."""
-    x = x.reshape(-1, x.shape[-1])
-    # Capacity is counted along a sequence: each token is a sequence of its own, so that none is dropped.
-    x = x[:, None] if hasattr(layer.router, "expert_capacity") else x
-    forward = type(layer.router).forward                    # not the module itself: hooks are for real passes
     if logits is None:
-        return forward(layer.router, x)
+        return layer.ask(x)
     with _GivenLogits(logits) as given:
-        output = forward(layer.router, x)
+        output = layer.ask(x)
     if given.calls != 1:
         raise ValueError(f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so an "
                          f"estimator's logits cannot take the place of its own; use a predictor that asks the router")
     return output
 
 
+#: router class → place of the logits in what it returns; first in all others
+LOGITS = {"Llama4Router": 1, "SwitchTransformersTop1Router": 2}
+
+
+def teacher(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Tensor:
+    """The logits, float32 [T, E], by which the true router chooses for router inputs x [T, H]; logits as of `route`."""
+    output = ask(layer, x, logits)[LOGITS.get(type(layer.router).__name__, 0)]
+    return output.reshape(len(x), -1).float()
+
+
+def check_given(layer: MoELayer, H: int) -> None:
+    """ValueError for a router that does not choose by given logits as by its own: one that scales or caps them."""
+    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0))
+    parameter = next(layer.router.parameters())
+    x = x.to(parameter.device, parameter.dtype)
+    logits = teacher(layer, x)
+    again = teacher(layer, x, logits)
+    if not torch.allclose(again, logits, rtol=2e-2):
+        raise ValueError(f"{layer.name}: {type(layer.router).__name__} changes its logits after its linear layer, so "
+                         f"an estimator's cannot take their place; use a predictor that asks the router")
+
+
 class Predictor(ABC):
     """Predicts, at layer l, the experts and weights of layer l + ahead, `ahead` counting MoE layers."""
 
     ahead: int = 1
+    #: whether `predict` reads r, which not every architecture has (`moelab.models.stream`)
+    reads_residual = False
 
     def __init__(self, model: nn.Module, *, ahead: int = 1) -> None:
         if ahead < 1:
@@ -107,7 +128,7 @@ class Predictor(ABC):
         """(ids [T, K], weights [T, K]) of layer + ahead; None where there is nothing to say.
 
         s : router input of `layer` [T, H].
-        r : residual before its norm [T, H].
+        r : residual before its norm [T, H]; undefined for a predictor that does not say `reads_residual`.
         ids, weights : what `layer` executes, [T, K].
         """
 
@@ -127,6 +148,10 @@ class _Aimed(Predictor):
 class NextRouter(_Aimed):
     """The next router on this layer's router input s_l: the baseline of §3.3."""
 
+    def __init__(self, model: nn.Module, *, ahead: int = 1) -> None:
+        super().__init__(model, ahead=ahead)
+        check_routers(model)
+
     def _predict(self, layer, target, s, r, ids, weights):
         return route(target, s)
 
@@ -134,14 +159,17 @@ class NextRouter(_Aimed):
 class Quasi(_Aimed):
     """The next router on the quasi-hidden state q_l: the paper's Router-PF (§3.3)."""
 
+    reads_residual = True
+
     def __init__(self, model: nn.Module, *, vectors: DefaultVectors, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
         vectors.check(model)
-        self.vectors = vectors.to(self.device)
+        self.vectors, self.streams = vectors.to(self.device), streams(model)
 
     def quasi(self, layer: int, target: MoELayer, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """q_l [T, H]."""
-        return quasi_hidden(target, r, self.vectors.layer_default(layer, ids, weights))
+        path = self.streams[layer:target.index + 1]
+        return quasi_hidden(path, r, self.vectors.layer_default(layer, ids, weights))
 
     def _predict(self, layer, target, s, r, ids, weights):
         return route(target, self.quasi(layer, target, r, ids, weights))
@@ -164,6 +192,9 @@ class Hybrid(Quasi):
             raise ValueError(f"this estimator was trained for another model (identity {theirs}, this model's is "
                              f"{mine}); moelab.speculate.training.train trains one for this model")
         self.estimator, self.choice = estimator, tuple(bool(c) for c in choice)
+        for layer, target in self.targets.items():
+            if self.choice[layer]:
+                check_given(target, vectors.d.shape[-1])
 
     def _predict(self, layer, target, s, r, ids, weights):
         q = self.quasi(layer, target, r, ids, weights)

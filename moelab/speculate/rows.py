@@ -22,16 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.models import MoELayer
 from moelab.specs import MoESpec
-from moelab.speculate.predictors import Quasi, ask, of_model
+from moelab.speculate.predictors import Quasi, of_model, teacher
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import HIDDEN, RoutingTrace, hidden_path
 
 STRETCH = 2**20         # bytes of hidden states that are read at one place of a trace
 BUFFER = 32 * 2**20     # bytes of hidden states that are shuffled together
-#: router class → place of the logits in what it returns; first in all others
-LOGITS = {"Llama4Router": 1, "SwitchTransformersTop1Router": 2}
 
 
 class Rows:
@@ -130,12 +127,6 @@ class FileRows:
             if file.readinto(wanted) != len(wanted):
                 raise ValueError(f"{self.path} ends early; record the trace again")
         return torch.frombuffer(wanted, dtype=self.dtype).view(-1, *self.shape[1:])
-
-
-def teacher(layer: MoELayer, x: Tensor) -> Tensor:
-    """The true router's logits, float32 [T, E], of router inputs x [T, H]."""
-    output = ask(layer, x)[LOGITS.get(type(layer.router).__name__, 0)]
-    return output.reshape(len(x), -1).float()
 
 
 def seed_of(*parts: Any) -> int:

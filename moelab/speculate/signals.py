@@ -6,6 +6,9 @@ residual, and the next layer's norm makes of it what its router might see.
 
     d_l = Σ_k g_{l,k} d_{l,e_k} + shared_l        q_l = norm_{l+1}(d_l + r_l)
 
+That is a plain pre-norm block. Where a model scales or norms what the block adds (`moelab.models.stream`), d_l
+estimates v_l, what is added before that norm, and is put through it.
+
 Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H]. Left out: what attention of layer l + 1, or
 a dense layer in between, adds to the stream; that is the error which the predictors are left with.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab import recording, tensorfile
-from moelab.models import MoELayer, SeamExperts, identity, plug, spec_of, unplug
+from moelab.models import SeamExperts, identity, plug, spec_of, unplug
+from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 
-FORMAT = "moelab.default_vectors/1"
+FORMAT = "moelab.default_vectors/2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +40,9 @@ class DefaultVectors:
 
     Attributes
     ----------
-    d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight. An expert that was
-        never chosen has the mean of its layer's experts.
-    shared : float32 [L, H], mean output of what the block adds beside its routed experts; 0 where there is nothing.
+    d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight, but by the factor κ
+        that the model may have for all (`moelab.models.stream`). One never chosen has the mean of its layer's experts.
+    shared : float32 [L, H], mean of what is added beside the routed experts; 0 where there is nothing.
     counts : int64 [L, E], tokens behind each mean.
     weighted : whether `d` includes the routing weight, as it must where that scales the expert's input.
     model_id : identity of the model, see `moelab.models.identity`.
@@ -86,16 +91,20 @@ class DefaultVectors:
         return vectors
 
 
-def quasi_hidden(following: MoELayer, r: Tensor, d: Tensor) -> Tensor:
-    """q = norm(d + r) with the norm of the layer that is predicted: [T, H] in r's dtype  (§3.2).
+def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
+    """q = norm(d + r), with the norm of the layer that is predicted: [T, H] in r's dtype  (§3.2).
 
+    path : the residual stream around this layer, around those in between and around the one that is predicted; what an
+        architecture does to d before it is added, and to the stream on its way, is done here too.
     r : residual stream before this layer's norm [T, H].
     d : this layer's default [T, H].
     """
-    if following.norm is None:
-        raise ValueError(f"{following.name}: the norm before the router has no known name, so q cannot be computed; "
-                         f"add its name to moelab.models.seam.NORMS")
-    return type(following.norm).forward(following.norm, (d + r).to(r.dtype))       # past hooks: no real pass
+    here, *between, following = path
+    x = here.added(r, d)
+    factor = following.carry
+    for stream in between:
+        factor *= stream.carry * stream.keep
+    return following.router_input(times(factor, x).to(r.dtype))
 
 
 def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, *,
@@ -111,13 +120,14 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
 
     Raises
     ------
-    ValueError : no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert.
+    ValueError : no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert, an
+        architecture whose residual stream is of an unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
     plugged = all(isinstance(layer.experts, SeamExperts) for layer in recording.discover(model))
     layers = plug(model)
     weighted = type(layers[0].experts).weighted is not SeamExperts.weighted
-    sums = _Sums(spec.L, spec.E, layers, weighted)
+    sums = _Sums(spec.L, spec.E, streams(model), weighted)
     training = model.training
     model.eval()
     try:
@@ -135,10 +145,10 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
 
 
 class _Sums:
-    """Listens to the executor of every layer and to its block: sums and counts of what experts put out."""
+    """Listens to the executor of every layer and to what it adds to the stream: sums and counts of experts' outputs."""
 
-    def __init__(self, L: int, E: int, layers: list[MoELayer], weighted: bool) -> None:
-        self.layers, self.weighted = layers, weighted
+    def __init__(self, L: int, E: int, streams: list[Stream], weighted: bool) -> None:
+        self.streams, self.weighted = streams, weighted
         self.counts, self.tokens = torch.zeros(L, E, dtype=torch.long), torch.zeros(L, dtype=torch.long)
         self.sums: Tensor | None = None                 # float64 [L, E, H]
         self.shared: Tensor | None = None               # float64 [L, H]
@@ -147,16 +157,16 @@ class _Sums:
         self.hooks: list[Any] = []
 
     def attach(self) -> None:
-        for layer in self.layers:
+        for stream in self.streams:
+            layer = stream.layer
             self.inner[layer.index] = layer.experts.executor
             layer.experts.executor = self._execute
-            self.hooks.append(layer.block.register_forward_hook(
-                lambda _m, _a, out, i=layer.index: self._after(i, out[0] if isinstance(out, tuple) else out)))
+            self.hooks += stream.listen(partial(self._after, layer.index))
 
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
-        for layer in self.layers:
+        for layer in (stream.layer for stream in self.streams):
             if layer.index in self.inner:
                 layer.experts.executor = self.inner[layer.index]
 
@@ -176,15 +186,17 @@ class _Sums:
         self.sums[layer, expert] += y.cpu().sum(0, dtype=torch.float64)
         self.counts[layer, expert] += len(y)
 
-    def _after(self, layer: int, y: Tensor) -> None:
-        rest = y.reshape(-1, y.shape[-1]).cpu().double() - self.routed.pop(layer).cpu().double()
+    def _after(self, layer: int, v: Tensor) -> None:
+        routed = self.streams[layer].scale * self.routed.pop(layer).cpu().double()
+        rest = v.reshape(-1, v.shape[-1]).cpu().double() - routed
         self.shared[layer] += rest.sum(0)
         self.tokens[layer] += len(rest)
 
     def vectors(self, model_id: str) -> DefaultVectors:
         n = self.counts[..., None]
-        layer_mean = self.sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)               # [L, 1, H]
-        d = torch.where(n > 0, self.sums / n.clamp(min=1), layer_mean)
+        sums = self.sums * torch.tensor([stream.scale for stream in self.streams], dtype=torch.float64)[:, None, None]
+        layer_mean = sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)                    # [L, 1, H]
+        d = torch.where(n > 0, sums / n.clamp(min=1), layer_mean)
         shared = self.shared / self.tokens[:, None].clamp(min=1)
         return DefaultVectors(d.float(), shared.float(), self.counts, self.weighted, model_id)
 

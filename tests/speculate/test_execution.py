@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import moelab
-from moelab.models import discover, plug
+from moelab.models import discover, identity, plug
 from moelab.recording import record, stacks
-from moelab.speculate import Speculation, default_vectors, make
+from moelab.speculate import DefaultVectors, Speculation, default_vectors, make
+from moelab.speculate.predictors import route, teacher
 from moelab.trace import DECODE, PREFILL
 
-from ..models import tiny
+from ..models import tiny, wild
 from ..models.test_seam import generate
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
@@ -200,7 +201,7 @@ def test_an_error_leaves_nothing_behind(name, tiny_model):
         def fail(*_):
             assert speculation._predicted
             raise OSError("the disk is gone")
-        for module in (layer.block, layer.norm):                    # before and after the residual was seen
+        for module in (layer.block, layer.router):                    # before and after the residual was seen
             handle = module.register_forward_pre_hook(fail)
             with pytest.raises(OSError):
                 run(model, PROMPTS[0])
@@ -284,3 +285,51 @@ def test_bad_arguments_are_refused(tiny_model):
     with pytest.raises(ValueError, match="needs the predictor 'estimator'"):
         Speculation(model, make("router", model), "router-free")
     assert not isinstance(discover(model)[0].experts, moelab.models.SeamExperts)
+
+
+@pytest.mark.parametrize("name", ["hy_v4", "minimax"])
+def test_without_a_residual_stream_only_those_that_need_none_predict(name):
+    model = wild.model_of(name)
+    for predictor in ("router", "frequency", "previous", "random"):
+        with Speculation(model, make(predictor, model)) as speculation:
+            model(input_ids=torch.tensor([[5, 9, 33, 12]]), use_cache=False)
+        assert predictor not in ("router", "random") or (speculation.requests[PREFILL, 1:] > 0).all()
+    vectors = DefaultVectors(torch.zeros(3, 1, 32), torch.zeros(3, 32), torch.zeros(3, 1), False, identity(model))
+    with pytest.raises(ValueError, match="Residuals.*router, frequency, static and previous"):
+        make("quasi", model, vectors=vectors)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["afmoe", "lfm2_moe", "minimax_m2", "hy_v3"])
+def test_routers_that_are_called_with_a_bias_are_asked_with_it_and_left_out_with_it(name):
+    """The next router on q with a perfect q (the true router input) chooses what it chose; router-free runs."""
+    model = wild.model_of(name)
+    trace = record(model, PROMPTS[:1], hidden=True)
+    for layer in discover(model):
+        ids, _ = route(layer, trace.router_inputs[:, layer.index])
+        assert torch.equal(ids.sort(-1).values, trace.ids[:, layer.index].long().sort(-1).values)
+    vectors = default_vectors(model, PROMPTS[:1])
+    targets = {layer.index - 1: layer for layer in discover(model)}
+    bag = {"vectors": vectors, "estimator": lambda q, layer: teacher(targets[layer], q)}
+    logits = {}
+    for predictor, mode in (("quasi", "speculative"), ("estimator", "speculative"), ("estimator", "router-free")):
+        with Speculation(model, make(predictor, model, **bag), mode, prefill=True):
+            logits[predictor, mode] = model(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False).logits
+    assert torch.equal(logits["estimator", "speculative"], logits["estimator", "router-free"])
+    torch.testing.assert_close(logits["quasi", "speculative"], logits["estimator", "speculative"])
+
+
+def test_an_estimator_is_refused_where_the_router_caps_its_logits():
+    model = wild.model_of("laguna")
+    vectors = default_vectors(model, PROMPTS[:1])
+    bag = {"vectors": vectors, "estimator": lambda q, layer: q}
+    make("estimator", model, **bag)
+    routers = [layer.router for layer in discover(model)]
+    try:
+        for router in routers:
+            router.router_logit_softcapping = 0.5
+        with pytest.raises(ValueError, match="changes its logits"):
+            make("estimator", model, **bag)
+    finally:
+        for router in routers:
+            router.router_logit_softcapping = 0.0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.models import discover
+from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import PREDICTORS, default_vectors, make
 from moelab.speculate.predictors import ask, popular, route
@@ -108,7 +109,7 @@ def test_router_and_quasi_are_the_next_router_on_s_and_q(model):
         if ("encoder" in layer.name) != ("encoder" in following.name):
             assert said == (None, None)
             continue
-        q = following.norm(r + vectors.layer_default(layer.index, ids.long(), weights).to(r.dtype))
+        q = streams(model)[following.index].norm(r + vectors.layer_default(layer.index, ids.long(), weights).to(r.dtype))
         for (got, got_weights), x in zip(said, (s, q)):
             for t in range(len(rows)):                                  # each token for itself
                 one = x[t][None, None] if model.config.is_encoder_decoder else x[t][None]

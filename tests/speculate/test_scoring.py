@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moelab.models import discover
+from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors, make
 from moelab.speculate.predictors import route
@@ -70,7 +71,7 @@ def test_similarity_is_the_mean_cosine(model):
             true, s = trace.router_inputs[t, target.index], trace.router_inputs[t, layer.index]
             d = vectors.layer_default(layer.index, trace.ids[t:t + 1, layer.index].long(),
                                       trace.weights[t:t + 1, layer.index])
-            q = target.norm((trace.residuals[t:t + 1, layer.index] + d).to(s.dtype))[0]
+            q = streams(model)[target.index].norm((trace.residuals[t:t + 1, layer.index] + d).to(s.dtype))[0]
             for values, x in ((of_s, s), (of_q, q)):
                 values.append(float(x @ true / (x.norm() * true.norm())))
         if not of_s:
@@ -161,7 +162,7 @@ def test_the_hybrids_choice_is_the_better_recall(tiny_model):
                 logits[i, trace.ids[row, 2].long()] = 5.0
         return logits
     d = vectors.layer_default(1, trace.ids[:, 1].long(), trace.weights[:, 1])
-    known = layers[2].norm(trace.residuals[:, 1] + d).detach()
+    known = streams(model)[2].norm(trace.residuals[:, 1] + d).detach()
     assert choose(trace, model, vectors, estimator) == (False, True, False)
 
 

@@ -7,6 +7,7 @@ import torch
 
 import moelab
 from moelab.models import discover, eager, open_model, plug
+from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate.signals import DefaultVectors, default_vectors, quasi_hidden
 
@@ -82,7 +83,8 @@ def test_layer_default_and_q_are_their_definitions(measured):
         ids, weights = trace.ids[rows, layer.index].long(), trace.weights[rows, layer.index]
         r = trace.residuals[rows, layer.index]
         got_d = vectors.layer_default(layer.index, ids, weights)
-        got_q = quasi_hidden(following, r, got_d)
+        path = streams(model)[layer.index:following.index + 1]
+        norm, got_q = path[-1].norm, quasi_hidden(path, r, got_d)
         for t in range(len(rows)):
             d = vectors.shared[layer.index].clone()
             for expert, weight in zip(ids[t].tolist(), weights[t].tolist()):
@@ -90,12 +92,12 @@ def test_layer_default_and_q_are_their_definitions(measured):
                     d += vectors.d[layer.index, expert] * (1 if vectors.weighted else weight)
             torch.testing.assert_close(got_d[t], d, rtol=1e-4, atol=1e-5)
             x = r[t] + d
-            if isinstance(following.norm, torch.nn.LayerNorm):
-                x = (x - x.mean()) / (x.var(unbiased=False) + following.norm.eps).sqrt() * following.norm.weight
-                x = x + following.norm.bias
+            if isinstance(norm, torch.nn.LayerNorm):
+                x = (x - x.mean()) / (x.var(unbiased=False) + norm.eps).sqrt() * norm.weight
+                x = x + norm.bias
             else:
-                eps = getattr(following.norm, "variance_epsilon", None) or following.norm.eps
-                x = x / (x.square().mean() + eps).sqrt() * following.norm.weight
+                eps = getattr(norm, "variance_epsilon", None) or norm.eps
+                x = x / (x.square().mean() + eps).sqrt() * norm.weight
             torch.testing.assert_close(got_q[t], x, rtol=1e-3, atol=1e-4)
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import DefaultVectors, default_vectors, make, rows, training
 from moelab.speculate.predictors import route
@@ -55,7 +56,7 @@ def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
                 weights = torch.ones(trace.spec.K) if vectors.weighted else trace.weights[t, l].float()
                 d = sum((w * vectors.d[l, e] for w, e in zip(weights, trace.ids[t, l].tolist())), vectors.shared[l])
                 with torch.no_grad():
-                    q = target.norm((d + trace.residuals[t, l])[None])[0]
+                    q = streams(model)[target.index].norm((d + trace.residuals[t, l])[None])[0]
                 expected.append((q, l, trace.ids[t, target.index].long()))
     q, layer, logits, true = found.read([(0, 5), (5, len(trace))])
     assert len(q) == len(logits) == len(expected) > 0
