@@ -213,9 +213,8 @@ class Reader:
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+        while self._files:                      # each is forgotten first: closed twice, it may be another's by then
+            os.close(self._files.popitem()[1])
 
     def __enter__(self) -> Reader:
         return self
