@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import depth
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys, time
@@ -32,7 +34,7 @@ print([name for name in threads() if "gloo" in name or "tcpstore" in name])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's threads")
-@pytest.mark.parametrize("arguments", [["ep-a2a"], ["tp"], ["ep-a2a", "error"], ["ep-a2a", "Ctrl-C"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["ep-a2a"], ["tp", "error"], ["ep-a2a", "Ctrl-C"]][:depth(2, 3)], ids=" ".join)
 def test_no_thread_of_the_group_outlives_the_connection(arguments):
     """One that did would now and then abort a rank that has succeeded, when the interpreter ends."""
     with socket.socket() as free:
