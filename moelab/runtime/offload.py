@@ -225,7 +225,8 @@ class Offloading:
         del self.steps[len(self.forwards):], self.guesses[len(self.forwards):]
         self.steps.append([])
         self.guesses.append([])
-        self._forward = id(module), self.engine.begin_forward(), tokens, "prefill" if length > 1 or not seen else "decode"
+        phase = "prefill" if length > 1 or not seen else "decode"
+        self._forward = id(module), self.engine.begin_forward(), tokens, phase
 
     def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):

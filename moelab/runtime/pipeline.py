@@ -60,9 +60,9 @@ class Pipeline(Admission):
         self.timeline, self.closed, self._two_stages = timeline, False, decoder(slots.device).two_stages
         self._living: set[int] = set()                          # threads that run, whatever `threading` says
         self._ended: SimpleQueue[None] = SimpleQueue()
-        self.threads = [threading.Thread(target=self._run, args=(self._read_loop,), name="moelab disk", daemon=True)] + [
-            threading.Thread(target=self._run, args=(self._work_loop, f"worker {i}"), name=f"moelab worker {i}",
-                             daemon=True) for i in range(workers)]
+        loops = {"disk": (self._read_loop,)} | {f"worker {i}": (self._work_loop, f"worker {i}") for i in range(workers)}
+        self.threads = [threading.Thread(target=self._run, args=loop, name=f"moelab {name}", daemon=True)
+                        for name, loop in loops.items()]
 
     def open(self) -> None:
         """Start the threads."""
