@@ -163,7 +163,7 @@ class Offloading:
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.guesses: list[list[tuple[int, list[int]]]] = []
-        self._forward: tuple[int, float, int, str] | None = None        # of which module, since when, tokens, phase
+        self._forward: tuple[int, float, int, str] | None = None        # module, since when, tokens, phase
 
     def metrics(self) -> dict[str, Any]:
         """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see `moelab.runtime.metrics`."""
