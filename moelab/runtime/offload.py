@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import weakref
 from dataclasses import asdict
 from pathlib import Path
@@ -140,7 +139,7 @@ class Offloading:
     def __init__(self, model: Any, engine: Engine, store: ExpertStore, pools: Pools, staging: int, budget: int) -> None:
         self.engine, self.store, self.pools, self.staging, self.budget = engine, store, pools, staging, budget
         self.residency, self.timeline = engine.residency, engine.timeline
-        self._calls: dict[int, object] = {}             # thread → the generation, or the forward by itself, that it runs
+        self._calls: dict[int, object] = {}             # thread → the generation, or the forward alone, that it runs
         self._alone: object = None                      # the latest of the latter
         self._cancelled: set[object] = set()
         self.reset()
