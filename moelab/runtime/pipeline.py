@@ -171,7 +171,7 @@ class Pipeline(Admission):
             with contextlib.suppress(Empty):
                 self._ended.get(timeout=0.05)                   # what an interrupted `stop` has taken does not come
         for thread in self.threads:
-            if thread.ident is not None:                        # else it was not started, or ends without doing anything
+            if thread.ident is not None:                        # else it was not started, or ends at once
                 thread.join()
 
     def free(self) -> None:
