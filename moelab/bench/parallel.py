@@ -89,8 +89,8 @@ def alone(tokens: int, seed: int) -> dict[str, float]:
     """The same layer in one process, one thread, as each rank has."""
     threads, experts = torch.get_num_threads(), layer(seed)
     ids, weights, x = routing(tokens, seed)
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)
         made = {}
         for name, T in (("prefill, ms", tokens), ("decode, ms", 1)):
             values = []

@@ -35,8 +35,8 @@ LOADING = ("selective", "all_experts")
 def torch_threads(n: int) -> Iterator[None]:
     """torch uses n threads within the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(n)
     try:
+        torch.set_num_threads(n)
         yield
     finally:
         torch.set_num_threads(before)

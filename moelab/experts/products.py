@@ -62,9 +62,10 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
         return y
     wide = torch.empty(y.shape)
     job = job_of(*given, wide.data_ptr(), outputs)
-    with _ONE:
-        _together(threads, _columns if transposed else _rows, kind(0), job.ctypes.data)
-    torch.set_num_threads(threads)                  # numba's pool sets OpenMP's number, which may be torch's as well
+    try:
+        with _ONE: _together(threads, _columns if transposed else _rows, kind(0), job.ctypes.data)
+    finally:                                        # Ctrl-C meanwhile is raised as soon as the kernel returns
+        torch.set_num_threads(threads)              # numba's pool sets OpenMP's number, which may be torch's as well
     return y.copy_(wide)
 
 

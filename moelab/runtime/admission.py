@@ -13,12 +13,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from queue import SimpleQueue
 
 from moelab.cache.residency import Request
 from moelab.runtime.loads import Fetched, Held, Job, Load
 from moelab.runtime.slots import Slots
 from moelab.specs import ExpertKey, State
 from moelab.store.reader import Reader
+
+
+class Bell:
+    """Wakes up to `n` threads that wait for something to do.
+
+    It needs no lock, so whoever rings can be interrupted, or be the garbage collector within one of the threads: a ring
+    is a token in a queue, and n of them wake everybody who is not awake.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n, self._tokens = n, SimpleQueue()
+        self.wait = self._tokens.get
+
+    def ring(self) -> None:
+        while self._tokens.qsize() < self._n:
+            self._tokens.put(None)
 
 
 class Admission:
@@ -30,15 +47,16 @@ class Admission:
     fetched : what became of the experts fetched ahead.
     """
 
-    def __init__(self, slots: Slots, reader: Reader, room_ahead: int) -> None:
-        self.slots, self.reader, self.room_ahead = slots, reader, room_ahead
-        self.held: dict[ExpertKey, Held] = {}
-        self.fetched = Fetched()
+    def __init__(self, slots: Slots, reader: Reader, workers: int, room_ahead: int, held: dict[ExpertKey, Held],
+                 fetched: Fetched) -> None:
+        self.slots, self.reader, self.workers, self.room_ahead = slots, reader, workers, room_ahead
+        self.held, self.fetched = held, fetched
+        slots.all_but(held.values())
         self._job: Job | None = None
         self._ahead: dict[int, Job] = {}                        # by layer
-        self._taken_ahead = self._flying = 0                    # experts that hold memory ahead; what threads are at
+        self._taken_ahead = 0                                   # experts that hold memory ahead
         self._lock = threading.Lock()                           # over everything here
-        self._io, self._work, self._main = (threading.Condition(self._lock) for _ in range(3))
+        self._io, self._work = Bell(1), Bell(workers)
 
     def _load(self, key: ExpertKey, held: Held, keep: State | None) -> Load:
         return Load(key, held, keep, self.reader.store.layers[key.layer].tensors, self.slots.sizes.in_place,
@@ -65,8 +83,8 @@ class Admission:
                 self._taken_ahead += 1
                 admitted += 1
         if admitted:
-            self._io.notify()
-            self._work.notify_all()
+            self._io.ring()
+            self._work.ring()
 
     def _give(self, load: Load) -> None:
         load.held.slots.update({kind: self.slots.free[kind].pop() for kind in load.lacks})
@@ -124,13 +142,11 @@ class Admission:
             return
         kept = {"e": load.keep.has_e, "sm": load.keep.has_sm}
         self._release(load.held, [kind for kind in kept if not kept[kind]])
-        job.ready.append(load.key)
-        self._main.notify()
+        job.ready.put(load.key)
 
     def _landed(self, load: Load, error: BaseException | None) -> None:
         """A thread is done with what it took up."""
         load.busy -= 1
-        self._flying -= 1
         job = load.job
         if load.dropped:
             if not load.busy:
@@ -145,5 +161,3 @@ class Admission:
         elif load.whole and load.error is None:
             self._whole(load)
             self._admit()
-        if job is None or job.stopped:
-            self._main.notify_all()

@@ -9,9 +9,9 @@ Left out: threads, locks and memory (see the pipeline).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from moelab.runtime.slots import KINDS
 from moelab.schedule.affinity import Order
@@ -93,20 +93,20 @@ class Fetched:
 
 
 class Job:
-    """The loads of one layer; `ready` fills up with experts that can be computed.
+    """The loads of one layer; `ready` fills up with experts that can be computed, an error, or None: "look again".
 
     early : whether exponents may be decompressed before the rest is there.
     done : loads that are whole of a layer that has not come yet.    adopted : loads that were begun before it came.
     """
 
     def __init__(self, layer: int, early: bool) -> None:
-        self.layer, self.early, self.error, self.stopped = layer, early, None, False
+        self.layer, self.early, self.stopped = layer, early, False
         self.waiting: list[Load] = []                           # for memory
         self.reads: list[tuple[Load, tuple[str, ...]]] = []
         self.loads: dict[ExpertKey, Load] = {}                  # not yet whole, the most urgent first
         self.done: dict[ExpertKey, Load] = {}
         self.adopted: set[ExpertKey] = set()
-        self.ready: deque[ExpertKey] = deque()
+        self.ready: SimpleQueue[ExpertKey | BaseException | None] = SimpleQueue()
 
     def put(self, loads: Iterable[Load], plan: Order, in_place: bool) -> None:
         """Line up loads that nothing has been done about, in the order of the plan, behind those that are there."""
@@ -128,7 +128,8 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """End this layer with an error."""
-        self.error, self.stopped = self.error or error, True
+        self.stopped = True
+        self.ready.put(error)
 
     def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
         """The first read whose expert has its memory; taken off the list."""

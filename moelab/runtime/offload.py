@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import weakref
 from dataclasses import asdict
 from pathlib import Path
@@ -138,10 +137,13 @@ class Offloading:
     def __init__(self, model: Any, engine: Engine, store: ExpertStore, pools: Pools, staging: int, budget: int) -> None:
         self.engine, self.store, self.pools, self.staging, self.budget = engine, store, pools, staging, budget
         self.residency, self.timeline = engine.residency, engine.timeline
-        self._lock, self._running = threading.Lock(), 0
+        self._calls: dict[int, object] = {}             # thread → the generation, or the forward alone, that it runs
+        self._alone: object = None                      # the latest of the latter
+        self._cancelled: set[object] = set()
         self.reset()
         engine.on_layer, engine.on_guess = self._on_layer, self._on_guess
-        self._depth = 0
+        engine.cancelled = self._is_cancelled
+        self._model = id(model)
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []        # `generate` calls it by itself
         for module in (model, *alone):
             module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
@@ -158,7 +160,7 @@ class Offloading:
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.guesses: list[list[tuple[int, list[int]]]] = []
-        self._forward: tuple[float, int, str] | None = None
+        self._forward: tuple[int, float, int, str] | None = None        # module, since when, tokens, phase
 
     def metrics(self) -> dict[str, Any]:
         """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see `moelab.runtime.metrics`."""
@@ -169,11 +171,10 @@ class Offloading:
             "fetched_ahead": asdict(self.engine.pipeline.fetched)}) | process()
 
     def cancel(self) -> bool:
-        """End the running generation with `Cancelled`; False if none is running."""
-        with self._lock:
-            if self._running:
-                self.engine.cancel()
-            return self._running > 0
+        """End the generations that run with `Cancelled`; False if none is running."""
+        self._cancelled = {call for call in list(self._calls.values()) if call is not None}
+        self.engine.pipeline.wake()
+        return bool(self._cancelled)
 
     def close(self) -> None:
         """Stop the threads and free the memory; the model cannot be used any more."""
@@ -187,52 +188,51 @@ class Offloading:
 
     # --------------------------------------------------------------------------------------- what the model reports
 
-    def _began(self) -> None:
-        with self._lock:
-            self._running += 1
-            if self._running == 1:
-                self.engine.resume()
+    # Each of these may be interrupted, and what would come after it is then not called. So nothing is counted up and
+    # down: what begins takes the place of whatever was left.
 
-    def _ended(self) -> None:
-        with self._lock:
-            self._running -= 1
+    def _is_cancelled(self) -> bool:
+        return bool(self._cancelled) and self._calls.get(threading.get_ident()) in self._cancelled
 
     def _wrap_generate(self, model: Any) -> None:
         """Between two tokens no forward runs, but the generation does: `cancel` must know."""
         generate, this = type(model).generate, weakref.ref(model)
 
         @functools.wraps(generate)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._began()
+        def known(*args: Any, **kwargs: Any) -> Any:
+            me = threading.get_ident()
+            outer = self._calls.get(me)                         # assisted by itself, a model generates while it does
+            self._calls[me], self._forward = object(), None
             try:
                 return generate(this(), *args, **kwargs)
             finally:
-                self._ended()
-        model.generate = counted
+                self._calls[me] = outer
+        model.generate = known
 
-    def _begin_forward(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._began()
-        self._depth += 1
-        if self._depth > 1:
-            return
+    def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if id(module) != self._model and self._forward is not None and self._forward[0] == self._model:
+            return                                              # the encoder, called by the model
         ids = next((x for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"),
                                 *args[:1]) if x is not None), None)
         tokens, length = (ids.shape[0] * ids.shape[1], ids.shape[1]) if ids is not None else (0, 0)
         cache = kwargs.get("past_key_values")
         seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-        self.engine.mark = time.perf_counter()
-        self._forward = self.engine.mark, tokens, "prefill" if length > 1 or not seen else "decode"
+        if self._calls.get(threading.get_ident()) is None:
+            self._calls[threading.get_ident()] = self._alone = object()
+        del self.steps[len(self.forwards):], self.guesses[len(self.forwards):]
         self.steps.append([])
         self.guesses.append([])
+        phase = "prefill" if length > 1 or not seen else "decode"
+        self._forward = id(module), self.engine.begin_forward(), tokens, phase
 
-    def _end_forward(self, *_: Any) -> None:
-        self._ended()
-        self._depth -= 1
-        if self._depth or self._forward is None:
+    def _end_forward(self, module: Any, *_: Any) -> None:
+        if self._forward is None or self._forward[0] != id(module):
             return
-        (start, tokens, phase), self._forward = self._forward, None
+        (_, start, tokens, phase), self._forward = self._forward, None
         self.forwards.append(Forward(start, self.engine.end_forward(), tokens, phase))
         self.timeline.compact()
+        if self._calls.get(threading.get_ident()) is self._alone:
+            self._calls[threading.get_ident()] = None
 
     def _on_layer(self, layer: int, tokens: dict[int, int]) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself

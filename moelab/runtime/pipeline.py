@@ -11,18 +11,20 @@ next (speculate/), computing them (the engine).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from moelab.cache.residency import Request
-from moelab.runtime.admission import Admission
+from moelab.runtime.admission import Admission, Bell
 from moelab.runtime.decoders import decoder
-from moelab.runtime.loads import USES, Held, Job, Load
+from moelab.runtime.loads import USES, Fetched, Held, Job, Load
 from moelab.runtime.slots import KINDS, Slots
 from moelab.runtime.timeline import Timeline
 from moelab.schedule.affinity import Order
@@ -37,25 +39,45 @@ _PART = {"e": "E", "sm": "SM", "full": "both"}
 class Pipeline(Admission):
     """Memory, files and threads.
 
+    The thread that runs the model may be interrupted at any line, by Ctrl-C. It changes what all threads share in
+    `change` only, waits only where others put something into a queue, and rings only bells: so no lock stays taken and
+    nobody waits for what it would have done. What its change then left half done ends with this pipeline: the engine
+    `stop`s it, and makes another of what is certain to be whole.
+
     Parameters
     ----------
     slots : memory for what is kept and for what is on its way.
-    reader : of the store; closed with the pipeline.
+    reader : of the store.
     workers : L.
     timeline : where events are reported.
     room_ahead : slots of each kind that are there for fetching ahead.
+    held : experts whose parts are in memory already.    fetched : to go on counting in.
     """
 
-    def __init__(self, slots: Slots, reader: Reader, workers: int, timeline: Timeline, room_ahead: int = 0) -> None:
-        super().__init__(slots, reader, room_ahead)
+    def __init__(self, slots: Slots, reader: Reader, workers: int, timeline: Timeline, room_ahead: int = 0,
+                 held: dict[ExpertKey, Held] | None = None, fetched: Fetched | None = None) -> None:
+        super().__init__(slots, reader, workers, room_ahead, held or {}, fetched or Fetched())
         self.timeline, self.closed, self._two_stages = timeline, False, decoder(slots.device).two_stages
-        self._threads = [threading.Thread(target=self._read_loop, name="moelab disk", daemon=True)] + [
-            threading.Thread(target=self._work_loop, args=(f"worker {i}",), name=f"moelab worker {i}", daemon=True)
-            for i in range(workers)]
-        for thread in self._threads:
+        self._living: set[int] = set()                          # threads that run, whatever `threading` says
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        loops = {"disk": (self._read_loop,)} | {f"worker {i}": (self._work_loop, f"worker {i}") for i in range(workers)}
+        self.threads = [threading.Thread(target=self._run, args=loop, name=f"moelab {name}", daemon=True)
+                        for name, loop in loops.items()]
+
+    def open(self) -> None:
+        """Start the threads."""
+        for thread in self.threads:
             thread.start()
 
-    # ------------------------------------------------------------------------------------------- for the engine
+    def change(self, how: Callable[..., Any], *args: Any) -> Any:
+        """Call `how`, one of the methods below, under the lock.
+
+        In one line: an interruption comes before the lock is taken, or within `how`, but never between the last line
+        of a block and its end.
+        """
+        with self._lock: return how(*args)
+
+    # ---------------------------------------------------------------------------------- for the engine, by `change`
 
     def start(self, layer: int, requests: list[Request], evicted: Iterable[ExpertKey]) -> tuple[Job, list[Request]]:
         """Free what is evicted and go on with what of a layer's step was fetched ahead.
@@ -63,40 +85,47 @@ class Pipeline(Admission):
         requests : for experts that aren't whole in memory. Returns the layer's job and the requests left for `load`.
         """
         job = Job(layer, self._two_stages)
-        with self._lock:
-            self._adopt(self._ahead.pop(layer, None), job, {request.key: request for request in requests})
-            for key in evicted:
-                self._release(self.held.pop(key), KINDS)
-                for other in self._ahead.values():              # which counts on what has just been released
-                    if (load := other.remove(key)) is not None and load.admitted:
-                        self._refuse(load)
-            self._job = job
-            self._admit()
-            return job, [request for request in requests if request.key not in job.adopted]
+        self._adopt(self._ahead.pop(layer, None), job, {request.key: request for request in requests})
+        for key in evicted:
+            self._release(self.held.pop(key), KINDS)
+            for other in self._ahead.values():                  # which counts on what has just been released
+                if (load := other.remove(key)) is not None and load.admitted:
+                    self._refuse(load)
+        self._job = job
+        self._admit()
+        return job, [request for request in requests if request.key not in job.adopted]
 
     def load(self, job: Job, requests: list[Request], plan: Order) -> None:
         """Hand the loads of a layer's step to the threads, in the order of the plan."""
-        with self._lock:
-            job.put([self._load(request.key, self.held.setdefault(request.key, Held()), request.keep)
-                     for request in requests], plan, self.slots.sizes.in_place)
-            self._admit()
+        job.put([self._load(request.key, self.held.setdefault(request.key, Held()), request.keep)
+                 for request in requests], plan, self.slots.sizes.in_place)
+        self._admit()
 
     def fetch(self, layer: int, requests: list[Request], plan: Order) -> None:
         """Begin to make experts whole that a layer to come will probably want, where nothing else is to do."""
-        with self._lock:
-            if layer in self._ahead:
-                return
-            job = self._ahead[layer] = Job(layer, self._two_stages)
-            job.put([self._load(request.key, Held(self.held.get(request.key)), None) for request in requests],
-                    plan, self.slots.sizes.in_place)
-            self._admit()
+        if layer in self._ahead:
+            return
+        job = self._ahead[layer] = Job(layer, self._two_stages)
+        job.put([self._load(request.key, Held(self.held.get(request.key)), None) for request in requests],
+                plan, self.slots.sizes.in_place)
+        self._admit()
 
     def drop_ahead(self) -> None:
         """Forget what has been fetched ahead: the forward pass that wanted it is over."""
-        with self._lock:
-            for job in self._ahead.values():
-                self._adopt(job, None, {})
-            self._ahead.clear()
+        for job in self._ahead.values():
+            self._adopt(job, None, {})
+        self._ahead.clear()
+
+    def executed(self, requests: list[Request]) -> None:
+        """Let go of what experts that have been computed, and shall not stay whole, keep."""
+        for request in requests:
+            held = self.held[request.key]
+            self._release(held, ("full",))
+            if not held.slots:
+                del self.held[request.key]
+        self._admit()
+
+    # ------------------------------------------------------------------------------------- for the engine, as it is
 
     @property
     def ahead(self) -> bool:
@@ -109,28 +138,15 @@ class Pipeline(Admission):
 
     def next_ready(self, job: Job, check: Callable[[], None]) -> ExpertKey:
         """Wait for an expert that is whole; `check` raises what shall end the waiting, and is called on `wake`."""
-        with self._lock:
-            start = clock()
-            while True:
-                if job.error is not None:
-                    raise job.error
-                check()
-                if job.ready:
-                    break
-                self._main.wait()
-            key, waited = job.ready.popleft(), clock() - start
-        if waited > 2e-6:
-            self.timeline.add(Event("compute", "wait", job.layer, key.expert, start, start + waited))
-        return key
-
-    def executed(self, request: Request) -> None:
-        """Let go of what an expert that has been computed, and shall not stay whole, keeps."""
-        with self._lock:
-            held = self.held[request.key]
-            self._release(held, ("full",))
-            if not held.slots:
-                del self.held[request.key]
-            self._admit()
+        start, found = clock(), None
+        while found is None:
+            check()
+            found = job.ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        if (waited := clock() - start) > 2e-6:
+            self.timeline.add(Event("compute", "wait", job.layer, found.expert, start, start + waited))
+        return found
 
     def tensors(self, key: tuple[int, int]) -> dict[str, torch.Tensor]:
         """The tensors of an expert (layer, expert) that is whole."""
@@ -138,33 +154,25 @@ class Pipeline(Admission):
 
     def wake(self) -> None:
         """Let the engine look again whether to go on."""
-        with self._lock:
-            self._main.notify_all()
+        if (job := self._job) is not None:
+            job.ready.put(None)
 
-    def abandon(self, keep: Callable[[ExpertKey], bool]) -> None:
-        """Wait for what is under way, then hold only the experts that `keep` says."""
-        with self._lock:
-            for job in (self._job, *self._ahead.values()):
-                if job is not None:
-                    job.stopped = True
-            while self._flying:
-                self._main.wait()
-            self._job, self._taken_ahead = None, 0
-            self._ahead.clear()
-            if not self.closed:
-                self.held = {key: held for key, held in self.held.items() if keep(key)}
-                for kind in KINDS:          # counted anew: an interruption may have come between any two lines
-                    taken = {held.slots.get(kind) for held in self.held.values()}
-                    self.slots.free[kind] = [i for i in range(self.slots.count[kind]) if i not in taken]
+    def halt(self) -> None:
+        """Tell everybody to end, without waiting: the threads do when they have done what they are at."""
+        self.closed = True
+        self._io.ring()
+        self._work.ring()
+        self.wake()
 
     def stop(self) -> None:
         """End the threads; what they are doing is finished first."""
-        with self._lock:
-            self.closed = True
-            for condition in (self._io, self._work, self._main):
-                condition.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self.halt()
+        while self._living:                                     # `join` alone may, interrupted once, no longer wait
+            with contextlib.suppress(Empty):
+                self._ended.get(timeout=0.05)                   # what an interrupted `stop` has taken does not come
+        for thread in self.threads:
+            if thread.ident is not None:                        # else it was not started, or ends at once
+                thread.join()
 
     def free(self) -> None:
         """Let go of files and memory, after `stop`, when no layer runs any more."""
@@ -174,17 +182,30 @@ class Pipeline(Admission):
 
     # --------------------------------------------------------------------------------------------- what threads do
 
-    def _next(self, condition: threading.Condition, find: Callable[[Job], tuple[Load, Any] | None]
+    def _run(self, loop: Callable[..., None], *args: str) -> None:
+        """The life of a thread; if it ends too early, because a change was left half done, so does everything else."""
+        me = threading.get_ident()
+        self._living.add(me)                                    # before it looks whether to begin at all
+        try:
+            loop(*args)
+        except BaseException as error:
+            if (job := self._job) is not None:
+                job.fail(error)
+            self.halt()
+        finally:
+            self._living.discard(me)
+            self._ended.put(None)
+
+    def _next(self, bell: Bell, find: Callable[[Job], tuple[Load, Any] | None]
               ) -> tuple[Load, Any] | None:
         """Wait for something to do; None when the pipeline is closed."""
-        with self._lock:
-            while not self.closed:
+        while not self.closed:
+            with self._lock:
                 for job in (self._job, *self._ahead.values()):
                     if job is not None and not job.stopped and (found := find(job)) is not None:
                         found[0].busy += 1
-                        self._flying += 1
                         return found
-                condition.wait()
+            bell.wait()
         return None
 
     def _read_loop(self) -> None:
@@ -209,7 +230,7 @@ class Pipeline(Admission):
                     load.held.unchecked.update((kind, name) for kind in kinds for name in load.todo)
                 load.reads.difference_update(kinds[:len(chunks)])
                 self._landed(load, error)
-                self._work.notify_all()
+            self._work.ring()
 
     def _work_loop(self, me: str) -> None:
         _yield_to_compute()

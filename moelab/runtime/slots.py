@@ -11,7 +11,9 @@ Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +62,8 @@ class Slots:
     def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None,
                  device: torch.device | str = "cpu") -> None:
         self.sizes, self.device = sizes or Sizes.of(store), torch.device(device)
-        self.count, self.free = count, {kind: list(range(count[kind])) for kind in KINDS}
+        self.count = count
+        self.all_but([])
         self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device)
                         for kind in ("e", "sm")}
         if self.device.type == "cpu":
@@ -71,6 +74,11 @@ class Slots:
         self._store, self._views, self._places, kinds = store, {}, {}, {}
         # layer → a number that layers share whose experts have tensors of the same shapes
         self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]
+
+    def all_but(self, held: Collection[Any]) -> None:
+        """Count anew what is free: the slots that none of these experts (`Held`) has."""
+        taken = {kind: {one.slots.get(kind) for one in held} for kind in KINDS}
+        self.free = {kind: [i for i in range(self.count[kind]) if i not in taken[kind]] for kind in KINDS}
 
     @property
     def nbytes(self) -> int:

@@ -1,12 +1,15 @@
 """The timeline of a real run: `Event`s in a compact table, and the forward passes that they belong to.
 
 An event is a row of 41 bytes, so a thousand tokens of a model with 24 MoE layers take 30 MB and not half a
-gigabyte of Python objects. Appending is atomic, so every thread of the engine writes to it without a lock.
+gigabyte of Python objects. Every thread of the engine writes without a lock: all that ever changes is one list, which
+grows by `append` and is packed by assigning to a slice of it, and neither can be seen or interrupted halfway.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from itertools import takewhile
 
 import numpy as np
 
@@ -21,21 +24,25 @@ class Timeline:
     """Events in the order in which they were reported; iterating gives `Event`s."""
 
     def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._packing = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
-        self._new: list[Event] = []
-        self._old: list[np.ndarray] = []
-        self._names: dict[str, int] = {}
+        self._all: list[np.ndarray | Event] = []                # tables first, then what is not packed yet
 
     def add(self, event: Event) -> None:
-        self._new.append(event)
+        self._all.append(event)
 
     def compact(self) -> None:
-        """Pack what is new, if it is much; called between forward passes, when no other thread is writing."""
-        if len(self._new) >= _BATCH:
-            self._old.append(self._pack(self._new))
-            self._new = []
+        """Pack what is new, if it is much."""
+        with self._packing: self._compact()          # one line: see `Pipeline.change`
+
+    def _compact(self) -> None:
+        found = self._all
+        end, begin = len(found), sum(1 for _ in takewhile(lambda item: isinstance(item, np.ndarray), found))
+        if end - begin >= _BATCH:
+            found[begin:end] = [self._pack(found[begin:end])]   # what others have added meanwhile stays behind it
 
     def _pack(self, events: list[Event]) -> np.ndarray:
         number = self._names
@@ -44,14 +51,15 @@ class Timeline:
         return np.array([(number[e[0]], number[e[1]], *e[2:]) for e in events], _ROW)
 
     def __len__(self) -> int:
-        return sum(map(len, self._old)) + len(self._new)
+        return sum(len(item) if isinstance(item, np.ndarray) else 1 for item in list(self._all))
 
     def __iter__(self) -> Iterator[Event]:
-        names = list(self._names)
-        for rows in self._old:
-            for resource, kind, *rest in rows.tolist():
-                yield Event(names[resource], names[kind], *rest)
-        yield from list(self._new)
+        found, names = list(self._all), list(self._names)
+        for item in found:
+            if isinstance(item, np.ndarray):
+                yield from (Event(names[resource], names[kind], *rest) for resource, kind, *rest in item.tolist())
+            else:
+                yield item
 
     def since(self, start: float) -> list[Event]:
         """The events that ended after `start`."""

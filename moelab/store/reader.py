@@ -216,8 +216,7 @@ class Reader:
 
     def close(self) -> None:
         """Close the files; a later read opens them again, and whatever is open is closed with the last reference."""
-        with self._lock:
-            _close(self._files)
+        _close(self._files)
 
     def __enter__(self) -> Reader:
         return self
@@ -227,7 +226,7 @@ class Reader:
 
 
 def _close(files: dict[str, int]) -> None:
-    while files:
+    while files:                                # each is forgotten first: closed twice, it may be another's by then
         os.close(files.popitem()[1])
 
 

@@ -82,6 +82,22 @@ def test_without_openmp_numbas_own_threads_do_it(monkeypatch, request):
     assert torch.get_num_threads() == 3
 
 
+def test_torch_gets_its_threads_back_after_an_interruption(monkeypatch, request):
+    """Ctrl-C while a kernel runs is raised when it returns."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    monkeypatch.setattr(products, "TEAM", 0)
+
+    def interrupted(*_):
+        torch.set_num_threads(1)                            # as numba's pool may
+        raise KeyboardInterrupt
+    monkeypatch.setattr(products, "_together", interrupted)
+    torch.set_num_threads(2)
+    x, w = torch.randn(3, 64), torch.randn(32, 64)
+    with pytest.raises(KeyboardInterrupt):
+        products.multiply(np.float32, np.array([[w.data_ptr(), 0, 0, 0]]), np.array([0, 3]), x, None, 32, False)
+    assert torch.get_num_threads() == 2 and not products._ONE.locked()
+
+
 @given(st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=70))
 def test_results_are_rounded_as_torch_rounds(values):
     y, one = torch.tensor([values]), torch.ones(1, 1)

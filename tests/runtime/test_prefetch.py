@@ -24,8 +24,10 @@ def nothing_is_lost(model):
     """Every slot is either free or held by an expert that residency keeps."""
     pipeline = model.moelab.engine.pipeline
     slots, held = pipeline.slots, pipeline.held
-    with pipeline._lock:                                # what nobody wants any more is still read to its end
-        pipeline._main.wait_for(lambda: not pipeline._flying, timeout=10)
+    deadline = time.monotonic() + 10                    # what nobody wants any more is still read to its end
+    while sum(len(slots.free[k]) + sum(k in one.slots for one in held.values()) - slots.count[k]
+              for k in slots.free) and time.monotonic() < deadline:
+        time.sleep(1e-3)
     for kind in ("full", "e", "sm"):
         taken = [one.slots[kind] for one in held.values() if kind in one.slots]
         assert sorted([*slots.free[kind], *taken]) == list(range(slots.count[kind]))
@@ -131,7 +133,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
         offloaded(torch.tensor([[7, 8]]))
     chosen = sorted(wanted[1] if needed else set(range(8)) - wanted[1])[0]
     offloaded.moelab.residency.clear()
-    engine.pipeline.abandon(lambda key: False)
+    engine._sound = False                               # so the next layer holds what residency does
 
     def failing(layer, expert, parts):
         if (layer, expert) == (1, chosen) and not failed:
@@ -168,8 +170,8 @@ def test_interruptions_with_guesses_under_way(qwen):
     with Speculation(offloaded, make("random", offloaded), "hint"):
         for point in range(0, 12, 3):
             generate_interrupted(offloaded, point)
-            nothing_is_lost(offloaded)
             assert_equal(offloaded, reference, seed=point)
+            nothing_is_lost(offloaded)
     offloaded.moelab.close()
     assert not threads()
 

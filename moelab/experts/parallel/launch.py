@@ -10,6 +10,8 @@ rest. What is left out: restarting, and ranks that come and go.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import pickle
 import signal
@@ -55,6 +57,8 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+    # transformers imports this one while it opens a model, and the defaults of its functions would then be the group.
+    importlib.import_module("torch.distributed.nn")
     dist.init_process_group("nccl" if gpu else "gloo", init_method, timedelta(seconds=timeout), size, rank)
     try:
         yield device
@@ -62,8 +66,16 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
             dist.barrier()          # nobody takes its connections away while others still use them
         except RuntimeError as error:
             raise PeerLost(f"rank {rank} was done, but another rank is gone") from error
+    except BaseException as error:
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+        raise
     finally:
+        # The group's threads end when nobody has it any more, and must before the interpreter does: one that then
+        # wants to run aborts the process, though all its work is done. So no cycle and no traceback may hold it.
         dist.destroy_process_group()
+        gc.collect()
 
 
 def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float = 600,
