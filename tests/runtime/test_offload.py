@@ -167,7 +167,7 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
     offloaded.moelab.close()
 
 
-@pytest.mark.parametrize("budget, message", [("1kB", "the least that works"), ("much", "is not understood"),
+@pytest.mark.parametrize("budget, message", [("1kB", "the least that works"), ("much", "it must be bytes"),
                                              (-1, "above 0"), (0, "above 0")])
 def test_budgets_that_cannot_be(qwen, budget, message):
     with pytest.raises(ValueError, match=message):
