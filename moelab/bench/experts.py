@@ -147,11 +147,11 @@ class Limits:
     """Arms that show what memory and arithmetic allow, to be timed in the same rounds as what they bound.
 
     Readers: two loops, one of which asks for what comes 4 KB later, and torch's own sum, all with torch's number of
-    threads. Products: squares and the layer's own shape, in the experts' type and in fp32, each `REPEAT` times in a
+    threads. Products: a square and the layer's own shape, in the experts' type and in fp32, each `REPEAT` times in a
     turn.
     """
 
-    REPEAT, SQUARES, ROWS = 2, (1024, 1536), 2048
+    REPEAT, SQUARES, ROWS = 2, (1024,), 2048
 
     def __init__(self, layers: Layers, pool: ThreadPoolExecutor) -> None:
         banks = [stock.gate_up_proj.view(-1).view(torch.int64) for stock in layers.stock]
