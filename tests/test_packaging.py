@@ -1,12 +1,18 @@
 """pyproject.toml, constraints.txt, environment.yml and the Makefile say the same."""
 
+import os
 import re
+import subprocess
+import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from tests.depth import STRESS
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
@@ -81,3 +87,27 @@ def test_the_files_that_pyproject_and_ci_name_are_there():
     assert PROJECT["scripts"] == {"moelab": "moelab.__main__:main"}
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111 and "make test" in (ROOT / ".ci" / "run").read_text()
     assert list((ROOT / "moelab" / "cards").rglob("*.toml"))
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not STRESS, reason="builds a wheel: make stress")
+def test_an_installed_package_finds_what_it_ships(tmp_path):
+    """The wheel, installed without a clone into a folder whose name is awkward, runs the README's first blocks."""
+    home = tmp_path / "dossier à part"
+    home.mkdir()
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT)],
+                   check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(home / "env")], check=True)
+    python = home / "env" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *tmp_path.glob("*.whl")], check=True)
+    site, = (home / "env").glob("lib/*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))       # after the wheel's own
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (home / "blocks.py").write_text("\n".join(blocks[:4]))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MOELAB"))}
+    done = subprocess.run([python, "blocks.py"], cwd=home, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (home / "results" / "runs" / "needle.safetensors").is_file()         # beside the person, not the package
+    found = subprocess.run([python, "-c", "import moelab, moelab.files as f; print(moelab.__file__, f.CHECKOUT)"],
+                           cwd=home, env=environment, capture_output=True, text=True, check=True).stdout
+    assert str(site) in found and found.strip().endswith("None")
