@@ -53,6 +53,7 @@ class Patches(ExitStack):
             link = _link(target, name)
             self.callback(link.remove, layer)
             link.set((*link.layers, layer))
+            vars(target)[_place(target, name)] = link
 
 
 # ------------------------------------------------------------------------------------------------------------- hooks
@@ -124,13 +125,15 @@ def _copied(target: Any, name: str, below: Any) -> Any:
     return MethodType(getattr(type(target), name), target) if own else below
 
 
+def _place(target: Any, name: str) -> str:
+    """Where a method is put: beneath accelerate's hooks, which would throw away what lies on them."""
+    return HELD if name == "forward" and HELD in vars(target) else name
+
+
 def _link(target: Any, name: str) -> _Link:
-    """The link at the top of a method, put there if there is none."""
-    place = HELD if name == "forward" and HELD in vars(target) else name
-    top = vars(target).get(place)
-    if not _is_link(top, target):
-        top = vars(target)[place] = _Link(target, name, top)
-    return top
+    """The link in the place of a method, or one to be put there."""
+    there = vars(target).get(_place(target, name))
+    return there if _is_link(there, target) else _Link(target, name, there)
 
 
 def _is_link(value: Any, target: Any) -> bool:
@@ -211,14 +214,13 @@ def dress(owner: Any, target: Any, make: Callable[[type], type]) -> None:
     with _lock:
         if make(type(target)) is type(target) and "__class__" not in vars(target).get(STACKS, {}):
             return
-        place = HELD if HELD in vars(target) else "forward"
-        there = vars(target).get(place)
+        there = vars(target).get(place := _place(target, "forward"))
         if there is not None and not _is_link(there, target) and getattr(there, "__self__", None) is not target:
             raise ValueError(f"this {type(target).__name__} has a forward of its own ({there!r:.80}), which does not "
                              f"ask the class's: take it off, put this on, and then that again")
         change(owner, target, "__class__", make)
         if there is not None:
-            _link(target, "forward")                            # goes to the class's forward, whatever that is
+            vars(target)[place] = _link(target, "forward")      # goes to the class's forward, whatever that is
 
 
 def take(owner: Any, target: Any) -> None:
