@@ -20,7 +20,8 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from moelab.ane.converted import AttentionGraph, ConvertedModel, GroupGraph, Run
 from moelab.ane.evaluator import Alarm
 from moelab.ane.plan import Plan
 from moelab.experts.layout import activate, banks, names, plain
+from moelab.models.patches import Patches
 
 
 class Backend(ABC):
@@ -128,15 +130,14 @@ class ConvertedBackend(Backend):
             self.converted.require(model)
             self._known.add(model)
         where = [entry["layer"] for entry in self.converted.layers if "file" in entry["attention"]]
-        with ExitStack() as stack:
+        with Patches() as patches:
             for layer in where:
                 attention = model.base_model.layers[layer].self_attn
-                stack.enter_context(forward_replaced(attention, self._chunk_attention(attention, layer)))
+                patches.wrap(attention, "forward", partial(self._chunk_attention, attention, layer))
             yield bool(where)
 
-    def _chunk_attention(self, attention: nn.Module, layer: int) -> Any:
-        own = attention.forward
-
+    def _chunk_attention(self, attention: nn.Module, layer: int, own: Any) -> Any:
+        """A forward of the attention around its `own`, which single tokens take."""
         def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any = None,
                     past_key_values: Any = None, **options: Any) -> tuple[Tensor, None]:
             if hidden_states.shape[1] == 1:
@@ -179,16 +180,3 @@ class ModelCache:
         """Keep the first n of a chunk's new keys and values (1, KV, D, S)."""
         if self.cache is not None:
             self.cache.update(*(new[..., :n].mT.to(self.dtype) for new in (k_new, v_new)), self.layer)
-
-
-@contextmanager
-def forward_replaced(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Within the block a module computes `forward`; its hooks stay."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before

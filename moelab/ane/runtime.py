@@ -17,17 +17,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelab.ane.backends import Backend, TorchBackend, forward_replaced
+from moelab.ane.backends import Backend, TorchBackend
 from moelab.ane.plan import Plan
 from moelab.experts.executor import Dispatch, Executor, dispatch
 from moelab.experts.overflow import NEED_SALIENCY, ORDERS, experts_of, select, within_capacity
 from moelab.experts.saliency import Saliency
 from moelab.models import discover, identity, plugged, spec_of
+from moelab.models.patches import Patches
 
 
 @dataclass
@@ -253,9 +255,8 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
     and in `generate` without the option.
     """
     from transformers import DynamicCache, StaticCache
-    forward = decoder.forward
 
-    def chunked(input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+    def chunked(forward: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 position_ids: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None,
                 use_cache: bool | None = None, **options: Any) -> Any:
         given = input_ids if input_ids is not None else inputs_embeds
@@ -291,5 +292,6 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
                 out.past_key_values = None
         return out
 
-    with forward_replaced(decoder, chunked):
+    with Patches() as patches:
+        patches.wrap(decoder, "forward", lambda below: partial(chunked, below))
         yield

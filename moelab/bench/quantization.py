@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from moelab import datasets
 from moelab.arguments import whole
 from moelab.bench import accuracy
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
-from moelab.models import open_model, plug
+from moelab.models import open_model, plug, plugged
 from moelab.recording import record
 
 
@@ -58,7 +59,8 @@ def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
     results |= {"relative RMS error by layer, per cent (measured)": layer_errors(live, layers, sources, calibration,
                                                                                 tokens, seed)}
     if tasks != [""]:
-        modes = {"as it is": nullcontext} | {name: lambda source=source: source for name, source in sources.items()}
+        modes = {"as it is": nullcontext} | {name: partial(plugged, live, source=source)
+                                             for name, source in sources.items()}
         found = accuracy.compare(live, modes, tasks, n=prompts, windows=max(prompts // 4, 4), tokens=tokens, seed=seed)
         print("\n" + accuracy.table(found), flush=True)
         results["tasks (measured)"] = {

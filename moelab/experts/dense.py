@@ -2,17 +2,15 @@
 
 Once the experts of a decode step take only as long as reading them, the dense layers' bf16 GEMVs are next: torch's run
 at a fraction of the memory's rate, and its bf16 GEMMs at a fraction of the arithmetic's, where the processor has no
-bf16 instructions. `FastLinears(model)` gives each `nn.Linear` on the CPU a forward of its own that multiplies by
+bf16 instructions. `FastLinears` finds each `nn.Linear` on the CPU another forward, which multiplies by
 `moelab.experts.products`, up to the number of rows at which torch's product is faster, found by timing both once for
-each type; beyond it, and while gradients are wanted, the module's own forward runs. No module is replaced, no weight
-copied; `close` undoes it. Sums are in fp32 and rounded once, so results equal torch's within the type's tolerance.
+each type; beyond it, and while gradients are wanted, torch's product is taken. No weight is copied. Sums are in fp32
+and rounded once, so results equal torch's within the type's tolerance. `moelab.runtime.fast_decode` puts them on.
 
 Left out: subclasses of nn.Linear, which may mean something else; weights that are not contiguous; other devices.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,45 +30,28 @@ LARGE = 1 << 16                 # weights of a layer below which there is nothin
 
 
 class FastLinears:
-    """A model whose linear layers multiply by our kernels; undone by `close`, or at the end of a `with` block.
+    """Finds linear layers another forward.
 
     Parameters
     ----------
-    rows : the largest number of rows that they get; None measures it.
+    rows : the largest number of rows that it gets; None measures it.
 
     Attributes
     ----------
-    linears : the layers that were given another forward.
     rows : dtype → up to how many rows it is taken.
     """
 
-    def __init__(self, model: nn.Module, rows: float | None = None) -> None:
-        self.linears: list[nn.Linear] = []
-        self.rows: dict[torch.dtype, float] = {}
-        for module in model.modules() if products is not None else ():
-            if type(module) is nn.Linear and "forward" not in vars(module) and _fits(module.weight, module.bias):
-                dtype = module.weight.dtype
-                if dtype not in self.rows:
-                    self.rows[dtype] = _measured(module) if rows is None else rows
-                module.forward = _Forward(module, self.rows[dtype])
-                self.linears.append(module)
+    def __init__(self, rows: float | None = None) -> None:
+        self._given, self.rows = rows, {}
 
-    def close(self) -> None:
-        """Give the layers their own forward back."""
-        for module in self.linears:
-            del module.forward
-        self.linears = []
-
-    def __enter__(self) -> FastLinears:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def fast_linears(model: nn.Module, rows: float | None = None) -> FastLinears:
-    """Let a model's linear layers multiply by our kernels; see `FastLinears`."""
-    return FastLinears(model, rows)
+    def __call__(self, module: nn.Module) -> _Forward | None:
+        """The forward for a module; None where the module's own is as good, or another."""
+        if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias):
+            return None
+        dtype = module.weight.dtype
+        if dtype not in self.rows:
+            self.rows[dtype] = _measured(module) if self._given is None else self._given
+        return _Forward(module, self.rows[dtype])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -96,10 +77,6 @@ class _Forward:
             and 0 < x.numel() <= self.rows * w.shape[1] and _fits(w, b) \
             and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
         return linear(x, w, b) if ours else F.linear(x, w, b)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        import copy
-        return _Forward(copy.deepcopy(self.module, memo), self.rows)
 
 
 def _fits(w: Tensor, b: Tensor | None) -> bool:

@@ -178,8 +178,7 @@ def quantize(w: Tensor, format: str, axis: int = -1) -> Kept:
 class Quantized:
     """Every routed expert of a model in one format, as a source for the seam that dequantises on use.
 
-        layers = plug(model)
-        with Quantized(layers, "mxfp4"):            # or plug(model, source=Quantized(…))
+        with plugged(model, source=Quantized(plug(model), "mxfp4")):        # or plug(model, source=…)
             model.generate(…)
 
     layers : MoE layers behind the seam; their experts' present weights, from wherever they come, are quantised. Their
@@ -210,16 +209,6 @@ class Quantized:
     def nbytes(self, layer: int, expert: int) -> int:
         """Bytes of one expert, biases included."""
         return sum(kept.nbytes for kept in self.kept[layer, expert].values())
-
-    def __enter__(self) -> Quantized:
-        self._before = [layer.experts.source for layer in self.layers]
-        for layer in self.layers:
-            layer.experts.source = self
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for layer, source in zip(self.layers, self._before):
-            layer.experts.source = source
 
 
 class LayerError(NamedTuple):

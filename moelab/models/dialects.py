@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.models.patches import Dressed
+
 
 def _llama4_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
     scores, logits = output                                                 # [T, E] each
@@ -52,8 +54,15 @@ def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 @lru_cache(maxsize=None)
 def block_class(cls: type) -> type:
-    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`."""
-    return type("Seam" + cls.__name__, (cls,), {"forward": BLOCKS[cls.__name__], "stock": cls})
+    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`; itself of any other."""
+    if cls.__name__ not in BLOCKS:
+        return cls
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mine = isinstance(self, made)                   # or it was taken off, while somebody kept this method
+        return (BLOCKS[cls.__name__] if mine else type(self).forward)(self, *args, **kwargs)
+    made = type("Seam" + cls.__name__, (Dressed, cls), {"forward": forward, "stock": cls})
+    return made
 
 
 #: block class → its forward in the seam's terms

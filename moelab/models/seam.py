@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
+from moelab.models.dialects import ROUTING, SEQUENCES, block_class
 from moelab.models.identity import require_same_model
+from moelab.models.patches import Dressed, Patches, dress, put, take
 
 #: an expert's tensors by parameter name, in the architecture's own layout
 Weights = dict[str, Tensor]
@@ -100,61 +101,64 @@ def discover(model: nn.Module) -> list[MoELayer]:
     return layers
 
 
+#: whose `plug` is: what it puts on belongs to the model until `unplug`, see `moelab.models.patches`
+PLUG = "plug"
+
+
 def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:
     """Turn a model's experts into `SeamExperts`, or change the executor or source of those that are.
 
     executor : None leaves what is there (`eager` at first).
     source : None leaves what is there (at first the module's own parameters).
 
-    Returns the layers. `unplug` undoes it where the experts hold their own parameters.
-    Raises ValueError for an executor or source of another model's weights (their `identity` says whose).
+    Returns the layers. It lasts until the next `plug` or `unplug`, whatever `plugged` ends meanwhile.
+
+    Raises
+    ------
+    ValueError : no MoE layer; somebody has given one a forward of its own, which would pass the seam by; an executor
+        or source of another model's weights (their `identity` says whose).
     """
     require_same_model(model, executor, source)
     layers = discover(model)
-    for layer in layers:
-        experts = layer.experts
-        if not isinstance(experts, SeamExperts):
-            experts.__class__ = seam_class(type(experts))
-            experts.source = None
-        experts.layer = layer.index
-        experts.executor = executor or getattr(experts, "executor", None) or eager
-        experts.source = source or experts.source
-        if type(layer.block).__name__ in BLOCKS:
-            layer.block.__class__ = block_class(type(layer.block))
+    with Patches() as trial:                            # what cannot be put on leaves nothing behind
+        _put(trial, layers, executor, source)
+        _put(PLUG, layers, executor, source)
     return layers
 
 
 def unplug(model: nn.Module) -> None:
-    """Give a model whose experts hold their own parameters its original classes back."""
-    for layer in discover(model):
-        for module in (layer.experts, layer.block):
-            if (stock := getattr(type(module), "stock", None)) is not None:
-                if isinstance(module, SeamExperts) and not module.resident:
-                    raise ValueError(f"{layer.name}: these experts hold no parameters of their own, so the stock "
-                                     f"classes could not run; open the model with experts='resident'")
-                if isinstance(module, SeamExperts):
-                    del module.executor, module.source, module.layer       # or the next `plug` would find them
-                module.__class__ = stock
+    """Take off what `plug` has put on a model whose experts hold their own parameters."""
+    layers = discover(model)
+    for layer in layers:
+        if isinstance(layer.experts, SeamExperts) and not layer.experts.resident:
+            raise ValueError(f"{layer.name}: these experts hold no parameters of their own, so the stock "
+                             f"classes could not run; open the model with experts='resident'")
+    for layer in layers:
+        take(PLUG, layer.experts)
+        take(PLUG, layer.block)
 
 
 @contextmanager
 def plugged(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> Iterator[Executor]:
-    """Within the block the model runs on this executor or source, afterwards on what it ran on before."""
-    before = [(layer.experts, vars(layer.experts).get("executor"), vars(layer.experts).get("source"))
-              for layer in discover(model)]
-    try:
-        plug(model, executor, source)
+    """Within the block the model runs on this executor or source, afterwards on what it runs on without it."""
+    require_same_model(model, executor, source)
+    with Patches() as patches:
+        _put(patches, discover(model), executor, source)
         yield executor
-    finally:
-        if before[0][1] is None:
-            unplug(model)
-        for experts, old_executor, old_source in before if before[0][1] is not None else ():
-            experts.executor, experts.source = old_executor, old_source
+
+
+def _put(owner: Patches | str, layers: list[MoELayer], executor: Executor | None, source: Source | None) -> None:
+    for layer in layers:
+        dress(owner, layer.experts, seam_class)
+        dress(owner, layer.block, block_class)
+        for name, value in (("layer", layer.index), ("executor", executor), ("source", source)):
+            if value is not None:
+                put(owner, layer.experts, name, value)
 
 
 # -------------------------------------------------------------------------------------------------- experts modules
 
-class SeamExperts(nn.Module):
+class SeamExperts(Dressed, nn.Module):
     """Mixin over an architecture's experts class: executor outside, weights from a source.
 
     Attributes
@@ -166,11 +170,16 @@ class SeamExperts(nn.Module):
     """
 
     stock: type
-    layer: int
+    layer: int = -1
     executor: Executor
-    source: Source | None
+    source: Source | None = None
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(self, SeamExperts):           # taken off, while somebody kept this method
+            return type(self).forward(self, *args, **kwargs)
+        return self._executed(*args, **kwargs)
+
+    def _executed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return self.executor(hidden_states, top_k_index, top_k_weights, self)
 
     @property
@@ -263,10 +272,10 @@ class _SwitchExperts(SeamExperts):
 
 @lru_cache(maxsize=None)
 def seam_class(cls: type) -> type:
-    """The `SeamExperts` subclass of an architecture's experts class."""
+    """The `SeamExperts` subclass of an architecture's experts class; itself of one that is."""
     base = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _SwitchExperts}.get(cls.__name__,
                                                                                                   SeamExperts)
-    return type("Seam" + cls.__name__, (base, cls), {"stock": cls})
+    return cls if issubclass(cls, SeamExperts) else type("Seam" + cls.__name__, (base, cls), {"stock": cls})
 
 
 @lru_cache(maxsize=None)
@@ -288,7 +297,6 @@ def external_class(cls: type) -> type:
             for name in banks:
                 delattr(self, name)
         self.shapes = shapes
-        self.executor, self.source, self.layer = eager, None, -1
         self._is_hf_initialized = True          # nothing here for transformers to initialise
 
     members: dict[str, Any] = {"__init__": __init__, "stock": cls}
@@ -319,3 +327,6 @@ def eager(x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tens
         (expert, tokens, experts.contribution(x, tokens, weights[tokens, choice], experts.weights(expert)))
         for expert, choice, tokens in assignments(ids, experts.num_experts)]
     return experts.accumulate(x, contributions)
+
+
+SeamExperts.executor = staticmethod(eager)

@@ -14,6 +14,7 @@ gradients go where they went before. Left out: latent attention, sinks, soft cap
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from moelab.experts import products
 from moelab.experts.tiles import (STEP, add_rows, dots, kept, place, read, size_of, spread, take, together,
                                   weight, write)
 from moelab.kernels import c_function, kernel
+from moelab.models.patches import bare
 
 #: classes of transformers whose attention is the one above; a probe must agree all the same
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
@@ -57,6 +59,7 @@ class DecodeAttention:
         self.after = np.array([[out.weight.data_ptr(), 0, 0 if out.bias is None else out.bias.data_ptr(), 0]]), \
             np.array([0, 1]), _NONE
         self.addresses = _addresses(module)
+        self.rooms: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()      # of caches' layers
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
                  attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
@@ -69,7 +72,7 @@ class DecodeAttention:
                 and _addresses(module) == self.addresses):          # nothing was replaced or moved
             return self.own(module, hidden_states, *args, position_embeddings=position_embeddings,
                             attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
-        grown = _grown(past_key_values, module.layer_idx, x.dtype)
+        grown = _grown(self.rooms, past_key_values, module.layer_idx, x.dtype)
         k, v = [t[:, :, -1:] for t in grown] if grown else x.new_empty(2, 1, self.kv_heads, 1, self.D).unbind()
         x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
         q = np.empty(self.heads * self.D, np.float32)
@@ -83,12 +86,13 @@ class DecodeAttention:
         return y, None
 
 
-def _grown(cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """A layer's keys and values [1, kv heads, S + 1, D], the last of them to be written; None for a cache that `update`
     must see to.
 
     transformers concatenates, which copies all keys and values for every token. Here a plain growing cache gets `ROOM`
-    behind them, where the next ones are written. Whatever it gives out, crops or reorders stays what it was.
+    behind them, where the next ones are written. Whatever it gives out, crops or reorders stays what it was. `rooms`
+    knows the room of each layer of a cache, which a copy of the layer has no part in.
     """
     layers = () if getattr(cache, "offloading", True) else cache.layers
     layer = layers[index] if index < len(layers) else None
@@ -96,12 +100,12 @@ def _grown(cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] 
             or not layer.keys.is_cpu or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
         return None
     S = layer.keys.shape[2]
-    room, given = getattr(layer, "room", (None, (None, None)))
+    room, given = rooms.get(layer, (None, (None, None)))
     if layer.keys is not given[0] or layer.values is not given[1] or S == room[0].shape[2]:
         room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (layer.keys, layer.values))
         room[0][:, :, :S], room[1][:, :, :S] = layer.keys, layer.values
     layer.keys, layer.values = given = room[0][:, :, :S + 1], room[1][:, :, :S + 1]
-    layer.room = room, given
+    rooms[layer] = room, given
     return given
 
 
@@ -122,7 +126,7 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
     A probe compares both on a random token, a random angle and three earlier positions.
     """
     config = getattr(module, "config", None)
-    if type(module).__name__ not in ATTENTIONS or "forward" in vars(module) or getattr(config, "clip_qkv", None):
+    if type(module).__name__ not in ATTENTIONS or not bare(module) or getattr(config, "clip_qkv", None):
         return None
     linears = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     dtype = linears[0].weight.dtype

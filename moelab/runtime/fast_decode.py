@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.experts.dense import FastLinears
+from moelab.models.patches import Patches, bare
 
 try:
     import numba
@@ -37,46 +38,32 @@ LARGEST_NORM = 1 << 16
 class FastDecode:
     """A model whose decode steps take the short way; undone by `close`, or at the end of a `with` block.
 
+    Parameters
+    ----------
+    rows : up to how many rows linear layers take it; None measures it.
+
     Attributes
     ----------
-    norms, routers, attentions, linears : how many modules were replaced.
+    norms, routers, attentions, linears : how many modules have another forward. One that somebody has given another
+        forward already is left alone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._replaced: dict[type, list[nn.Module]] = {}
-        self._linears = None
-        if numba is None:
-            return
-        for find in (_norm, _router, decode_attention):                     # attention's probe is of what is in it, too
-            for module in model.modules():
-                if "forward" not in vars(module) and (short := find(module)) is not None:
-                    module.forward = short
-                    self._replaced.setdefault(type(short), []).append(module)
-        self._linears = FastLinears(model)
-
-    @property
-    def norms(self) -> int:
-        return len(self._replaced.get(_Norm, ()))
-
-    @property
-    def routers(self) -> int:
-        return len(self._replaced.get(_Router, ()))
-
-    @property
-    def attentions(self) -> int:
-        return sum(map(len, self._replaced.values())) - self.norms - self.routers
-
-    @property
-    def linears(self) -> int:
-        return len(self._linears.linears) if self._linears else 0
+    def __init__(self, model: nn.Module, rows: float | None = None) -> None:
+        self.norms = self.routers = self.attentions = self.linears = 0
+        find_linear = FastLinears(rows)
+        self.rows = find_linear.rows
+        with Patches() as patches:
+            for what, find in () if numba is None else (("norms", _norm), ("routers", _router),
+                                                        ("attentions", decode_attention), ("linears", find_linear)):
+                for module in model.modules():                  # attention's probe is of the norms in it, too
+                    if bare(module) and (short := find(module)) is not None:
+                        patches.wrap(module, "forward", lambda _, short=short: short)
+                        setattr(self, what, getattr(self, what) + 1)
+            self._patches = patches.pop_all()
 
     def close(self) -> None:
         """Give the model its own modules back."""
-        for module in (module for modules in self._replaced.values() for module in modules):
-            del module.forward
-        if self._linears is not None:
-            self._linears.close()
-        self._replaced, self._linears = {}, None
+        self._patches.close()
 
     def __enter__(self) -> FastDecode:
         return self
@@ -85,9 +72,9 @@ class FastDecode:
         self.close()
 
 
-def fast_decode(model: nn.Module) -> FastDecode:
+def fast_decode(model: nn.Module, rows: float | None = None) -> FastDecode:
     """Let single tokens take the short way through a model on the CPU; without numba, nothing changes."""
-    return FastDecode(model)
+    return FastDecode(model, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ norms

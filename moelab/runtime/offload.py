@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.experts import make
 from moelab.models import opening, plug
+from moelab.models.patches import Patches
 from moelab.runtime.budget import parse_budget
 from moelab.runtime.engine import Engine, EngineSource
 from moelab.runtime.metrics import Forward, metrics, process
@@ -145,12 +147,14 @@ class Offloading:
         engine.cancelled = self._is_cancelled
         self._model = id(model)
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []        # `generate` calls it by itself
-        for module in (model, *alone):
-            module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-            module.register_forward_hook(self._end_forward, always_call=True)
+        with Patches() as patches:
+            for module in (model, *alone):
+                patches.hook(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True)
+                patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
+            if hasattr(type(model), "generate"):
+                patches.wrap(model, "generate", lambda below: functools.partial(self._counted, below))
+            self._patches = patches.pop_all()
         weakref.finalize(model, engine.close)
-        if hasattr(type(model), "generate"):
-            self._wrap_generate(model)
 
     def reset(self) -> None:
         """Forget events, forwards and counts; what is in memory stays."""
@@ -178,6 +182,7 @@ class Offloading:
 
     def close(self) -> None:
         """Stop the threads and free the memory; the model cannot be used any more."""
+        self._patches.close()
         self.engine.close()
 
     def __enter__(self) -> Offloading:
@@ -194,20 +199,15 @@ class Offloading:
     def _is_cancelled(self) -> bool:
         return bool(self._cancelled) and self._calls.get(threading.get_ident()) in self._cancelled
 
-    def _wrap_generate(self, model: Any) -> None:
+    def _counted(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Between two tokens no forward runs, but the generation does: `cancel` must know."""
-        generate, this = type(model).generate, weakref.ref(model)
-
-        @functools.wraps(generate)
-        def known(*args: Any, **kwargs: Any) -> Any:
-            me = threading.get_ident()
-            outer = self._calls.get(me)                         # assisted by itself, a model generates while it does
-            self._calls[me], self._forward = object(), None
-            try:
-                return generate(this(), *args, **kwargs)
-            finally:
-                self._calls[me] = outer
-        model.generate = known
+        me = threading.get_ident()
+        outer = self._calls.get(me)                             # assisted by itself, a model generates while it does
+        self._calls[me], self._forward = object(), None
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            self._calls[me] = outer
 
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if id(module) != self._model and self._forward is not None and self._forward[0] == self._model:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from moelab.arguments import number, whole
-from moelab.models import opening, plug
+from moelab.models import opening, plugged
 from moelab.progress import progress
 from moelab.runtime.delays import experts_bytes
 from moelab.runtime.rounds import COPY, MATMUL, Rounds
@@ -217,23 +217,19 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
     model = opening.open_model(store.folder, experts="external") if model is None else model
-    layers = plug(model)
-    before = [layer.experts.executor for layer in layers]
     with Reader(store, **reading) as reader, ThreadPoolExecutor(workers) as pool, torch.inference_mode():
         rounds = Rounds(store, model, reader, pool, workers, np.random.default_rng(seed))
         try:
-            plug(model, executor=rounds.without_experts)
-            rounds.once()                                       # compiles, touches memory
-            rounds.seconds.clear()
-            start = time.perf_counter()
-            with progress(desc="profiling", unit="rounds") as bar:
-                while rounds.done < MINIMUM or time.perf_counter() - start < seconds:
-                    rounds.once()
-                    bar.update()
+            with plugged(model, rounds.without_experts):
+                rounds.once()                                   # compiles, touches memory
+                rounds.seconds.clear()
+                start = time.perf_counter()
+                with progress(desc="profiling", unit="rounds") as bar:
+                    while rounds.done < MINIMUM or time.perf_counter() - start < seconds:
+                        rounds.once()
+                        bar.update()
         finally:
             rounds.pieces.close()
-            for layer, executor in zip(layers, before):
-                layer.experts.executor = executor
         first, every = store.entries(0, 0), experts_bytes(store)
         e, sm = (round(statistics.fmean(pair[part] for layer in every for pair in layer)) for part in (0, 1))
         return Profile(

@@ -12,14 +12,17 @@ so a recording sees what is executed. Left out: the fetching itself; an executor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moelab import recording
-from moelab.models import MoELayer, SeamExperts, discover, plug, unplug
+from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
+from moelab.models.patches import Patches
 from moelab.models.stream import streams
 from moelab.speculate.predictors import Estimator, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
@@ -55,39 +58,35 @@ class Speculation:
             raise ValueError(f"router-free needs the predictor 'estimator', which replaces routers; "
                              f"{type(predictor).__name__} asks them")
         self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
-        self._plugged = all(isinstance(layer.experts, SeamExperts) for layer in discover(model))
-        self.layers = plug(model)
-        # Where nothing reads r, any module that is called before the experts will do.
-        self._entries = [stream.entry for stream in streams(model)] if predictor.reads_residual else \
-            [layer.router for layer in self.layers]
+        self.layers = discover(model)
         self.reset()
         self._end()
         predictor.begin()
-        self._hooks: list[Any] = []
-        try:
+        with Patches() as patches:
+            patches.enter_context(plugged(model))
+            # Where nothing reads r, any module that is called before the experts will do.
+            entries = [stream.entry for stream in streams(model)] if predictor.reads_residual else \
+                [layer.router for layer in self.layers]
             for stack, layers in recording.stacks(model):
                 first = layers[0].index == 0
-                self._hooks += [
-                    stack.register_forward_pre_hook(lambda _m, args, kwargs, first=first: self._begin(
-                        first, args, kwargs), with_kwargs=True),
-                    stack.register_forward_hook(lambda *_: self._end(), always_call=True)]
-            for layer in self.layers:
-                self._attach(layer)
-        except BaseException:
-            self.close()
-            raise
+                patches.hook(stack.register_forward_pre_hook, lambda _m, args, kwargs, first=first: self._begin(
+                    first, args, kwargs), with_kwargs=True)
+                patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
+            for layer, entry in zip(self.layers, entries):
+                self._attach(layer, entry, patches)
+            self._patches = patches.pop_all()
 
-    def _attach(self, layer: MoELayer) -> None:
+    def _attach(self, layer: MoELayer, entry: nn.Module, patches: Patches) -> None:
+        patches.hook(entry.register_forward_pre_hook,
+                     lambda _m, args: self._residuals.__setitem__(layer.index, args[0]))
+        patches.hook(layer.router.register_forward_pre_hook,
+                     lambda _m, args: self._inputs.__setitem__(layer.index, args[0]))
         # First of all hooks on the experts, so that a recording's sees what is executed.
-        self._hooks += [
-            self._entries[layer.index].register_forward_pre_hook(
-                lambda _m, args: self._residuals.__setitem__(layer.index, args[0])),
-            layer.router.register_forward_pre_hook(lambda _m, args: self._inputs.__setitem__(layer.index, args[0])),
-            layer.experts.register_forward_pre_hook(
-                lambda _m, args, kwargs: (self._before(layer, *args, *kwargs.values()), {}), with_kwargs=True,
-                prepend=True)]
+        patches.hook(layer.experts.register_forward_pre_hook,
+                     lambda _m, args, kwargs: (self._before(layer, *args, *kwargs.values()), {}), with_kwargs=True,
+                     prepend=True)
         if self.mode == "router-free":
-            layer.router.forward = lambda *args, **kwargs: self._routed(layer, *args, **kwargs)
+            patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -104,14 +103,7 @@ class Speculation:
 
     def close(self) -> None:
         """Give the model back as it was."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for layer in self.layers:
-            vars(layer.router).pop("forward", None)
-        if not self._plugged:
-            unplug(self.model)
-            self._plugged = True
+        self._patches.close()
 
     def __enter__(self) -> Speculation:
         return self
@@ -178,10 +170,10 @@ class Speculation:
         self.requests[self._phase, layer] += there.sum()
         self.hits[self._phase, layer] += (found(predicted, true) & there).sum()
 
-    def _routed(self, layer: MoELayer, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a router in router-free mode."""
+    def _routed(self, layer: MoELayer, below: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a router in router-free mode, around the one `below`."""
         if not self._executes or layer.index not in self._predicted:
-            return type(layer.router).forward(layer.router, x, *args, **kwargs)
+            return below(x, *args, **kwargs)
         ids, weights = self._predicted[layer.index]
         if type(layer.router).__name__ not in ROUTING:
             return None, weights, ids

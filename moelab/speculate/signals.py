@@ -27,7 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab import recording, tensorfile
-from moelab.models import SeamExperts, identity, plug, spec_of, unplug
+from moelab.models import SeamExperts, discover, identity, plugged, spec_of
+from moelab.models.patches import Patches, change
+from moelab.models.seam import Executor
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 
@@ -124,23 +126,18 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
         architecture whose residual stream is of an unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
-    plugged = all(isinstance(layer.experts, SeamExperts) for layer in recording.discover(model))
-    layers = plug(model)
-    weighted = type(layers[0].experts).weighted is not SeamExperts.weighted
-    sums = _Sums(spec.L, spec.E, streams(model), weighted)
     training = model.training
-    model.eval()
-    try:
-        sums.attach()
+    with Patches() as patches:
+        patches.callback(model.train, training)
+        patches.enter_context(plugged(model))
+        weighted = type(discover(model)[0].experts).weighted is not SeamExperts.weighted
+        sums = _Sums(spec.L, spec.E, streams(model), weighted)
+        sums.attach(patches)
+        model.eval()
         for prompt in progress(ids, "default vectors", unit="prompt"):
             tokens = torch.tensor([prompt], device=model.device)
             with torch.no_grad():
                 recording.run(model, tokens, torch.ones_like(tokens), max_new_tokens, {})
-    finally:
-        sums.detach()
-        if not plugged:
-            unplug(model)
-        model.train(training)
     return sums.vectors(identity(model))
 
 
@@ -153,31 +150,21 @@ class _Sums:
         self.sums: Tensor | None = None                 # float64 [L, E, H]
         self.shared: Tensor | None = None               # float64 [L, H]
         self.routed: dict[int, Tensor] = {}
-        self.inner: dict[int, Any] = {}
-        self.hooks: list[Any] = []
 
-    def attach(self) -> None:
+    def attach(self, patches: Patches) -> None:
         for stream in self.streams:
-            layer = stream.layer
-            self.inner[layer.index] = layer.experts.executor
-            layer.experts.executor = self._execute
-            self.hooks += stream.listen(partial(self._after, layer.index))
+            change(patches, stream.layer.experts, "executor", lambda inner: partial(self._execute, inner))
+            for hook in stream.listen(partial(self._after, stream.layer.index)):
+                patches.callback(hook.remove)
 
-    def detach(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        for layer in (stream.layer for stream in self.streams):
-            if layer.index in self.inner:
-                layer.experts.executor = self.inner[layer.index]
-
-    def _execute(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+    def _execute(self, inner: Executor, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         if self.sums is None:
             self.sums = torch.zeros(*self.counts.shape, x.shape[-1], dtype=torch.float64)
             self.shared = torch.zeros(len(self.tokens), x.shape[-1], dtype=torch.float64)
         listener = _Listener(experts, self)
-        out = self.inner[experts.layer](x, ids, weights, listener)
+        out = inner(x, ids, weights, listener)
         if listener.outputs is not None:
-            raise ValueError(f"the executor {self.inner[experts.layer]} does not add up its experts with "
+            raise ValueError(f"the executor {inner} does not add up its experts with "
                              f"`experts.accumulate`; measure default vectors with moelab.models.eager")
         self.routed[experts.layer] = out.clone()        # a block may add its shared experts in place
         return out

@@ -14,7 +14,7 @@ pytest.importorskip("coremltools")
 import moelab
 from moelab.ane import commands, mac
 from moelab.ane.accounting import loads_of_ids
-from moelab.ane.backends import ConvertedBackend, TorchBackend, forward_replaced
+from moelab.ane.backends import ConvertedBackend, TorchBackend
 from moelab.ane.convert import Settings, convert_model
 from moelab.ane.converted import ConvertedModel, sealed
 from moelab.ane.parity import LOGITS, parity
@@ -213,12 +213,3 @@ def test_every_tier_runs_the_smallest_that_fits(checkpoint, model, tmp_path):
 def chunk_loads(model, ids, chunk):
     """Tokens of each expert in each chunk, of a model as it is."""
     return loads_of_ids(record(model, ids.tolist(), max_new_tokens=0).ids, chunk, model.spec.E)
-
-
-def test_forward_replaced_gives_back_what_was_there():
-    module = torch.nn.Linear(2, 2)
-    with forward_replaced(module, lambda x: x + 1):
-        with forward_replaced(module, lambda x: x + 2):
-            assert float(module(torch.zeros(1))) == 2
-        assert float(module(torch.zeros(1))) == 1
-    assert "forward" not in vars(module) and module(torch.zeros(1, 2)).shape == (1, 2)

@@ -14,7 +14,7 @@ from moelab.experts.executor import dispatch
 from moelab.experts.int8 import Int8
 from moelab.experts.quantization import E2M1, FORMATS, MXFP4, Quantized, layer_error, quantize
 from moelab.experts.sorting import Sorted
-from moelab.models import discover, eager, open_model, plug
+from moelab.models import discover, eager, open_model, plug, plugged
 
 from ..models import tiny
 from .toy import LAYOUTS, make_experts, make_routing
@@ -185,10 +185,10 @@ def test_a_model_runs_on_the_quantised_weights(name, tmp_path):
             return model(**inputs).logits
 
     before = logits()
-    with Quantized(layers, "bf16"):
+    with plugged(model, source=Quantized(layers, "bf16")):
         assert torch.equal(logits(), before)
     source = Quantized(layers, "mxfp4")
-    with source:
+    with plugged(model, source=source):
         quantised = logits()
     assert all(layer.experts.source is None for layer in layers)
     assert torch.equal(logits(), before)

@@ -1,5 +1,7 @@
 """The short way of a decode step against transformers' own, and its kernels against plain arithmetic."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -99,6 +101,22 @@ def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_
         torch.testing.assert_close(logits, wanted[1], rtol=2e-4, atol=2e-4)
         assert all(torch.equal(*pair) for pair in zip(generate(model, batch=batch, prompt=3), wanted))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_linear_layers_give_the_same_logits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("moelab.experts.dense.LARGE", 1)
+    model = open_model(tiny.save(name, tmp_path / "m"))
+    ids = torch.arange(3, 17)[None]
+    with torch.inference_mode():
+        logits = model(ids).logits
+        with fast_decode(model, rows=1e9) as fast:
+            assert fast.linears > 10 and set(fast.rows) == {torch.float32}
+            assert torch.allclose(model(ids).logits, logits, atol=1e-4, rtol=1e-4)
+            assert torch.allclose(copy.deepcopy(model)(ids).logits, logits, atol=1e-4, rtol=1e-4)
+            with fast_decode(model) as again:
+                assert again.linears == again.norms == again.routers == again.attentions == 0   # not twice
+        assert torch.equal(model(ids).logits, logits)
 
 
 def test_without_numba_nothing_changes(monkeypatch, tmp_path):
