@@ -21,14 +21,18 @@ import torch
 
 
 def model_class(config: Any) -> type:
-    """The generating class for a config: causal language model, or encoder-decoder."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+    """The generating class for a config: causal language model, encoder-decoder, or multimodal model.
+
+    A config with parts (a vision tower and a text model) is opened whole, as its checkpoint holds it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
+    for auto in reversed(autos) if config.get_text_config() is not config else autos:
         found = auto._model_mapping.get(type(config), None)
         if found is not None:
             return found[0] if isinstance(found, tuple) else found
-    raise ValueError(f"transformers has no generating model for model_type {config.model_type!r}; "
-                     f"moelab runs causal language models and encoder-decoders")
+    raise ValueError(f"transformers has no generating model for model_type {config.model_type!r}; moelab runs causal "
+                     f"language models, encoder-decoders, and those that read images and write text")
 
 
 def meta_twin(config: Any) -> torch.nn.Module:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab.models import guard
 from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
 from moelab.models.identity import require_same_model
 
@@ -48,6 +49,11 @@ class MoELayer:
     block: nn.Module
     experts: nn.Module
     router: nn.Module
+
+    @property
+    def E(self) -> int:
+        """Experts of the layer."""
+        return next(getattr(self.experts, count) for count in COUNTS if hasattr(self.experts, count))
 
     def routing(self, router_output: Any) -> tuple[Tensor, Tensor]:
         """(ids [T, K], weights [T, K]) from what the router's forward returned; dropped tokens have id E."""
@@ -85,7 +91,7 @@ def discover(model: nn.Module) -> list[MoELayer]:
     """
     layers = []
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] != "experts" or not hasattr(module, "num_experts"):
+        if name.rpartition(".")[2] != "experts" or not any(hasattr(module, count) for count in COUNTS):
             continue
         block_name = name.rpartition(".")[0]
         block = model.get_submodule(block_name)
@@ -100,6 +106,10 @@ def discover(model: nn.Module) -> list[MoELayer]:
     return layers
 
 
+#: attributes of an experts module that say how many it has
+COUNTS = ("num_experts", "num_routed_experts")
+
+
 def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:
     """Turn a model's experts into `SeamExperts`, or change the executor or source of those that are.
 
@@ -107,10 +117,16 @@ def plug(model: nn.Module, executor: Executor | None = None, source: Source | No
     source : None leaves what is there (at first the module's own parameters).
 
     Returns the layers. `unplug` undoes it where the experts hold their own parameters.
-    Raises ValueError for an executor or source of another model's weights (their `identity` says whose).
+
+    Raises
+    ------
+    ValueError : no MoE model, or one whose experts compute what the seam does not (`moelab.models.guard`); an executor or
+        source of another model's weights (their `identity` says whose).
     """
     require_same_model(model, executor, source)
     layers = discover(model)
+    for layer in layers:
+        check(layer, model.dtype)
     for layer in layers:
         experts = layer.experts
         if not isinstance(experts, SeamExperts):
@@ -122,6 +138,18 @@ def plug(model: nn.Module, executor: Executor | None = None, source: Source | No
         if type(layer.block).__name__ in BLOCKS:
             layer.block.__class__ = block_class(type(layer.block))
     return layers
+
+
+def check(layer: MoELayer, dtype: torch.dtype) -> None:
+    """Compare a layer's arithmetic with transformers' own, see `moelab.models.guard`; ValueError where it differs."""
+    block = _stock(type(layer.block))
+    guard.check(layer, dtype, _stock(type(layer.experts)), seam_class, eager,
+                block_class(block) if block.__name__ in BLOCKS else None)
+
+
+def _stock(cls: type) -> type:
+    """The class that transformers made, of it or of the seam's."""
+    return getattr(cls, "stock", cls)
 
 
 def unplug(model: nn.Module) -> None:
@@ -169,6 +197,8 @@ class SeamExperts(nn.Module):
     layer: int
     executor: Executor
     source: Source | None
+    # what transformers' decorator sets on the modules of the classes that it decorates
+    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return self.executor(hidden_states, top_k_index, top_k_weights, self)
@@ -176,7 +206,7 @@ class SeamExperts(nn.Module):
     @property
     def resident(self) -> bool:
         """Whether the module holds its experts' parameters itself."""
-        return next(self.parameters(), None) is not None
+        return next(self.parameters(recurse=False), None) is not None
 
     def weights(self, expert: int) -> Weights:
         """One expert's tensors, from the source or else from the module's own parameters."""
@@ -210,12 +240,41 @@ class SeamExperts(nn.Module):
         """One expert's contribution to its `tokens` [n] of the whole x [T, H] → [n, H], bit-equal to eager's."""
         return self.weighted(x[tokens], w, weights)
 
+    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
+        """In what contributions of dtype y to hidden states of dtype x are summed."""
+        return x
+
     def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
         """Sum (expert, token indices [n], contribution [n, H]) in ascending expert order, as eager does."""
-        out = torch.zeros_like(x)
+        wide = contributions[0][2].dtype if contributions else x.dtype
+        out = torch.zeros_like(x, dtype=self.sum_dtype(x.dtype, wide))
         for _, tokens, y in sorted(contributions, key=lambda c: c[0]):
             out.index_add_(0, tokens, y.to(out.dtype))
-        return out
+        return out.to(x.dtype)
+
+
+class _SumsWide(SeamExperts):
+    """Contributions are summed as wide as they are: in fp32 where the routing weights are."""
+
+    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
+        return y
+
+
+class _SumsInFP32(SeamExperts):
+    """Contributions are summed in fp32, whatever they are."""
+
+    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+
+class _ComputesInFP32(_SumsInFP32):
+    """All in fp32, inputs, weights and routing weights widened."""
+
+    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
+        return super().ffn(x.float(), {name: tensor.float() for name, tensor in weights.items()})
+
+    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
+        return super().weighted(x, w.float(), weights)
 
 
 class _Llama4Experts(SeamExperts):
@@ -246,6 +305,18 @@ class _Llama4Experts(SeamExperts):
         return dense.sum(dim=0)
 
 
+class _LongcatExperts(SeamExperts):
+    """The experts that compute; those that give back their input are the block's (`moelab.models.dialects`)."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_routed_experts
+
+
 class _SwitchExperts(SeamExperts):
     """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
 
@@ -264,9 +335,13 @@ class _SwitchExperts(SeamExperts):
 @lru_cache(maxsize=None)
 def seam_class(cls: type) -> type:
     """The `SeamExperts` subclass of an architecture's experts class."""
-    base = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _SwitchExperts}.get(cls.__name__,
-                                                                                                  SeamExperts)
-    return type("Seam" + cls.__name__, (base, cls), {"stock": cls})
+    return type("Seam" + cls.__name__, (KINDS.get(cls.__name__, SeamExperts), cls), {"stock": cls})
+
+
+#: experts class → how it computes, where that is not transformers' usual loop; the guard finds those that lack here
+KINDS = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _SwitchExperts,
+         "LongcatFlashExperts": _LongcatExperts, "NemotronHExperts": _SumsWide, "Inkling2Experts": _SumsInFP32,
+         "OpenAIPrivacyFilterExperts": _ComputesInFP32}
 
 
 @lru_cache(maxsize=None)
