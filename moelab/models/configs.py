@@ -60,6 +60,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"router": "topk-softmax", "bias": True},
     "openai_privacy_filter": {"router": "topk-softmax", "bias": True},
     "phimoe": {"router": "sparsemixer"},
+    # a layer is two attentions with a dense FFN each, and one MoE beside them
+    "longcat_flash": {"num_layers": lambda c: c.num_layers, "shared_I": lambda c: 2 * c.ffn_hidden_size},
     "deepseek": {"router": "softmax"},
     "deepseek_v2": {"router": lambda c: "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"},
     "hunyuan_v1_moe": {"shared_I": lambda c: c.intermediate_size},
@@ -81,6 +83,8 @@ REFUSED = {
     "nllb-moe": "passes its experts a mask, of which transformers 5.20 to 5.23 itself runs experts 0 and 1 alone "
                 "(NllbMoeExperts takes the mask's zeros and ones for experts' numbers)",
     "ernie4_5_vl_moe_text": "has two sets of experts a layer, of other sizes, for text and for vision",
+    "dots3_note": "has routed experts in its vision encoder as well; of its text model alone (dots3_note_text) a "
+                  "checkpoint of its own is run",
     "diffusion_gemma_text": "writes blocks of text by diffusion, its encoder and its decoder share their experts",
 }
 
@@ -108,9 +112,9 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
     name = name or getattr(outer, "_name_or_path", None) or model_type
     known = EXCEPTIONS.get(model_type, {})
 
-    if model_type in REFUSED:
-        raise ValueError(f"{name} ({model_type}) is a mixture of experts that moelab does not run: it "
-                         f"{REFUSED[model_type]}. moelab.cards.models() lists models that it runs")
+    if reason := REFUSED.get(model_type) or REFUSED.get(outer.model_type):
+        raise ValueError(f"{name} ({model_type}) is a mixture of experts that moelab does not run: it {reason}. "
+                         f"moelab.cards.models() lists models that it runs")
 
     def find(fact: str) -> Any:
         """What the config says of a fact, or None."""

@@ -274,7 +274,7 @@ class _ComputesInFP32(_SumsInFP32):
         return super().ffn(x.float(), {name: tensor.float() for name, tensor in weights.items()})
 
     def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        return super().weighted(x, w.float(), weights)
+        return self.ffn(x, weights) * w.float()[:, None]
 
 
 class _Llama4Experts(SeamExperts):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor, dispatch
+from moelab.experts.executor import Executor, dispatch, zeros
 from moelab.experts.layout import plain
 from moelab.experts.parallel.exchange import Grid, pack, share, unpack
 from moelab.experts.parallel.sharding import Placement, on_hidden, on_intermediate
@@ -222,10 +222,10 @@ class Hidden(Executor):
         h = torch.cat(parts) if parts else x.new_zeros(0, 1)
         sizes = share(len(h), world.size)
         h = world.all_gather(world.reduce_scatter(h, sizes, "reduce"), sizes, "reduce")
-        out = torch.zeros_like(mine)
+        out = zeros(mine, weights, experts)
         for w, rows in hit:
             y = experts._linear(experts._apply_gate(h[rows]) if experts.has_gate else experts.act_fn(h[rows]), w,
                                 "down_proj")
             token = d.tokens[rows]
             out.index_add_(0, token, (y * weights[token, d.choices[rows], None]).to(out.dtype))
-        return world.all_gather(out.T, columns, "result").T
+        return world.all_gather(out.to(x.dtype).T, columns, "result").T
