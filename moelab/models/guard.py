@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from moelab.specs import MoESpec
 
 #: widths are divided by their greatest common divisor, as far as the widest stays this wide
 WIDTH = 48
@@ -59,6 +61,21 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
                          f"it would not give its own results, so it is not run: it needs a class in "
                          f"moelab/models/seam.py. Until then use the model without moelab")
     _PASSED.add(key)
+
+
+def check_spec(spec: MoESpec, layers: list[Any]) -> None:
+    """Whether what was read from a config is what the model has; ValueError names what is not.
+
+    layers : the model's, from `discover`.
+    """
+    for layer in layers:
+        weights = sum(prod(shape) for shape in shapes(layer.experts).values())
+        for what, said, found in (("MoE layers", spec.L, len(layers)), ("experts a layer", spec.E, layer.E),
+                                  ("weights an expert", spec.expert_params, weights)):
+            if said != found:
+                raise ValueError(f"{spec.name} ({spec.model_type}): {layer.name} has {found:,} {what}, and by its "
+                                 f"config {said:,}: moelab reads this architecture's config wrongly, so all that it "
+                                 f"would plan and count would be wrong. It needs a line in moelab/models/configs.py")
 
 
 def _experts(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Callable[..., Tensor], _: None

@@ -54,7 +54,6 @@ class Case:
     """One architecture in one dtype: its checkpoint, and what transformers alone makes of it."""
 
     def __init__(self, name: str, dtype: torch.dtype, folder: Path) -> None:
-        deepseek.register()
         self.folder, self.source = folder, tiny.save(name, folder / "model", dtype)
         config = transformers.AutoConfig.from_pretrained(self.source)
         self.model = compat.model_class(config).from_pretrained(self.source, config=config, dtype="auto",
@@ -167,7 +166,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
 
 def refused(name: str) -> str | None:
     """Why moelab does not run an architecture: what it says when it is given one."""
-    config = tiny.config(name)
+    config = transformers.AutoConfig.for_model(name)
     reasons = [REFUSED[kind] for kind in (config.get_text_config().model_type, name) if kind in REFUSED]
     if not reasons:
         return None
@@ -181,11 +180,9 @@ def refused(name: str) -> str | None:
 
 def run(name: str, dtype: str, checks: tuple[str, ...] = tuple(CHECKS)) -> dict[str, str]:
     """check → "exact", or what went wrong; an architecture that cannot be tried has one entry, "why not"."""
-    try:
-        if reason := refused(name):
-            return {"why not": reason}
-    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        return {"why not": f"transformers does not build it: {_line(error)}"}
+    deepseek.register()
+    if reason := refused(name):
+        return {"why not": reason}
     folder = Path(tempfile.mkdtemp(prefix="sweep."))
     try:
         try:

@@ -70,7 +70,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     # what `SMALL` alone does not build or run, or builds large or without experts
     **dict.fromkeys(("axk1", "axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text"), {"num_key_value_heads": 4}),
     "longcat_flash": {"num_layers": 2, "num_key_value_heads": 4},
-    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), {"layer_types": ["linear_attention", "full_attention"] * 2}),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), {"layer_types": ["linear_attention", "full_attention"] * 2,
+                                                        "num_key_value_heads": 4}),
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "zaya": {"num_experts_per_tok": 1},
@@ -81,8 +82,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
                        "indexer_compress_ratio": 4, "hc_lowrank": 8},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 8]},
-    "dots3_note_vision_encoder": {"num_hidden_layers": 42, "num_key_value_heads": 4, "num_local_experts": 2},
     "inkling2_vision": {"text_hidden_size": 32},
 }
 
@@ -129,15 +128,19 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int 
     """
     torch.manual_seed(seed)
     cfg = config(name, **changes)
-    model = compat.model_class(cfg)._from_config(cfg, dtype=dtype)
+    randomise(compat.model_class(cfg)._from_config(cfg, dtype=dtype)).save_pretrained(folder)
+    return folder
+
+
+def randomise(model: Any) -> Any:
+    """A model with weights that make a difference, in place."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.5 if "router" in parameter_name or ".gate." in parameter_name else 0.15)
             elif "bias" in parameter_name:
                 parameter.normal_(0, 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return model
 
 
 def save_uneven(folder: Path, name: str = "qwen3_moe", seed: int = 0, **changes: object) -> Path:
