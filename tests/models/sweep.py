@@ -83,19 +83,18 @@ def geometry(case: Case) -> None:
     generate(case.model, steps=2)
     for hook in hooks:
         hook.remove()
-    experts = layers[0].experts
-    weights = sum(p.numel() for p in experts.parameters() if p.dim() > 1) // experts_in(experts)
-    banked = [p for p in experts.parameters() if p.dim() > 1]
-    assert (spec.L, spec.E) == (len(layers), layers[0].E), "another L or E"
+    assert spec.L == len(layers), f"L is {spec.L}, and there are {len(layers)} MoE layers"
     assert {spec.K} == set(chosen), f"K is {spec.K}, and routers choose {set(chosen)}"
-    assert spec.H in banked[0].shape and spec.I in banked[-1].shape, "another H or I"
-    assert weights == spec.expert_params, f"an expert has {weights} weights, and the spec says {spec.expert_params}"
-    assert spec.dtype == str(banked[0].dtype).removeprefix("torch."), "another dtype"
-
-
-def experts_in(module: Any) -> int:
-    """Experts of a stock module, zero-computation ones left out."""
-    return len(module) if isinstance(module, torch.nn.ModuleDict) else module.down_proj.shape[0]
+    for module in (layer.experts for layer in layers):
+        apart = isinstance(module, torch.nn.ModuleDict)                     # Switch; all others are banks [E, …]
+        E = len(module) if apart else len(module.down_proj)                 # LongCat's up has rows that are never used
+        tensors = dict(module["expert_0"].named_parameters()) if apart else \
+            {name: bank[0] for name, bank in module.named_parameters(recurse=False)}
+        weights = sum(tensor.numel() for tensor in tensors.values())
+        down = tensors["wo.weight" if apart else "down_proj"]
+        assert (spec.E, {spec.H, spec.I}) == (E, set(down.shape)), "another E, H or I"
+        assert weights == spec.expert_params, f"an expert has {weights} weights, and the spec {spec.expert_params}"
+        assert spec.dtype == str(down.dtype).removeprefix("torch."), "another dtype"
 
 
 def resident(case: Case) -> None:
