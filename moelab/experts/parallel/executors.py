@@ -12,7 +12,8 @@ else on every rank calls `run`: each rank takes its part and all gather the resu
 
 `AllToAll` with `moelab.models.eager` inside is bit-identical to one process where the result of a matrix product does
 not depend on its number of rows (Llama 4's blocks compute all rows, and differ in the last bit of fp32), with one
-replica of each expert and experts that are not cut. The others add partial sums: 1e-6 in fp32.
+replica of each expert and experts that are not cut, for architectures that sum in the type of their hidden states
+(Nemotron-H and Inkling 2 sum in fp32, and contributions travel in bf16). The others add partial sums: 1e-6 in fp32.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    W = ep × tp ranks, see `Grid`
 """
