@@ -17,6 +17,7 @@ import torch
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
 from moelab.models.completeness import COUNTS, Plan, blamed, complete
+from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
 from moelab.models.seam import discover, external_class, plug
 from moelab.models.small import SMALL
@@ -57,6 +58,7 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     with blamed(where, "its values make no sense", passing=ValueError):
         spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
     plan = complete(checkpoint, config)
+    check_spec(spec, plan.layers)
     tokenizer = _load_tokenizer(checkpoint.folder)
     if checkpoint.store is not None:
         from moelab.store.verify import check_weights
@@ -131,7 +133,7 @@ def _take_in(model: Any, plan: Plan, source: CheckpointExperts) -> None:
         experts, tensors = stock.experts, {}
         for name, parameter in experts.named_parameters():
             tensors[name] = torch.empty(parameter.shape, dtype=model.dtype)
-        for expert in range(experts.num_experts):
+        for expert in range(stock.E):
             for name, tensor in source(layer.index, expert).items():
                 into = tensors[name][expert] if name in tensors else tensors[f"expert_{expert}.{name}"]
                 into.copy_(tensor)

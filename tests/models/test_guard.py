@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,9 @@ from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from moelab.models import compat, discover, guard, open_model, plug, seam
+import moelab
+from moelab.models import compat, configs, discover, guard, open_model, plug, seam
+from moelab.specs import MoESpec
 
 from . import tiny
 
@@ -103,8 +107,10 @@ def test_an_invented_class_is_refused_with_what_it_does(cls, monkeypatch):
 @pytest.mark.parametrize("cls", [SumsInFP32, Clamps], ids=lambda cls: cls.__name__)
 def test_without_the_experts_in_memory_as_well(cls, monkeypatch, tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m", torch.bfloat16)
+    monkeypatch.setattr(cls, "__module__", modeling_mixtral.__name__)       # as if transformers had it
+    monkeypatch.setattr(cls, "__name__", "MixtralExperts")
     monkeypatch.setattr(modeling_mixtral, "MixtralExperts", cls)
-    with pytest.raises(ValueError, match=f"{cls.__name__}.*otherwise than the seam"):
+    with pytest.raises(ValueError, match="MixtralExperts of .*otherwise than the seam"):
         open_model(folder, experts="external")
 
 
@@ -174,3 +180,33 @@ def test_a_large_models_miniature_is_small(name, changes, monkeypatch):
     for layer in discover(compat.meta_twin(tiny.config(name, **changes))):
         seam.check(layer, torch.float32)
     assert 0 < sum(torch.Size(shape).numel() for shape in made) < 2e7
+
+
+@pytest.mark.parametrize("fact, value", [("E", 5), ("I", 25), ("H", 33), ("moe_layers", (0, 1)), ("gated", False)])
+def test_a_spec_that_is_not_the_models_is_refused(fact, value):
+    config = tiny.config("mixtral")
+    layers = discover(compat.meta_twin(config))
+    spec = MoESpec.from_config(config)
+    guard.check_spec(spec, layers)
+    with pytest.raises(ValueError, match=r"mixtral\): model.layers.0.mlp has .* and by its config"):
+        guard.check_spec(replace(spec, **{fact: value}), layers)
+
+
+def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    monkeypatch.setitem(configs.EXCEPTIONS, "mixtral", {"moe_layers": lambda config: [0, 2]})
+    for experts in ("resident", "external"):
+        with pytest.raises(ValueError, match="3 MoE layers, and by its config 2"):
+            open_model(folder, experts=experts)
+    with pytest.raises(ValueError, match="3 MoE layers, and by its config 2"):
+        moelab.convert(folder, tmp_path / "s")
+
+
+def test_longcats_rows_without_an_expert_have_no_place_in_a_store(tmp_path):
+    with pytest.raises(ValueError, match="12 rows for 8 experts.*longcat_flash cannot be converted"):
+        moelab.convert(tiny.save("longcat_flash", tmp_path / "m"), tmp_path / "s")
+
+
+def test_a_width_by_layer_is_no_number_of_layers(tmp_path):
+    """Gemma 4's `vocab_size_per_layer_input` is 262,144."""
+    open_model(tiny.save("gemma4_text", tmp_path / "m"))
