@@ -24,7 +24,6 @@ from moelab.models import opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.identity import identity, of_checkpoint
 from moelab.models.guard import check_spec
-from moelab.models.seam import discover
 from moelab.progress import progress
 from moelab.runtime.restore import places, restore, small_files, source_files
 from moelab.specs import MoESpec

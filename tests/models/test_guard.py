@@ -107,9 +107,8 @@ def test_an_invented_class_is_refused_with_what_it_does(cls, monkeypatch):
 @pytest.mark.parametrize("cls", [SumsInFP32, Clamps], ids=lambda cls: cls.__name__)
 def test_without_the_experts_in_memory_as_well(cls, monkeypatch, tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m", torch.bfloat16)
-    monkeypatch.setattr(cls, "__module__", modeling_mixtral.__name__)       # as if transformers had it
-    monkeypatch.setattr(cls, "__name__", "MixtralExperts")
-    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", cls)
+    transformers_own = type("MixtralExperts", (cls,), {"__module__": modeling_mixtral.__name__})
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", transformers_own)
     with pytest.raises(ValueError, match="MixtralExperts of .*otherwise than the seam"):
         open_model(folder, experts="external")
 
