@@ -45,6 +45,10 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
     "d_model": 32, "d_kv": 8, "d_ff": 24, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "out_hidden_size": 32,
 }
+#: what every decoder's config has
+COMMON = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                                      "num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id",
+                                      "pad_token_id", "tie_word_embeddings")}
 #: architecture → what differs from `SMALL`; of the parts of a multimodal model by their own names
 DIFFERENT: dict[str, dict[str, Any]] = {
     # as other tests like them
