@@ -32,7 +32,7 @@ from moelab.models.seam import MoELayer, discover
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 #: names of what a config counts, and constructing a model takes time for
-COUNTS = re.compile(r"^(?!.*size)(.*_)?(layers?|experts?|heads|blocks)(_|$)")
+COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|blocks)(_|$)")
 
 
 @dataclass(frozen=True)
