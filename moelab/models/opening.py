@@ -19,7 +19,7 @@ from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
 from moelab.models.completeness import COUNTS, Plan, blamed, complete
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
-from moelab.models.seam import discover, external_class, plug
+from moelab.models.seam import banks, discover, external_class, plug
 from moelab.models.small import SMALL
 from moelab.specs import MoESpec
 
@@ -131,13 +131,13 @@ def _take_in(model: Any, plan: Plan, source: CheckpointExperts) -> None:
     """Give a model that was built without its experts resident ones, read one by one."""
     for layer, stock in zip(discover(model), plan.layers):
         experts, tensors = stock.experts, {}
-        for name, parameter in experts.named_parameters():
+        for name, parameter in banks(experts).items():
             tensors[name] = torch.empty(parameter.shape, dtype=model.dtype)
         for expert in range(stock.E):
             for name, tensor in source(layer.index, expert).items():
                 into = tensors[name][expert] if name in tensors else tensors[f"expert_{expert}.{name}"]
                 into.copy_(tensor)
-        experts.load_state_dict(tensors, assign=True)
+        experts.load_state_dict(tensors | dict(layer.experts.named_parameters()), assign=True)
         if hasattr(experts, "config"):
             experts.config = layer.experts.config
         layer.block.experts = experts

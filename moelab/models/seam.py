@@ -110,6 +110,11 @@ def discover(model: nn.Module) -> list[MoELayer]:
 COUNTS = ("num_experts", "num_routed_experts")
 
 
+def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a stock experts module that are experts', by name; a norm that all share is not among them."""
+    return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
+
+
 def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:
     """Turn a model's experts into `SeamExperts`, or change the executor or source of those that are.
 
