@@ -208,7 +208,20 @@ def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: torch.nn.Modul
 def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: torch.nn.Module,
                    quantizer: Any = None) -> torch.Tensor:
     """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own conversion."""
-    return converted(plan, tensors, twin, quantizer)[plan.target]
+    return converted(plan, tensors, _OneExpert(twin), quantizer)[plan.target]
+
+
+class _OneExpert:
+    """A model for conversions that look how a parameter lies (`Transpose(check_dims=True)`): with one expert in it."""
+
+    def __init__(self, twin: torch.nn.Module) -> None:
+        self.twin = twin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.twin, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self.twin.get_parameter(name)[:1]
 
 
 def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: set[str]

@@ -79,3 +79,15 @@ def test_an_executor_sees_every_token_once(tmp_path):
     assert seen == [(layer, (11, 32), (11, 2)) for layer in range(3)]
     plug(model, executor=eager)
     assert not torch.equal(model(ids).logits, dropped)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_that_may_lie_either_way_round_are_read_as_the_whole_model_reads_them(turned, tmp_path):
+    """Qwen 3 VL's conversion turns a bank whose shape is not the model's; square ones it takes as they are."""
+    folder = tiny.save("qwen3_vl_moe", tmp_path / "m", torch.bfloat16,
+                       text_config={} if turned else {"moe_intermediate_size": 32})     # down: [E, H, I], H = I
+    reference, external = open_model(folder), open_model(folder, experts="external")
+    for ours, theirs in zip(discover(external), discover(reference)):
+        for expert in range(ours.E):
+            read = ours.experts.weights(expert)
+            assert all(torch.equal(read[name], bank[expert]) for name, bank in theirs.experts.named_parameters())
