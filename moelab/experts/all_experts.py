@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor, here
+from moelab.experts.executor import Executor, here, zeros
 
 
 class AllExperts(Executor):
@@ -28,11 +28,11 @@ class AllExperts(Executor):
         T, E, held = len(x), experts.num_experts, here(experts)
         affinity = weights.new_zeros(T, E + 1).scatter_add_(1, ids, weights)            # the last column: "no expert"
         mask = torch.zeros(T, E + 1, dtype=torch.bool, device=x.device).scatter_(1, ids, True)
-        out = torch.zeros_like(x)
+        out = zeros(x, weights, experts)
         if T:
             for e in held:
                 y = experts.weighted(x, affinity[:, e], experts.weights(e))
-                out += torch.where(mask[:, e, None], y.to(x.dtype), 0)                  # 0 · ∞ would not be 0
+                out += torch.where(mask[:, e, None], y.to(out.dtype), 0)                # 0 · ∞ would not be 0
         routed = int((ids < E).sum())
         self.count(routed, routed, T * len(held))
-        return out
+        return out.to(x.dtype)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moelab.experts.block_sharding import Sharding
 from moelab.experts.blocks import PROVISION
-from moelab.experts.executor import Executor, dispatch
+from moelab.experts.executor import Executor, dispatch, zeros
 from moelab.experts.selective import Loads, nbytes
 
 
@@ -114,7 +114,7 @@ class Blockwise(Executor):
 
     def _core(self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """What one core contributes by computing some blocks: [T, H]."""
-        out = torch.zeros_like(x)
+        out = zeros(x, weights, experts)
         of = m.block_to_expert.tolist()
         for key, group in groupby(blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))):
             run = list(group)
@@ -131,7 +131,7 @@ class Blockwise(Executor):
             loaded = len(used) if self.skip_tokens else len(tokens)
             self.row_loads.add(loaded, len(tokens) - loaded, x.shape[1] * x.element_size())
             self.weight_loads.add(1, len(run) - 1, nbytes(expert_weights))
-        return out
+        return out.to(x.dtype)
 
     def _weighted(self, rows: Tensor, w: Tensor, expert_weights: dict[str, Tensor], experts: Any) -> Tensor:
         if self.sharding is None or self.sharding.on == "block":

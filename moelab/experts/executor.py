@@ -123,6 +123,12 @@ def dispatch(ids: Tensor, E: int) -> Dispatch:
     return Dispatch(order // K, order % K, counts, offsets)
 
 
-def scatter(x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
+def zeros(x: Tensor, weights: Tensor, experts: Any) -> Tensor:
+    """[T, H] to add contributions to, as wide as the architecture sums them; `.to(x.dtype)` when all are in."""
+    return torch.zeros_like(x, dtype=experts.sum_dtype(x.dtype, torch.promote_types(x.dtype, weights.dtype)))
+
+
+def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any) -> Tensor:
     """Add each contribution y [n, H] to its token: [T, H] like x. The weights are in y already (`weighted`)."""
-    return torch.zeros_like(x).index_add_(0, tokens, y.to(x.dtype))
+    out = zeros(x, weights, experts)
+    return out.index_add_(0, tokens, y.to(out.dtype)).to(x.dtype)

@@ -34,7 +34,7 @@ class GroupedMM(Sorted):
         up, down = names(experts)
         h = activate(experts, _linear(x[order.tokens], experts, up, order))
         y = _linear(h, experts, down, order) * weights[order.tokens, order.choices][:, None]
-        return scatter(x, order.tokens, y)
+        return scatter(x, weights, order.tokens, y, experts)
 
 
 def _usable(x: Tensor, bank: Tensor | None) -> bool:

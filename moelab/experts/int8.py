@@ -55,7 +55,7 @@ class Int8(Sorted):
             kept = source.kept[experts.layer, e]
             h = activate(experts, _linear(rows[of], kept, up))
             parts.append(_linear(h, kept, down) * w[of, None])
-        return scatter(x, order.tokens, torch.cat(parts))
+        return scatter(x, weights, order.tokens, torch.cat(parts), experts)
 
 
 def _linear(x: Tensor, kept: dict[str, Any], name: str) -> Tensor:

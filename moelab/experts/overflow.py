@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, here
+from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, here, zeros
 
 if TYPE_CHECKING:
     from moelab.experts.saliency import Saliency
@@ -113,11 +113,11 @@ class StaticExecutor(Executor):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         saliency = self._saliency(experts.layer, len(x))
-        out = torch.zeros_like(x)
+        out = zeros(x, weights, experts)
         for start in range(0, len(x), self.chunk or max(len(x), 1)):
             part = slice(start, start + (self.chunk or len(x)))
             self._run_chunk(out[part], x[part], ids[part], weights[part], saliency[part], experts)
-        return out
+        return out.to(x.dtype)
 
     def _run_chunk(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, saliency: Tensor, experts: Any) -> None:
         (T, K), E, layer = ids.shape, experts.num_experts, experts.layer

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import dispatch, scatter
+from moelab.experts.executor import dispatch, scatter, zeros
 from moelab.experts.layout import activate, banks, names, on_cpu, plain, wants_grad
 from moelab.experts.sorting import Sorted
 
@@ -81,7 +81,7 @@ class Packed(Sorted):
         n = len(order)
         self.count(n, n, n)
         w = weights[order.tokens, order.choices]
-        y = x.new_empty(n, x.shape[1])
+        y = zeros(x, weights, experts).new_empty(n, x.shape[1])
 
         def compute(left: Iterator[tuple[int, slice]]) -> None:
             for e, of in left:
@@ -90,7 +90,7 @@ class Packed(Sorted):
             side_by_side(compute, iter(sorted(hit, key=lambda found: found[1].start - found[1].stop)))
         else:
             compute(iter(hit))
-        return scatter(x, order.tokens, y)
+        return scatter(x, weights, order.tokens, y, experts)
 
     def _ffn(self, x: Tensor, experts: Any, e: int) -> Tensor:
         up, down = names(experts)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor, dispatch
+from moelab.experts.executor import Executor, dispatch, zeros
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Selective(Executor):
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         d = dispatch(ids, experts.num_experts)
         w = weights[d.tokens, d.choices]
-        out, unique, size = torch.zeros_like(x), d.hit(), 0
+        out, unique, size = zeros(x, weights, experts), d.hit(), 0
         for e, where in unique:
             expert_weights = experts.weights(e)
             size = nbytes(expert_weights)
@@ -66,7 +66,7 @@ class Selective(Executor):
         if unique:
             self.loads.add(len(unique), experts.num_experts - len(unique), size)
         self.count(len(d), len(d), len(d))
-        return out
+        return out.to(x.dtype)
 
 
 def nbytes(weights: dict[str, Tensor]) -> int:

@@ -25,4 +25,4 @@ class Sorted(Executor):
         self.count(n, n, n)
         rows, w = x[order.tokens], weights[order.tokens, order.choices]
         parts = [experts.weighted(rows[of], w[of], experts.weights(e)) for e, of in order.hit()]
-        return scatter(x, order.tokens, torch.cat(parts) if parts else x[:0])
+        return scatter(x, weights, order.tokens, torch.cat(parts) if parts else x[:0], experts)

@@ -21,14 +21,18 @@ import torch
 
 
 def model_class(config: Any) -> type:
-    """The generating class for a config: causal language model, or encoder-decoder."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+    """The generating class for a config: causal language model, encoder-decoder, or multimodal model.
+
+    A config with parts (a vision tower and a text model) is opened whole, as its checkpoint holds it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
+    for auto in reversed(autos) if config.get_text_config() is not config else autos:
         found = auto._model_mapping.get(type(config), None)
         if found is not None:
             return found[0] if isinstance(found, tuple) else found
-    raise ValueError(f"transformers has no generating model for model_type {config.model_type!r}; "
-                     f"moelab runs causal language models and encoder-decoders")
+    raise ValueError(f"transformers has no generating model for model_type {config.model_type!r}; moelab runs causal "
+                     f"language models, encoder-decoders, and those that read images and write text")
 
 
 def meta_twin(config: Any) -> torch.nn.Module:
@@ -204,7 +208,20 @@ def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: torch.nn.Modul
 def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: torch.nn.Module,
                    quantizer: Any = None) -> torch.Tensor:
     """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own conversion."""
-    return converted(plan, tensors, twin, quantizer)[plan.target]
+    return converted(plan, tensors, _OneExpert(twin), quantizer)[plan.target]
+
+
+class _OneExpert:
+    """A model for conversions that look how a parameter lies (`Transpose(check_dims=True)`): with one expert in it."""
+
+    def __init__(self, twin: torch.nn.Module) -> None:
+        self.twin = twin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.twin, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self.twin.get_parameter(name)[:1]
 
 
 def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: set[str]

@@ -28,11 +28,11 @@ import torch
 
 from moelab.models import compat
 from moelab.models.checkpoint import DTYPES, Checkpoint, Stored
-from moelab.models.seam import MoELayer, discover
+from moelab.models.seam import MoELayer, banks, discover
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 #: names of what a config counts, and constructing a model takes time for
-COUNTS = re.compile(r"(^|_)(layers?|experts?|heads|blocks)(_|$)")
+COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|blocks)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
     experts: list[dict[str, compat.ParameterPlan]] = []
     for layer in layers:
         prefix = layer.name + ".experts."
-        experts.append({target[len(prefix):]: plan for target, plan in plans.items() if target.startswith(prefix)})
-        together = {name for name, _ in layer.experts.named_parameters()} - set(experts[-1])
+        own = banks(layer.experts)
+        experts.append({name: plans[prefix + name] for name in own if prefix + name in plans})
+        together = own.keys() - experts[-1].keys()
         if together and checkpoint.store is None:
             raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, "
                              f"and moelab reads experts one by one; this layout of {config.model_type} is not read")
@@ -173,7 +174,7 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
     made = set()
     for i, layer in enumerate(layers):
         prefix, stacked = layer.name + ".experts.", not isinstance(layer.experts, torch.nn.ModuleDict)
-        shapes = {prefix + name: tuple(p.shape) for name, p in layer.experts.named_parameters()}
+        shapes = {prefix + name: tuple(p.shape) for name, p in banks(layer.experts).items()}
         stored: dict[str, tuple] = {}
         for there in checkpoint.store.layers[i:i + 1]:
             for e, entries in enumerate(there.experts):

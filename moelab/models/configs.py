@@ -5,8 +5,7 @@ the ways to say which layers are MoE, and one the architectures whose code knows
 not say. Nothing is built and no torch is needed, so it works on a config object of any origin (the original
 DeepSeek-MoE-16B is not in transformers).
 
-Left out: layers that differ from each other (lists of sizes, one an MoE layer), experts inside attention (JetMoE)
-and blocks that do not go through an `experts` module (DBRX, NLLB): the first raise, the others are not looked for.
+Left out: layers whose experts differ from each other (lists of sizes, one an MoE layer), and what `REFUSED` says.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"router": "topk-softmax", "bias": True},
     "openai_privacy_filter": {"router": "topk-softmax", "bias": True},
     "phimoe": {"router": "sparsemixer"},
+    # a layer is two attentions with a dense FFN each, and one MoE beside them
+    "longcat_flash": {"num_layers": lambda c: c.num_layers, "shared_I": lambda c: 2 * c.ffn_hidden_size},
     "deepseek": {"router": "softmax"},
     "deepseek_v2": {"router": lambda c: "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"},
     "hunyuan_v1_moe": {"shared_I": lambda c: c.intermediate_size},
@@ -72,6 +73,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
                     {"router": "softmax"}),
     **dict.fromkeys(("afmoe", "axk2", "flint", "hy_v3", "kolibri1", "laguna", "lfm2_moe", "minimax_m2",
                      "minimax_m3_vl_text"), {"router": "sigmoid"}),
+}
+
+#: model_type → why the seam cannot run it, though it is a mixture of experts
+REFUSED = {
+    "dbrx": "keeps all experts of a layer as the rows of one matrix (DbrxExpertGLU), not one after the other",
+    "jetmoe": "has experts in its attention as well, and runs both kinds on rows sorted by expert "
+              "(JetMoeParallelExperts), not as experts(hidden_states, ids, weights)",
+    "nllb-moe": "passes its experts a mask, of which transformers 5.20 to 5.23 itself runs experts 0 and 1 alone "
+                "(NllbMoeExperts takes the mask's zeros and ones for experts' numbers)",
+    "ernie4_5_vl_moe_text": "has two sets of experts a layer, of other sizes, for text and for vision",
+    "dots3_note": "has routed experts in its vision encoder as well; of its text model alone (dots3_note_text) a "
+                  "checkpoint of its own is run",
+    "diffusion_gemma_text": "writes blocks of text by diffusion, its encoder and its decoder share their experts",
 }
 
 #: quantization_config.quant_method → our dtype
@@ -98,12 +112,15 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
     name = name or getattr(outer, "_name_or_path", None) or model_type
     known = EXCEPTIONS.get(model_type, {})
 
+    if reason := REFUSED.get(model_type) or REFUSED.get(outer.model_type):
+        raise ValueError(f"{name} ({model_type}) is a mixture of experts that moelab does not run: it {reason}. "
+                         f"moelab.cards.models() lists models that it runs")
+
     def find(fact: str) -> Any:
         """What the config says of a fact, or None."""
         if fact in known:
             return known[fact](config) if callable(known[fact]) else known[fact]
-        return next((getattr(config, key) for key in NAMES.get(fact, ()) if getattr(config, key, None) is not None),
-                    None)
+        return next((value for key in NAMES.get(fact, ()) if (value := _read(config, key)) is not None), None)
 
     def size(fact: str) -> int:
         value = find(fact)
@@ -127,15 +144,25 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
             f"{name} ({model_type}) is a dense model: its config mentions experts, but none of its {num_layers} layers "
             f"is MoE (looked at {', '.join(MOE_LAYERS)}). Open another model, or correct the config")
     shared = find("shared_I")
-    heads = find("heads") or 0
+    heads, kv_heads, head_dim = (max(value) if isinstance(value, list) else value      # for costs: the widest layer
+                                 for value in map(find, ("heads", "kv_heads", "head_dim")))
+    heads = heads or 0
     return MoESpec(
         name=name, model_type=model_type, num_layers=num_layers, moe_layers=tuple(moe_layers),
         E=size("E"), K=size("K"), H=size("H"), I=I,
         router=find("router") or _router(config), gated=known.get("gated", True), bias=known.get("bias", False),
         shared_I=(find("shared_count") or 0) * I if shared is None else shared,
         dense_I=size("dense_I") if len(moe_layers) < num_layers else 0,
-        vocab=find("vocab") or 0, heads=heads, kv_heads=find("kv_heads") or heads,
-        head_dim=find("head_dim") or (size("H") // heads if heads else 0), dtype=_dtype(outer, config, find, name))
+        vocab=find("vocab") or 0, heads=heads, kv_heads=kv_heads or heads,
+        head_dim=head_dim or (size("H") // heads if heads else 0), dtype=_dtype(outer, config, find, name))
+
+
+def _read(config: Any, key: str) -> Any:
+    """An attribute of a config, or None; of one that layers have of their own, the value if they agree, else a list."""
+    if key not in (getattr(config, "per_layer_attributes", None) or ()):
+        return getattr(config, key, None)
+    values = [getattr(of_layer, key, None) for of_layer in config.per_layer_config]
+    return values[0] if values.count(values[0]) == len(values) else values
 
 
 def _router(config: Any) -> str:

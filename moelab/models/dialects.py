@@ -1,7 +1,8 @@
 """Blocks that speak another way than `experts(hidden_states, top_k_index, top_k_weights)`, translated for the seam.
 
 Llama 4's router returns dense scores, which scale the experts' *input*; Switch's returns a one-hot tensor from which a
-token that found no room is missing. Each gets a way to read its router's output and a block that calls its experts as
+token that found no room is missing; LongCat's ids go on beyond its experts, to some that compute nothing and give back
+their input. Each gets a way to read its router's output and a block that calls its experts as
 all others do; how their experts compute is in `moelab.models.seam`. Another such architecture is a line in each of the
 two dictionaries.
 
@@ -32,8 +33,14 @@ def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
     return ids[:, None], probability.reshape(-1, 1)
 
 
+def _longcat_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+    _, weights, ids = output
+    return ids.clamp(max=router.num_experts), weights
+
+
 #: router class → how to read its output; all others return (logits, weights, ids)
-ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing}
+ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing,
+           "LongcatFlashTopkRouter": _longcat_routing}
 
 #: router classes whose forward takes [B, S, H]; all others take [T, H]
 SEQUENCES = ("SwitchTransformersTop1Router", "AfmoeTokenChoiceRouter", "ZayaRouter")
@@ -52,6 +59,17 @@ def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return self.experts(h, ids, weights).reshape(hidden_states.shape)
 
 
+def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    _, weights, all_ids = output = self.router(hidden_states)
+    ids, _ = _longcat_routing(self.router, output)
+    x = hidden_states.view(-1, hidden_states.shape[-1])
+    out = self.experts(x, ids, weights)
+    for expert in range(self.experts.num_routed_experts, self.experts.total_experts):      # they give x itself
+        choice, token = (all_ids.T == expert).nonzero(as_tuple=True)
+        out.index_add_(0, token, (x[token] * weights[token, choice, None]).to(out.dtype))
+    return out.view(hidden_states.shape)
+
+
 @lru_cache(maxsize=None)
 def block_class(cls: type) -> type:
     """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`; itself of any other."""
@@ -66,4 +84,5 @@ def block_class(cls: type) -> type:
 
 
 #: block class → its forward in the seam's terms
-BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward}
+BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward,
+          "LongcatFlashMoE": _longcat_forward}

@@ -17,8 +17,9 @@ import torch
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
 from moelab.models.completeness import COUNTS, Plan, blamed, complete
+from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
-from moelab.models.seam import discover, external_class, plug
+from moelab.models.seam import banks, discover, external_class, plug
 from moelab.models.small import SMALL
 from moelab.specs import MoESpec
 
@@ -57,6 +58,7 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     with blamed(where, "its values make no sense", passing=ValueError):
         spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
     plan = complete(checkpoint, config)
+    check_spec(spec, plan.layers)
     tokenizer = _load_tokenizer(checkpoint.folder)
     if checkpoint.store is not None:
         from moelab.store.verify import check_weights
@@ -129,13 +131,13 @@ def _take_in(model: Any, plan: Plan, source: CheckpointExperts) -> None:
     """Give a model that was built without its experts resident ones, read one by one."""
     for layer, stock in zip(discover(model), plan.layers):
         experts, tensors = stock.experts, {}
-        for name, parameter in experts.named_parameters():
+        for name, parameter in banks(experts).items():
             tensors[name] = torch.empty(parameter.shape, dtype=model.dtype)
-        for expert in range(experts.num_experts):
+        for expert in range(stock.E):
             for name, tensor in source(layer.index, expert).items():
                 into = tensors[name][expert] if name in tensors else tensors[f"expert_{expert}.{name}"]
                 into.copy_(tensor)
-        experts.load_state_dict(tensors, assign=True)
+        experts.load_state_dict(tensors | dict(layer.experts.named_parameters()), assign=True)
         if hasattr(experts, "config"):
             experts.config = layer.experts.config
         layer.block.experts = experts

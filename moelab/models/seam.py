@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.models.dialects import ROUTING, SEQUENCES, block_class
+from moelab.models import guard
+from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Dressed, Patches, dress, put, take
 
@@ -49,6 +50,11 @@ class MoELayer:
     block: nn.Module
     experts: nn.Module
     router: nn.Module
+
+    @property
+    def E(self) -> int:
+        """Experts of the layer."""
+        return next(getattr(self.experts, count) for count in COUNTS if hasattr(self.experts, count))
 
     def routing(self, router_output: Any) -> tuple[Tensor, Tensor]:
         """(ids [T, K], weights [T, K]) from what the router's forward returned; dropped tokens have id E."""
@@ -86,7 +92,7 @@ def discover(model: nn.Module) -> list[MoELayer]:
     """
     layers = []
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] != "experts" or not hasattr(module, "num_experts"):
+        if name.rpartition(".")[2] != "experts" or not any(hasattr(module, count) for count in COUNTS):
             continue
         block_name = name.rpartition(".")[0]
         block = model.get_submodule(block_name)
@@ -103,6 +109,13 @@ def discover(model: nn.Module) -> list[MoELayer]:
 
 #: whose `plug` is: what it puts on belongs to the model until `unplug`, see `moelab.models.patches`
 PLUG = "plug"
+#: attributes of an experts module that say how many it has
+COUNTS = ("num_experts", "num_routed_experts")
+
+
+def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a stock experts module that are experts', by name; a norm that all share is not among them."""
+    return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
 
 
 def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:
@@ -115,15 +128,36 @@ def plug(model: nn.Module, executor: Executor | None = None, source: Source | No
 
     Raises
     ------
-    ValueError : no MoE layer; somebody has given one a forward of its own, which would pass the seam by; an executor
-        or source of another model's weights (their `identity` says whose).
+    ValueError : no MoE layer, or one whose experts compute what the seam does not (`moelab.models.guard`); somebody
+        has given one a forward of its own, which would pass the seam by; an executor or source of another model's
+        weights (their `identity` says whose).
     """
-    require_same_model(model, executor, source)
-    layers = discover(model)
+    layers = _checked(model, executor, source)
     with Patches() as trial:                            # what cannot be put on leaves nothing behind
         _put(trial, layers, executor, source)
         _put(PLUG, layers, executor, source)
     return layers
+
+
+def _checked(model: nn.Module, executor: Executor | None, source: Source | None) -> list[MoELayer]:
+    """The model's layers, once it is certain that they compute what the seam does, on weights of this model."""
+    require_same_model(model, executor, source)
+    layers = discover(model)
+    for layer in layers:
+        check(layer, model.dtype)
+    return layers
+
+
+def check(layer: MoELayer, dtype: torch.dtype) -> None:
+    """Compare a layer's arithmetic with transformers' own, see `moelab.models.guard`; ValueError where it differs."""
+    block = _stock(type(layer.block))
+    guard.check(layer, dtype, _stock(type(layer.experts)), seam_class, eager,
+                block_class(block) if block.__name__ in BLOCKS else None)
+
+
+def _stock(cls: type) -> type:
+    """The class that transformers made, of it or of the seam's."""
+    return getattr(cls, "stock", cls)
 
 
 def unplug(model: nn.Module) -> None:
@@ -141,9 +175,9 @@ def unplug(model: nn.Module) -> None:
 @contextmanager
 def plugged(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> Iterator[Executor]:
     """Within the block the model runs on this executor or source, afterwards on what it runs on without it."""
-    require_same_model(model, executor, source)
+    layers = _checked(model, executor, source)
     with Patches() as patches:
-        _put(patches, discover(model), executor, source)
+        _put(patches, layers, executor, source)
         yield executor
 
 
@@ -173,6 +207,8 @@ class SeamExperts(Dressed, nn.Module):
     layer: int = -1
     executor: Executor
     source: Source | None = None
+    # what transformers' decorator sets on the modules of the classes that it decorates
+    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, SeamExperts):           # taken off, while somebody kept this method
@@ -185,7 +221,7 @@ class SeamExperts(Dressed, nn.Module):
     @property
     def resident(self) -> bool:
         """Whether the module holds its experts' parameters itself."""
-        return next(self.parameters(), None) is not None
+        return next(self.parameters(recurse=False), None) is not None
 
     def weights(self, expert: int) -> Weights:
         """One expert's tensors, from the source or else from the module's own parameters."""
@@ -219,12 +255,41 @@ class SeamExperts(Dressed, nn.Module):
         """One expert's contribution to its `tokens` [n] of the whole x [T, H] → [n, H], bit-equal to eager's."""
         return self.weighted(x[tokens], w, weights)
 
+    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
+        """In what contributions of dtype y to hidden states of dtype x are summed."""
+        return x
+
     def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
         """Sum (expert, token indices [n], contribution [n, H]) in ascending expert order, as eager does."""
-        out = torch.zeros_like(x)
+        wide = contributions[0][2].dtype if contributions else x.dtype
+        out = torch.zeros_like(x, dtype=self.sum_dtype(x.dtype, wide))
         for _, tokens, y in sorted(contributions, key=lambda c: c[0]):
             out.index_add_(0, tokens, y.to(out.dtype))
-        return out
+        return out.to(x.dtype)
+
+
+class _SumsWide(SeamExperts):
+    """Contributions are summed as wide as they are: in fp32 where the routing weights are."""
+
+    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
+        return y
+
+
+class _SumsInFP32(SeamExperts):
+    """Contributions are summed in fp32, whatever they are."""
+
+    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+
+class _ComputesInFP32(_SumsInFP32):
+    """All in fp32, inputs, weights and routing weights widened."""
+
+    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
+        return super().ffn(x.float(), {name: tensor.float() for name, tensor in weights.items()})
+
+    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
+        return self.ffn(x, weights) * w.float()[:, None]
 
 
 class _Llama4Experts(SeamExperts):
@@ -255,6 +320,18 @@ class _Llama4Experts(SeamExperts):
         return dense.sum(dim=0)
 
 
+class _LongcatExperts(SeamExperts):
+    """The experts that compute; those that give back their input are the block's (`moelab.models.dialects`)."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_routed_experts
+
+
 class _SwitchExperts(SeamExperts):
     """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
 
@@ -273,9 +350,15 @@ class _SwitchExperts(SeamExperts):
 @lru_cache(maxsize=None)
 def seam_class(cls: type) -> type:
     """The `SeamExperts` subclass of an architecture's experts class; itself of one that is."""
-    base = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _SwitchExperts}.get(cls.__name__,
-                                                                                                  SeamExperts)
-    return cls if issubclass(cls, SeamExperts) else type("Seam" + cls.__name__, (base, cls), {"stock": cls})
+    if issubclass(cls, SeamExperts):
+        return cls
+    return type("Seam" + cls.__name__, (KINDS.get(cls.__name__, SeamExperts), cls), {"stock": cls})
+
+
+#: experts class → how it computes, where that is not transformers' usual loop; the guard finds those that lack here
+KINDS = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _SwitchExperts,
+         "LongcatFlashExperts": _LongcatExperts, "NemotronHExperts": _SumsWide, "Inkling2Experts": _SumsInFP32,
+         "OpenAIPrivacyFilterExperts": _ComputesInFP32}
 
 
 @lru_cache(maxsize=None)

@@ -316,7 +316,7 @@ class _Watch:
             again, again_weights = self.layer.routing(self.layer.ask(self.s.reshape(len(ids), -1)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{ASKED} ({error})") from error
-        ran = ids != self.layer.experts.num_experts                         # capacity drops tokens of a sequence only
+        ran = ids != self.layer.E                         # capacity drops tokens of a sequence only
         if not (torch.equal(again[ran], ids[ran]) and torch.equal(again_weights[ran], weights[ran])):
             raise ValueError(f"{ASKED}: {int((again != ids)[ran].sum())} of {int(ran.sum())} experts differ")
 

@@ -23,7 +23,7 @@ from moelab.arguments import whole
 from moelab.models import opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.identity import identity, of_checkpoint
-from moelab.models.seam import discover
+from moelab.models.guard import check_spec
 from moelab.progress import progress
 from moelab.runtime.restore import places, restore, small_files, source_files
 from moelab.specs import MoESpec
@@ -69,9 +69,14 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
                              f"is converted. Take the bf16 checkpoint of the model, or dequantise it first")
     spec = MoESpec.from_config(config, name=opening.model_name(source, checkpoint.folder))
     experts = CheckpointExperts(checkpoint, config)
-    modules = {layer.name + ".experts": layer.experts for layer in experts.plan.layers}
-    layers = [(name, module.num_experts, not isinstance(module, torch.nn.ModuleDict))
-              for name, module in modules.items()]
+    check_spec(spec, experts.plan.layers)
+    for layer in experts.plan.layers:
+        for name, bank in layer.experts.named_parameters(recurse=False):
+            if len(bank) != layer.E:
+                raise ValueError(f"{layer.name}.experts.{name} has {len(bank)} rows for {layer.E} experts, and a store "
+                                 f"has no place for the others: {spec.model_type} cannot be converted")
+    layers = [(layer.name + ".experts", layer.E, not isinstance(layer.experts, torch.nn.ModuleDict))
+              for layer in experts.plan.layers]
     writer = StoreWriter(destination, spec, of_checkpoint(checkpoint, config), layers, codec, K)
     try:
         each = spec.expert_params * (4 if spec.dtype == "float32" else 2)

@@ -144,7 +144,7 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
         experts = tuple(layer.name + ".experts." for layer in layers)
         _write_checkpoint(folder, {k: t for k, t in twin.state_dict().items() if not k.startswith(experts)}, pool, rng)
         name = sha256(f"synthetic {config.to_json_string()} {seed}".encode()).hexdigest()[:16]
-        writer = StoreWriter(destination, spec, name, [(layer.name + ".experts", layer.experts.num_experts, not
+        writer = StoreWriter(destination, spec, name, [(layer.name + ".experts", layer.E, not
                              isinstance(layer.experts, torch.nn.ModuleDict)) for layer in layers], codec)
         try:
             with progress(total=spec.experts_bytes, desc="synthesizing", unit="B") as bar:

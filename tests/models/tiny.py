@@ -72,7 +72,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
                             "expert_capacity": 5, "decoder_start_token_id": 0, "router_dtype": "float32"},
     "deepseek": {"num_hidden_layers": 3, "num_experts_per_tok": 3, "n_shared_experts": 2, "intermediate_size": 48},
     # what `SMALL` alone does not build or run, or builds large or without experts
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text"), {"num_key_value_heads": 4}),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text", "mistral4",
+                     "mistral_large4_text"), {"num_key_value_heads": 4}),
     "longcat_flash": {"num_layers": 2, "num_key_value_heads": 4},
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), {"layer_types": ["linear_attention", "full_attention"] * 2,
                                                         "num_key_value_heads": 4}),
@@ -86,6 +87,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
                        "indexer_compress_ratio": 4, "hc_lowrank": 8},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 95},
+    "glm4v_moe_text": {"head_dim": 128},
     "inkling2_vision": {"text_hidden_size": 32},
 }
 

@@ -12,7 +12,8 @@ else on every rank calls `run`: each rank takes its part and all gather the resu
 
 `AllToAll` with `moelab.models.eager` inside is bit-identical to one process where the result of a matrix product does
 not depend on its number of rows (Llama 4's blocks compute all rows, and differ in the last bit of fp32), with one
-replica of each expert and experts that are not cut. The others add partial sums: 1e-6 in fp32.
+replica of each expert and experts that are not cut, for architectures that sum in the type of their hidden states
+(Nemotron-H and Inkling 2 sum in fp32, and contributions travel in bf16). The others add partial sums: 1e-6 in fp32.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    W = ep × tp ranks, see `Grid`
 """
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor, dispatch
+from moelab.experts.executor import Executor, dispatch, zeros
 from moelab.experts.layout import plain
 from moelab.experts.parallel.exchange import Grid, pack, share, unpack
 from moelab.experts.parallel.sharding import Placement, on_hidden, on_intermediate
@@ -222,10 +223,10 @@ class Hidden(Executor):
         h = torch.cat(parts) if parts else x.new_zeros(0, 1)
         sizes = share(len(h), world.size)
         h = world.all_gather(world.reduce_scatter(h, sizes, "reduce"), sizes, "reduce")
-        out = torch.zeros_like(mine)
+        out = zeros(mine, weights, experts)
         for w, rows in hit:
             y = experts._linear(experts._apply_gate(h[rows]) if experts.has_gate else experts.act_fn(h[rows]), w,
                                 "down_proj")
             token = d.tokens[rows]
             out.index_add_(0, token, (y * weights[token, d.choices[rows], None]).to(out.dtype))
-        return world.all_gather(out.T, columns, "result").T
+        return world.all_gather(out.to(x.dtype).T, columns, "result").T

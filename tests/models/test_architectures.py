@@ -1,0 +1,61 @@
+"""Every architecture of transformers with routed experts: a cheap check of each, the whole sweep of a few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moelab.models import compat, discover, plug
+
+from ..depth import depth
+from . import sweep, tiny
+
+#: the most different ones first: a sample takes these
+ORDER = sorted(tiny.every(), key=lambda name: (name not in (few := ["nemotron_h", "longcat_flash", "granitemoe"]),
+                                               few.index(name) if name in few else 0))
+RUN = [name for name in tiny.every() if "why not" not in sweep.table()["architectures"].get(name, {}).get("fp32", {})]
+
+
+def test_all_are_accounted_for_and_enough_are_exact():
+    found = sweep.table()["architectures"]
+    assert found.keys() == set(tiny.every()) and all(of.keys() == sweep.DTYPES.keys() for of in found.values())
+    exact = [name for name, of in found.items()
+             if all(of[dtype] == dict.fromkeys(sweep.CHECKS, "exact") for dtype in sweep.DTYPES)]
+    assert len(exact) >= 45
+
+
+def test_the_readme_shows_what_the_last_sweep_found():
+    text = sweep.README.read_text()
+    assert text.split(sweep.MARKS[0])[1].split(sweep.MARKS[1])[0].strip() == sweep.markdown(sweep.table())
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_plugging_changes_no_bit(name):
+    """In bf16, where orders and widths of sums show; a batch padded on the left, without a cache."""
+    torch.manual_seed(0)
+    config = tiny.config(name)
+    model = tiny.randomise(compat.model_class(config)._from_config(config, dtype=torch.bfloat16,
+                                                                   experts_implementation="eager")).eval()
+    ids = torch.randint(3, 96, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    given |= {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        expected = model(**given).logits
+        plug(model)
+        assert torch.isfinite(expected).all() and torch.equal(model(**given).logits, expected)
+    assert len(discover(model)) > 0
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.every() if name not in RUN])
+def test_what_is_refused_says_why(name):
+    said = sweep.table()["architectures"][name]["fp32"]["why not"]
+    assert said.startswith("transformers ") or said == sweep.refused(name)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", sweep.DTYPES)
+@pytest.mark.parametrize("name", ORDER[:depth(3, len(ORDER))])
+def test_everything_as_the_table_says(name, dtype):
+    assert sweep.run(name, dtype) == sweep.table()["architectures"][name][dtype]

@@ -1,0 +1,211 @@
+"""The guard: experts that compute what the seam does not are refused, and nothing else is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import moelab
+from moelab.models import compat, configs, discover, guard, open_model, plug, seam
+from moelab.specs import MoESpec
+
+from . import tiny
+
+
+class Loop(MixtralExperts):
+    """The usual loop written out, with a place for each invention."""
+
+    sums, identity = None, False
+
+    def expert(self, x, e):
+        gate, up = F.linear(x, self.gate_up_proj[e]).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[e])
+
+    def forward(self, x, ids, weights):
+        out = torch.zeros_like(x, dtype=self.sums or x.dtype)
+        for e in range(self.num_experts + self.identity):
+            token, choice = (ids == e).nonzero(as_tuple=True)
+            y = self.expert(x[token], e) if e < self.num_experts else x[token]
+            out.index_add_(0, token, (y * weights[token, choice, None]).to(out.dtype))
+        return out.to(x.dtype)
+
+
+class SumsInFP32(Loop):
+    sums = torch.float32
+
+
+class Clamps(Loop):
+    def expert(self, x, e):
+        return super().expert(x, e).clamp(-0.5, 0.5)
+
+
+class GateLast(Loop):
+    def expert(self, x, e):
+        up, gate = F.linear(x, self.gate_up_proj[e]).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[e])
+
+
+class WeighsTheInput(Loop):
+    def forward(self, x, ids, weights):
+        return super().forward(x * weights.amax(-1, keepdim=True).to(x.dtype), ids, weights)
+
+
+class GivesBackTheInput(Loop):
+    """The id after the last expert's gives back the token, as LongCat's do."""
+
+    identity = True
+
+
+class Sorts(Loop):
+    """Another call than (x, ids, weights)."""
+
+    def forward(self, x, sizes):
+        return x
+
+
+class Elsewhere(nn.Module):
+    """Weights under other names."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts, self._is_hf_initialized = config.num_local_experts, True
+        self.w1 = nn.Parameter(torch.randn(self.num_experts, config.intermediate_size, config.hidden_size))
+        self.w2 = nn.Parameter(torch.randn(self.num_experts, config.hidden_size, config.intermediate_size))
+
+
+INVENTED = {SumsInFP32: "the sum over a token's experts", Clamps: "an expert otherwise", GateLast: "an expert otherwise",
+            WeighsTheInput: "otherwise than the seam", GivesBackTheInput: "the id 4, which is no expert's",
+            Sorts: "cannot be compared", Elsewhere: "cannot be compared"}
+
+
+def mixtral(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    config = tiny.config("mixtral")
+    return compat.model_class(config)._from_config(config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("cls", INVENTED, ids=lambda cls: cls.__name__)
+def test_an_invented_class_is_refused_with_what_it_does(cls, monkeypatch):
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", cls)
+    model = mixtral()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"{cls.__name__} of transformers .*{INVENTED[cls]}"):
+        plug(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert {type(layer.experts) for layer in discover(model)} == {cls}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("cls", [SumsInFP32, Clamps], ids=lambda cls: cls.__name__)
+def test_without_the_experts_in_memory_as_well(cls, monkeypatch, tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m", torch.bfloat16)
+    transformers_own = type("MixtralExperts", (cls,), {"__module__": modeling_mixtral.__name__})
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", transformers_own)
+    with pytest.raises(ValueError, match="MixtralExperts of .*otherwise than the seam"):
+        open_model(folder, experts="external")
+
+
+def test_the_usual_loop_is_let_through_whoever_wrote_it(monkeypatch):
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", Loop)
+    model, ids = mixtral(), torch.arange(3, 20)[None]
+    expected = model(ids).logits
+    plug(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("name", seam.KINDS)
+def test_each_kind_of_experts_is_needed(name, monkeypatch):
+    """Without its entry every architecture that has one is refused."""
+    owner = {"Llama4TextExperts": "llama4_text", "SwitchTransformersExperts": "switch_transformers",
+             "LongcatFlashExperts": "longcat_flash", "NemotronHExperts": "nemotron_h", "Inkling2Experts": "inkling2_text",
+             "OpenAIPrivacyFilterExperts": "openai_privacy_filter"}[name]
+    config = tiny.config(owner)
+    auto = transformers.AutoModelForTokenClassification if owner == "openai_privacy_filter" else None
+    model = (auto.from_config if auto else compat.model_class(config)._from_config)(config, dtype=torch.bfloat16)
+    layer = discover(model)[0]
+    with monkeypatch.context() as without:
+        without.setattr(guard, "_PASSED", set())
+        without.delitem(seam.KINDS, name)
+        seam.seam_class.cache_clear()
+        with pytest.raises(ValueError, match=name):
+            seam.check(layer, torch.bfloat16)
+    seam.seam_class.cache_clear()
+    seam.check(layer, torch.bfloat16)
+
+
+def test_what_passed_is_remembered_by_class_settings_and_dtype(monkeypatch):
+    ran = []
+
+    class Counted(Loop):
+        def forward(self, x, ids, weights):
+            ran.append(x.dtype)
+            return super().forward(x, ids, weights)
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", Counted)
+    plug(mixtral())
+    once = len(ran)
+    plug(mixtral())
+    assert len(ran) == once > 0
+    plug(mixtral(torch.float32))
+    assert len(ran) > once
+    model, once = mixtral(), len(ran)
+    for layer in discover(model):
+        layer.experts.act_fn = nn.GELU()
+    plug(model)
+    assert len(ran) > once
+
+
+@pytest.mark.parametrize("name, changes", [
+    ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "head_dim": 128}),
+    ("qwen3_moe", {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}),
+    ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128}),
+    ("nemotron_h", {"hidden_size": 2688, "moe_intermediate_size": 1856, "n_routed_experts": 128}),
+    ("llama4_text", {"hidden_size": 5120, "intermediate_size": 8192, "num_local_experts": 16}),
+    ("longcat_flash", {"hidden_size": 6144, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512,
+                       "zero_expert_num": 256}),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_a_large_models_miniature_is_small(name, changes, monkeypatch):
+    """Whatever the model's size, weights of a few megabytes are made; the model itself has none here."""
+    made = []
+    random = guard._random
+    monkeypatch.setattr(guard, "_random", lambda shape, *rest: made.append(shape) or random(shape, *rest))
+    for layer in discover(compat.meta_twin(tiny.config(name, **changes))):
+        seam.check(layer, torch.float32)
+    assert 0 < sum(torch.Size(shape).numel() for shape in made) < 2e7
+
+
+@pytest.mark.parametrize("fact, value", [("E", 5), ("I", 25), ("H", 33), ("moe_layers", (0, 1)), ("gated", False)])
+def test_a_spec_that_is_not_the_models_is_refused(fact, value):
+    config = tiny.config("mixtral")
+    layers = discover(compat.meta_twin(config))
+    spec = MoESpec.from_config(config)
+    guard.check_spec(spec, layers)
+    with pytest.raises(ValueError, match=r"mixtral\): model.layers.0.mlp has .* and by its config"):
+        guard.check_spec(replace(spec, **{fact: value}), layers)
+
+
+def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    monkeypatch.setitem(configs.EXCEPTIONS, "mixtral", {"moe_layers": lambda config: [0, 2]})
+    for experts in ("resident", "external"):
+        with pytest.raises(ValueError, match="3 MoE layers, and by its config 2"):
+            open_model(folder, experts=experts)
+    with pytest.raises(ValueError, match="3 MoE layers, and by its config 2"):
+        moelab.convert(folder, tmp_path / "s")
+
+
+def test_longcats_rows_without_an_expert_have_no_place_in_a_store(tmp_path):
+    with pytest.raises(ValueError, match="12 rows for 8 experts.*longcat_flash cannot be converted"):
+        moelab.convert(tiny.save("longcat_flash", tmp_path / "m"), tmp_path / "s")
+
+
+def test_a_width_by_layer_is_no_number_of_layers(tmp_path):
+    """Gemma 4's `vocab_size_per_layer_input` is 262,144."""
+    open_model(tiny.save("gemma4_text", tmp_path / "m"))
