@@ -50,14 +50,19 @@ def generate(model: Any, seed: int = 0, steps: int = 6) -> tuple[torch.Tensor, t
     return out.sequences, torch.stack(out.logits)
 
 
+def stock(folder: Path) -> Any:
+    """A checkpoint opened by transformers alone."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return compat.model_class(config).from_pretrained(folder, config=config, dtype="auto",
+                                                      experts_implementation="eager").eval()
+
+
 class Case:
     """One architecture in one dtype: its checkpoint, and what transformers alone makes of it."""
 
     def __init__(self, name: str, dtype: torch.dtype, folder: Path) -> None:
         self.folder, self.source = folder, tiny.save(name, folder / "model", dtype)
-        config = transformers.AutoConfig.from_pretrained(self.source)
-        self.model = compat.model_class(config).from_pretrained(self.source, config=config, dtype="auto",
-                                                                experts_implementation="eager").eval()
+        self.model = stock(self.source)
         self.tokens, self.logits = generate(self.model)
         assert torch.isfinite(self.logits).all(), "transformers itself gives NaN"
 

@@ -80,8 +80,8 @@ class Elsewhere(nn.Module):
         self.w2 = nn.Parameter(torch.randn(self.num_experts, config.hidden_size, config.intermediate_size))
 
 
-INVENTED = {SumsInFP32: "the sum over a token's experts", Clamps: "an expert otherwise", GateLast: "an expert otherwise",
-            WeighsTheInput: "otherwise than the seam", GivesBackTheInput: "the id 4, which is no expert's",
+INVENTED = {SumsInFP32: "the sum over a token's experts", Clamps: "an expert otherwise",
+            GateLast: "an expert otherwise", WeighsTheInput: "otherwise than the seam", GivesBackTheInput: "the id 4, which is no expert's",
             Sorts: "cannot be compared", Elsewhere: "cannot be compared"}
 
 
@@ -125,8 +125,8 @@ def test_the_usual_loop_is_let_through_whoever_wrote_it(monkeypatch):
 def test_each_kind_of_experts_is_needed(name, monkeypatch):
     """Without its entry every architecture that has one is refused."""
     owner = {"Llama4TextExperts": "llama4_text", "SwitchTransformersExperts": "switch_transformers",
-             "LongcatFlashExperts": "longcat_flash", "NemotronHExperts": "nemotron_h", "Inkling2Experts": "inkling2_text",
-             "OpenAIPrivacyFilterExperts": "openai_privacy_filter"}[name]
+             "LongcatFlashExperts": "longcat_flash", "NemotronHExperts": "nemotron_h",
+             "Inkling2Experts": "inkling2_text", "OpenAIPrivacyFilterExperts": "openai_privacy_filter"}[name]
     config = tiny.config(owner)
     auto = transformers.AutoModelForTokenClassification if owner == "openai_privacy_filter" else None
     model = (auto.from_config if auto else compat.model_class(config)._from_config)(config, dtype=torch.bfloat16)

@@ -105,7 +105,8 @@ def every() -> tuple[str, ...]:
             modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     found = {}
     for name in (name for names in maps for name in names):
-        folder = Path(transformers.models.__path__[0], transformers.models.auto.auto_factory.model_type_to_module_name(name))
+        module = transformers.models.auto.configuration_auto.model_type_to_module_name(name)
+        folder = Path(transformers.models.__path__[0], module)
         code = "".join(file.read_text() for file in folder.glob("modeling_*.py"))
         if re.search(r"^class \w*Expert", code, re.M):
             found[name] = None
@@ -125,7 +126,8 @@ def _small(cls: type, changes: dict[str, Any]) -> Any:
         if isinstance(default, transformers.PretrainedConfig):
             different = {**DIFFERENT.get(default.model_type, {}), **changes.get(part, {})}
             fields[part] = _small(type(default), different)
-    return cls(**{**fields, **{key: value for key, value in changes.items() if key not in fields.keys() - SMALL.keys()}})
+    parts = fields.keys() - SMALL.keys()
+    return cls(**{**fields, **{key: value for key, value in changes.items() if key not in parts}})
 
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> Path:
