@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
 
     one = command("convert", convert, "turn a model into Core ML packages, layer by layer")
-    one.add_argument("model", help="a checkpoint folder or a hub id; 'small' is the shipped model")
+    one.add_argument("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
     one.add_argument("destination", type=Path, help="the new folder; until it is whole, DESTINATION.part")
     _planning(one)
     one.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning")

@@ -40,7 +40,7 @@ CALIBRATION = ("needle", "needle_multikey", "yesno", "code", "prose")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a checkpoint folder or a hub id; if not given, the small model")
+    parser.add_argument("--model", help="a checkpoint folder, a store or a hub id; if not given, the small model")
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(accuracy.TASKS)} (%(default)s)")
     parser.add_argument("--prompts", type=whole(1), default=400, metavar="N", help="a task (%(default)s)")
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")

@@ -30,7 +30,7 @@ HOT = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a checkpoint folder or a hub id; 'small' is the shipped model")
+    parser.add_argument("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
     parser.add_argument("file", type=Path, help="the new file, FILE.safetensors")
     parser.add_argument("--prompts", type=whole(1), default=16, metavar="N", help="of each source (%(default)s)")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"of {', '.join(datasets.SOURCES)} (%(default)s)")

@@ -25,7 +25,7 @@ from moelab.recording import record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a checkpoint folder or a hub id; if not given, the small model")
+    parser.add_argument("--model", help="a checkpoint folder, a store or a hub id; if not given, the small model")
     parser.add_argument("--formats", default=",".join(FORMATS), help="(default: %(default)s)")
     parser.add_argument("--tasks", default=",".join(accuracy.TASKS), help="(default: %(default)s)")
     parser.add_argument("--prompts", type=whole(1), default=200, metavar="N", help="a task (%(default)s)")
