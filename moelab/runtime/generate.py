@@ -57,7 +57,8 @@ class Generation:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a checkpoint folder, a store or a hub id; if not given, the small model")
+    parser.add_argument("model", nargs="?",
+                        help="a checkpoint folder, a store or a hub id; if not given, the small model")
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
