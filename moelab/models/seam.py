@@ -335,6 +335,8 @@ class _LongcatExperts(SeamExperts):
 class _SwitchExperts(SeamExperts):
     """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
 
+    has_gate = has_bias = is_transposed = has_post_expert_norm = None      # not said in these words
+
     @property
     def resident(self) -> bool:
         return len(self) > 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -202,12 +203,21 @@ class Offloading:
     def _counted(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Between two tokens no forward runs, but the generation does: `cancel` must know."""
         me = threading.get_ident()
-        outer = self._calls.get(me)                             # assisted by itself, a model generates while it does
+        outer = self._calls.get(me) if self._generates() else None      # or one that was interrupted has left it
         self._calls[me], self._forward = object(), None
         try:
             return generate(*args, **kwargs)
         finally:
             self._calls[me] = outer
+
+    def _generates(self) -> bool:
+        """Whether this thread is within a generation already: assisted by itself, a model generates while it does."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is Offloading._counted.__code__ and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if id(module) != self._model and self._forward is not None and self._forward[0] == self._model:
@@ -217,7 +227,7 @@ class Offloading:
         tokens, length = (ids.shape[0] * ids.shape[1], ids.shape[1]) if ids is not None else (0, 0)
         cache = kwargs.get("past_key_values")
         seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-        if self._calls.get(threading.get_ident()) is None:
+        if self._calls.get(threading.get_ident()) in (None, self._alone):
             self._calls[threading.get_ident()] = self._alone = object()
         del self.steps[len(self.forwards):], self.guesses[len(self.forwards):]
         self.steps.append([])

@@ -113,9 +113,9 @@ def test_places_of_source_tensors(data):
                for where in itertools.product(*map(range, size))]
         assert str(got) == str(wanted)                                  # NaN is NaN here
     if dtype.is_floating_point:                                         # negative now, as no other weight is
-        other = sources[0].contiguous().view(torch.uint8).clone()
-        other.view(-1)[-1] ^= 255
-        assert places([("x", 0, other.view(dtype))], made, lambda bits: "") is None
+        other = sources[0].reshape(-1).view(torch.uint8).clone()
+        other[-1] ^= 255
+        assert places([("x", 0, other.view(dtype).view(sources[0].shape))], made, lambda bits: "") is None
 
 
 def test_files_of_a_store_are_closed(tmp_path):
