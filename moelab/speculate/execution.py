@@ -142,7 +142,7 @@ class Speculation:
     @torch.no_grad()
     def _before(self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of a layer are about to run: what they are to run with  (Algorithm 1)."""
-        if not self._running:                                   # a part of the model was called by itself
+        if not self._running or layer.index not in self._residuals:         # a part of the model was called by itself
             return s, ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)
         if mine is None or not (self._executes and self.mode == "router-free"):         # the true router has run
