@@ -120,7 +120,10 @@ class StoreWriter:
     def _ends(self) -> dict[int, int]:
         """Where each layer's file ends by the journal, whose records must be those of one expert after another."""
         ends: dict[int, int] = {}
+        tensors: dict[int, Any] = {}
         for (layer, expert), record in zip(self._everyone(), self.records, strict=False):
+            if tensors.setdefault(layer, record["tensors"]) != record["tensors"]:
+                raise ValueError(f"expert {expert} of MoE layer {layer} has other tensors than the one before it")
             chunks = list(in_file(_entries(record)))
             at = ends.get(layer, chunks[0].offset)
             for chunk in chunks:
