@@ -161,10 +161,10 @@ class Plan:
         if any(type(n) is not int or n < 1 for n in sizes) or any(type(text) is not str for text in texts):
             raise ValueError("a chunk or a capacity that is none, or words that are none")
         for layer in self.layers:
-            if sorted(e for g in layer.groups for e in g.experts) != list(range(self.spec.E)):
-                raise ValueError("an expert in no group, or in two")
             if len(layer.tiers.capacity) != self.spec.E or min(g.weight_bytes for g in layer.groups) < 0:
                 raise ValueError("tiers or weights of another model")
+            if sorted(e for g in layer.groups for e in g.experts) != list(range(self.spec.E)):
+                raise ValueError("an expert in no group, or in two")
             float(sum(g.expected for g in layer.groups))
 
     def save(self, path: str | Path) -> Path:
