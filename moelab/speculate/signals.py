@@ -97,7 +97,7 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     """q = norm(d + r), with the norm of the layer that is predicted: [T, H] in r's dtype  (§3.2).
 
     path : the residual stream around this layer, around those in between and around the one that is predicted; what an
-        architecture does to d before it is added, and to the stream on its way, is done here too.
+        architecture does to d before it is added, and to the stream in between, is done here too.
     r : residual stream before this layer's norm [T, H].
     d : this layer's default [T, H].
     """

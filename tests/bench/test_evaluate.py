@@ -103,6 +103,12 @@ def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
     assert message in told and "Traceback" not in told
 
 
+def test_options_of_an_executor_are_read_as_what_they_are():
+    """The text "false" is true in Python."""
+    made = evaluate.executor("blockwise:skip_tokens=false:skip_blocks=True:block_size=8")
+    assert made.skip_tokens is False and made.skip_blocks is True and made.block_size == 8
+
+
 def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.task", None)
