@@ -14,9 +14,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "MoESpec": "moelab.specs", "DeviceSpec": "moelab.specs", "ExpertKey": "moelab.specs",
     "open_model": "moelab.models", "prompts": "moelab.datasets", "record": "moelab.recording",
-    "convert": "moelab.runtime.convert", "restore": "moelab.runtime.convert", "ExpertStore": "moelab.store.layout",
-    "StoreExperts": "moelab.store.reader", "offload": "moelab.runtime.offload", "Pools": "moelab.cache.pools",
-    "profile": "moelab.runtime.profile", "simulate": "moelab.runtime.simulator",
+    "convert": "moelab.models.convert", "restore": "moelab.models.convert", "ExpertStore": "moelab.store.layout",
+    "StoreExperts": "moelab.store.reader", "offload": "moelab.offloading.offload", "Pools": "moelab.cache.pools",
+    "profile": "moelab.offloading.profile", "simulate": "moelab.offloading.simulator",
     "RoutingTrace": "moelab.trace", "calibrate": "moelab.calibration", "Calibration": "moelab.calibration",
 }
 __all__ = ["__version__", *_HOMES]

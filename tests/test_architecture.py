@@ -19,29 +19,31 @@ COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets", "kern
 DIRECTIONS = {
     "specs": set(), "progress": set(), "table": set(), "tensorfile": set(), "cards": set(), "datasets": set(),
     "kernels": set(), "arguments": set(), "files": set(), "intervals": set(),
-    "models": set(),
+    "store": set(),
+    "models": {"store"},
     "trace": {"models"},
     "recording": {"models", "trace"},
     "calibration": {"models", "trace"},
-    "store": set(),
     "experts": set(),
+    "parallel": {"experts"},
     "cache": {"trace"},
     "schedule": {"trace"},
     "speculate": {"models", "trace", "recording"},
-    "runtime": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
+    "offloading": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
+    "generate": {"models", "experts", "parallel", "offloading"},
     "ane": {"models", "trace", "calibration", "experts"},
-    "ndp": {"trace", "experts"},
+    "ndp": {"trace", "experts", "parallel"},
 }
 TECHNIQUES = set(DIRECTIONS)
-DIRECTIONS["bench"] = TECHNIQUES
-DIRECTIONS["viz"] = TECHNIQUES | {"bench"}
-DIRECTIONS["lab"] = TECHNIQUES | {"bench", "viz"}
+DIRECTIONS["evaluation"] = TECHNIQUES
+DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
+DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "bench"}
+DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "bench", "viz"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
 #: above everything, so they may use what `moelab` itself exports
-FACADE_USERS = {"bench", "viz", "lab", "__main__", "__init__"}
+FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
 #: constructors that hand on to the part that knows, inside a function
-HANDED_ON = {("specs", "models"), ("specs", "cards"), ("datasets", "models"),
-              ("models", "store")}
+HANDED_ON = {("specs", "models"), ("specs", "cards"), ("datasets", "models")}
 #: package → the only parts that may import it
 ONLY_IN = {
     "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},
@@ -161,8 +163,8 @@ for name in {modules}:
     ("specs.py", "from moelab.models import configs"),
     ("experts/x.py", "import moelab"),
     ("store/x.py", "import coremltools"),
-    ("runtime/x.py", "def f():\n    import zstandard"),
-    ("runtime/x.py", "from transformers import AutoModel"),
+    ("offloading/x.py", "def f():\n    import zstandard"),
+    ("offloading/x.py", "from transformers import AutoModel"),
     ("viz/x.py", "class A:\n    def f(self):\n        import moelab.lab.runner"),
     ("datasets.py", "import torch")])
 def test_violations_are_seen(file, source, tmp_path, monkeypatch):

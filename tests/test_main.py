@@ -47,7 +47,7 @@ def test_an_unknown_command_is_refused(capsys):
 
 
 def test_train_small_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
-    card = pytest.importorskip("moelab.bench.card")
+    card = pytest.importorskip("moelab.bench.train_small")
     seen = []
 
     def train(destination, recipe):

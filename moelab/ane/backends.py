@@ -4,7 +4,7 @@ A backend runs one launch at a time, a group's zero-padded buffer, and may take 
 
     "torch"       the model's own weights and arithmetic in the same static shapes: fast, for counts and accuracy
     "evaluator"   the saved packages, operation by operation, on any machine: checks a conversion
-    "coreml"      the saved packages on a Mac (`moelab.ane.mac`)
+    "coreml"      the saved packages on a Mac (`moelab.ane.device.mac`)
 
     launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
 
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.ane.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
-from moelab.ane.evaluator import Alarm
+from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
+from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import Plan
 from moelab.experts.layout import activate, banks, names, plain
 from moelab.models.patches import Patches

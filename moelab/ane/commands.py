@@ -144,7 +144,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    from moelab.ane.convert import Settings, convert_model
+    from moelab.ane.coreml.convert import Settings, convert_model
     from moelab.ane.plan import Plan
     name = None if args.model == "small" else args.model
     if args.plan and (given := getattr(args, "planning", ())):
@@ -162,8 +162,8 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def lint(args: argparse.Namespace) -> int:
-    from moelab.ane.converted import MANIFEST, ConvertedModel
-    from moelab.ane.linter import lint as judge
+    from moelab.ane.coreml.converted import MANIFEST, ConvertedModel
+    from moelab.ane.coreml.linter import lint as judge
     paths = []
     for path in args.packages:
         converted = ConvertedModel(path) if (path / MANIFEST).is_file() else None
@@ -187,7 +187,7 @@ def parity(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     from moelab.ane.doctor import diagnose
-    from moelab.ane.mac import coreml_backend, require_mac
+    from moelab.ane.device.mac import coreml_backend, require_mac
     require_mac("ane doctor")
     from moelab.ane.backends import ConvertedBackend
     found = diagnose(args.folder, args.timeout)
@@ -201,9 +201,9 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    from moelab.ane.energy import Meter
-    from moelab.ane.mac import coreml_backend, require_mac
-    from moelab.ane.timing import time_prefill
+    from moelab.ane.device.energy import Meter
+    from moelab.ane.device.mac import coreml_backend, require_mac
+    from moelab.ane.device.timing import time_prefill
     from moelab.table import format_value, text_table
     require_mac("ane bench")
     meter, rows = Meter(), []
@@ -221,10 +221,10 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    from moelab.ane.device_model import DeviceModel
-    from moelab.ane.energy import Meter
-    from moelab.ane.mac import require_mac
-    from moelab.ane.timing import GRID, PARALLEL, save_samples, time_grid
+    from moelab.ane.device.device_model import DeviceModel
+    from moelab.ane.device.energy import Meter
+    from moelab.ane.device.mac import require_mac
+    from moelab.ane.device.timing import GRID, PARALLEL, save_samples, time_grid
     from moelab.table import format_value, text_table
     require_mac("ane calibrate")
     meter = Meter()
@@ -262,14 +262,14 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
 
 def _memory(args: argparse.Namespace) -> float | None:
     """Bytes of the device's memory; None with samples of a machine that is not known."""
-    from moelab.ane.device_model import DeviceModel
+    from moelab.ane.device.device_model import DeviceModel
     return None if args.samples is not None else DeviceModel.of(args.device).memory_bytes
 
 
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory: float | None = None) -> Any:
-    from moelab.ane.ffn_graph import WEIGHTS
+    from moelab.ane.coreml.ffn_graph import WEIGHTS
     from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
-    from moelab.ane.skew import assumed_counts
+    from moelab.ane.device.synthetic_popularity import assumed_counts
     if args.weights not in WEIGHTS:
         raise ValueError(f"--weights is {args.weights!r}; it must be one of {', '.join(WEIGHTS)}")
     options = {"chunk": args.chunk, "group_size": args.group_size, "levels": args.levels, "system": args.system,
@@ -289,9 +289,9 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory:
 
 
 def _modelled(made: Any, args: argparse.Namespace) -> str:
-    from moelab.ane.device_model import DeviceModel
+    from moelab.ane.device.device_model import DeviceModel
     if args.samples is not None:
-        from moelab.ane.timing import load_samples
+        from moelab.ane.device.timing import load_samples
         device = DeviceModel.of("m2-ultra").refit(*load_samples(args.samples))
     else:
         device = DeviceModel.of(args.device)

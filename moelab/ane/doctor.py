@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.ane.converted import ConvertedModel
-from moelab.ane.evaluator import Evaluator
-from moelab.ane.mac import Probe, entries, probe, require_mac, sample_inputs
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.device.mac import Probe, entries, probe, require_mac, sample_inputs
 from moelab.progress import progress
 from moelab.table import text_table
 

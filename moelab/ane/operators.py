@@ -56,7 +56,7 @@ OPERATORS = (
     Operator("residual addition", "combine", "cpu", "follows the scatter", "Table 4"),
 )
 
-#: architectures whose attention `moelab.ane.attention_graph` computes, each checked by a test
+#: architectures whose attention `moelab.ane.coreml.attention_graph` computes, each checked by a test
 ATTENTION_GRAPHS = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 #: those whose attention is grouped-query attention by its weights and operations, so that `device_model` can cost it;
 #: multi-head latent attention (deepseek_v2, deepseek_v3, glm4_moe_lite) is not

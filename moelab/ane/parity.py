@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from moelab.ane.backends import ConvertedBackend
-from moelab.ane.converted import ConvertedModel
-from moelab.ane.evaluator import Alarm
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.runtime import LayerCount, prefill_through
 from moelab.progress import progress
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from moelab.ane.operators import UNITS, Unit, why_no_graph
-from moelab.ane.residency import place
+from moelab.ane.placement import place
 from moelab.ane.systems import SYSTEMS
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, round_up
 from moelab.specs import MoESpec

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from moelab.ane.accounting import count
-from moelab.ane.device_model import DeviceModel
+from moelab.ane.device.accounting import count
+from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.plan import CHUNKS, Plan, make_plan
-from moelab.ane.skew import assumed_counts, assumed_loads
+from moelab.ane.device.synthetic_popularity import assumed_counts, assumed_loads
 from moelab.progress import progress
 from moelab.specs import MoESpec
 

@@ -11,12 +11,12 @@ import argparse
 import time
 from typing import Any
 
-from moelab.ane.accounting import count
-from moelab.ane.comparison import METRICS, compare_with_paper, order, ratio, study
-from moelab.ane.device_model import DeviceModel
+from moelab.ane.device.accounting import count
+from moelab.ane.device.comparison import METRICS, compare_with_paper, order, ratio, study
+from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.plan import Plan, make_plan
-from moelab.ane.published import FITTED
-from moelab.ane.skew import SKEWS, assumed_counts, assumed_loads
+from moelab.ane.device.published import FITTED
+from moelab.ane.device.synthetic_popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.specs import MoESpec
 

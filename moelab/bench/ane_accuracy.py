@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from moelab import datasets
-from moelab.ane.accounting import count, loads_of_ids
+from moelab.ane.device.accounting import count, loads_of_ids
 from moelab.ane.plan import Plan, make_plan
-from moelab.ane.published import TABLE_3
+from moelab.ane.device.published import TABLE_3
 from moelab.ane.runtime import LayerCount, prefill_through
 from moelab.arguments import number, whole
-from moelab.bench import accuracy
+from moelab.evaluation import accuracy
 from moelab.calibration import calibrate
 from moelab.models import open_model
 from moelab.recording import record

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from moelab.ane.convert import Settings, convert_model
-from moelab.ane.converted import ConvertedModel
-from moelab.ane.linter import Report, lint
+from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.coreml.linter import Report, lint
 from moelab.ane.plan import LayerPlan, Plan, attention_params
 from moelab.models import discover, plugged
 

@@ -22,7 +22,7 @@ from moelab.store.layout import ExpertStore
 _CONVERT = """
 import json, pathlib, re, resource, sys, time
 import torch, transformers
-import moelab.runtime.convert as converting
+import moelab.models.convert as converting
 def peak():                     # Linux counts the parent's memory before exec into ru_maxrss, but not into VmHWM
     status = pathlib.Path("/proc/self/status")
     if status.exists():
@@ -44,7 +44,7 @@ print(json.dumps({"imports alone bytes": base, "peak bytes": peak(), "conversion
 def run(model: str = "Qwen3-30B-A3B", scale: float = 0.083, folder: str | Path | None = None
         ) -> dict[str, dict[str, float]]:
     """Convert a synthetic checkpoint of `scale` of a card's layers (6 GB by default, 10 GB of disk needed)."""
-    from moelab.runtime.synthesize import draw, synthesize
+    from moelab.models.synthesize import draw, synthesize
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         start = time.perf_counter()
         source = synthesize(Path(temporary) / "model", model, scale)

@@ -33,9 +33,9 @@ from moelab.models import discover, open_model
 from moelab.ndp.prefetch import most_used
 from moelab.progress import progress
 from moelab.recording import record
-from moelab.runtime.convert import convert
-from moelab.runtime.offload import offload
-from moelab.runtime.slots import Sizes
+from moelab.models.convert import convert
+from moelab.offloading.offload import offload
+from moelab.offloading.slots import Sizes
 from moelab.specs import ExpertKey, MoESpec
 from moelab.store.layout import ExpertStore
 

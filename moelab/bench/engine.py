@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.arguments import one_of, several, whole
-from moelab.bench.contest import Arm, Bench
+from moelab.bench.harness import Arm, Bench
 from moelab.bench.limit import multiple
 from moelab.bench.machine import disk
 from moelab.bench.peers import FOUND
@@ -151,8 +151,8 @@ def simulated(bench: Bench) -> dict[str, Any]:
     """The simulator on the engine's own steps: equal decisions, and its time beside the measured."""
     from moelab.cache.pools import Pools
     from moelab.cache.residency import Residency
-    from moelab.runtime.profile import profile
-    from moelab.runtime.simulator import simulate
+    from moelab.offloading.profile import profile
+    from moelab.offloading.simulator import simulate
     from moelab.store.layout import ExpertStore
     rows: dict[str, Any] = {}
     profiles = {codec: profile(ExpertStore(bench.folder / codec)) for codec in ("raw", "huffman")}

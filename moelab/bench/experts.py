@@ -190,7 +190,7 @@ class Limits:
 @lru_cache(maxsize=1)
 def _loops() -> dict[str, Callable[[np.ndarray], int]]:
     """Two ways of reading int64 words, compiled."""
-    from moelab.experts.tiles import prefetch
+    from moelab.kernels.tiles import prefetch
 
     @bits.kernel
     def plain(words):

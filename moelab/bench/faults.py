@@ -51,7 +51,7 @@ def corruptions(n: int = 10_000, seed: int = 0, store: str | Path | None = None)
     store : a small one, which is changed and put back; by default a new one of `small_checkpoint`.
     Raises AssertionError for damage that is not found, an error of an unexpected kind, or a wrong weight.
     """
-    from moelab.runtime.convert import convert
+    from moelab.models.convert import convert
     rng, tried = random.Random(seed), Counter()
     with tempfile.TemporaryDirectory() as temporary:
         if store is None:
@@ -178,7 +178,7 @@ def kills(n: int = 50, seed: int = 0, codec: str = "zstd-huffman") -> dict[str, 
     Forks, so call it in a process of its own. Returns how many kills hit, and how many resumed work already done.
     Raises AssertionError if a resumed store differs or cannot be resumed.
     """
-    from moelab.runtime.convert import convert
+    from moelab.models.convert import convert
     rng, hit, resumed = random.Random(seed), 0, 0
     writer.COMMIT = 1                                   # sync after every expert: the more states to be killed in
     with tempfile.TemporaryDirectory() as temporary:

@@ -38,7 +38,7 @@ from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_
 from moelab.ndp.systems import PAPER, System
 from moelab.ndp.tensor_parallel import NDPTensorParallel
 from moelab.progress import progress
-from moelab.runtime.metrics import metrics
+from moelab.offloading.metrics import metrics
 from moelab.specs import Event
 
 OURS = PAPER[4:]                                # the systems that have an improved version

@@ -2,7 +2,7 @@
 
 One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes of this machine. Rows a token
 are counted where they are sent; "as predicted" says whether the bytes of every rank are exactly those of
-`moelab.experts.parallel.volumes`. Times are medians of interleaved rounds, of the slowest rank; on a machine with fewer
+`moelab.parallel.volumes`. Times are medians of interleaved rounds, of the slowest rank; on a machine with fewer
 cores than ranks they show what exchange costs and not what parallelism brings.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from moelab.arguments import whole
-from moelab.experts.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
-from moelab.experts.parallel.eplb import Balance, balance, measure
+from moelab.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
+from moelab.parallel.eplb import Balance, balance, measure
 from moelab.models import eager, plug
 
 E, K, H, I = 64, 8, 512, 256

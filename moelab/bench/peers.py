@@ -34,8 +34,9 @@ from typing import Any
 CONTENDERS = {name: ("moelab.bench.peers", kind) for name, kind in (
     ("moelab", "Moelab"), ("moelab fast", "MoelabFast"), ("eager", "Eager"),
     ("mapped", "Mapped"), ("accelerate", "Accelerate"))}
-CONTENDERS |= {name: ("moelab.bench.foreign", kind) for name, kind in (("llama.cpp", "Llama"), ("ftllm", "Ftllm"))}
-CONTENDERS["probe"] = "moelab.bench.probe", "Probe"
+CONTENDERS |= {"llama.cpp": ("moelab.bench.external_engines", "Llama"),
+               "ftllm": ("moelab.bench.external_engines", "Ftllm")}
+CONTENDERS["probe"] = "moelab.bench.lru_baseline", "Probe"
 #: requests at a time that reading is tried with
 DEPTHS = (1, 2, 4)
 #: what engine and simulator must agree upon
@@ -170,7 +171,7 @@ class Moelab(Transformers):
 
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
-        from moelab.runtime.offload import offload
+        from moelab.offloading.offload import offload
         self.options, self.imports = options, process()["peak_rss_bytes"]
         given = dict(options.get("options", {}))
         if options.get("compressed"):
@@ -186,7 +187,7 @@ class Moelab(Transformers):
         self.before = sum(counters.hits.values()), counters.misses
 
     def report(self) -> dict[str, Any]:
-        from moelab.runtime.limits import kv_bytes, layer_records, on_demand_limit
+        from moelab.offloading.limits import kv_bytes, layer_records, on_demand_limit
         this, peak = self.offloading, process()["peak_rss_bytes"]
         anonymous = _said("status", r"^RssAnon:\s*(\d+)", 1024)
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
@@ -244,7 +245,7 @@ class MoelabFast(Moelab):
     """The same engine with executors and kernels that are equal to eager but for rounding."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from moelab.runtime.fast_decode import fast_decode
+        from moelab.models.fast_decode import fast_decode
         super().__init__(options | {"options": options.get("options", {}) | {"executor": "fast"}})
         fast_decode(self.model)
 
@@ -262,7 +263,7 @@ def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float
 def compressed_pool(store: str, share: float, staging: int) -> Any:
     """As many experts kept compressed as a share of what all of them take decoded has room for."""
     from moelab.cache.pools import Pools
-    from moelab.runtime.slots import Sizes
+    from moelab.offloading.slots import Sizes
     from moelab.store.layout import ExpertStore
     opened = ExpertStore(store)
     sizes, experts = Sizes.of(opened), sum(len(layer.experts) for layer in opened.layers)

@@ -29,10 +29,10 @@ import torch
 from moelab.arguments import number, several, whole
 from moelab.bench.engine import SPEC
 from moelab.progress import progress
-from moelab.runtime.convert import convert
-from moelab.runtime.metrics import Forward
-from moelab.runtime.offload import offload
-from moelab.runtime.synthesize import synthesize
+from moelab.models.convert import convert
+from moelab.offloading.metrics import Forward
+from moelab.offloading.offload import offload
+from moelab.models.synthesize import synthesize
 from moelab.specs import Event, MoESpec
 from moelab.speculate import MODES, Predictor, Speculation, make
 from moelab.store.layout import ExpertStore

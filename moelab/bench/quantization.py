@@ -18,7 +18,7 @@ from typing import Any
 
 from moelab import datasets
 from moelab.arguments import whole
-from moelab.bench import accuracy
+from moelab.evaluation import accuracy
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
 from moelab.models import open_model, plug, plugged
 from moelab.recording import record

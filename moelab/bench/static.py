@@ -1,7 +1,8 @@
 """What static shapes cost a model: padding by block size, drops by capacity, and what dropping changes in accuracy.
 
 Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model whose executors
-drop, each way on the same texts (`moelab.bench.accuracy.compare`), one text a forward pass, as capacities hold for a
+drop, each way on the same texts (`moelab.evaluation.accuracy.compare`), one text a forward pass, as capacities hold
+for a
 call and texts of a batch would compete for them. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication",
 "Dropping MoE", "Future Optimizations"), NPUMoE §3.2, §4.1, §4.2, §5.6. Times are `moelab.bench.roofline`.
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moelab import datasets
-from moelab.bench.accuracy import compare, paired_means
+from moelab.evaluation.accuracy import compare, paired_means
 from moelab.bench.experts import Layers
 from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
 from moelab.experts import blocks
@@ -174,7 +175,7 @@ def limited(model: Any, make: Callable[[Saliency], Any], into: list[Any]) -> Ite
 class Costs:
     """What ways of dropping cost one model, each against `BASELINE`.
 
-    scores, samples : those of `moelab.bench.accuracy.compare`. tallies : way → task → what its executor did.
+    scores, samples : those of `moelab.evaluation.accuracy.compare`. tallies : way → task → what its executor did.
     """
 
     scores: dict[str, dict[str, dict[str, Any]]]

@@ -8,7 +8,7 @@ of processor time, rates "together" per second on the clock, which says somethin
 
 Source: ZipMoE §2.2 and Fig. 3 (sizes; LZ4HC and ZSTD with its settings are `lz4hc` and `zstd`), §2.3 and Fig. 4
 (does decompression hide behind reading?). The synthetic expert has the statistics of trained weights, see
-`moelab.runtime.synthesize`. Left out: codecs that run only on a GPU, lossy ones.
+`moelab.models.synthesize`. Left out: codecs that run only on a GPU, lossy ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from moelab.bench import reading
-from moelab.runtime.synthesize import COLUMNS, draw
+from moelab.models.synthesize import COLUMNS, draw
 from moelab.store import bits
 from moelab.store.codecs import CODECS, DEFAULT, compress_tensor, decompress_tensor
 from moelab.store.entropy import describe, joint_counts

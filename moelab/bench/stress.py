@@ -30,9 +30,9 @@ from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
 from moelab.models import open_model
 from moelab.progress import progress
-from moelab.runtime.decoders import CpuDecoder
-from moelab.runtime.offload import offload
-from moelab.runtime.slots import Sizes
+from moelab.offloading.decoders import CpuDecoder
+from moelab.offloading.offload import offload
+from moelab.offloading.slots import Sizes
 from moelab.schedule.requests import Delays
 from moelab.speculate import Speculation, make
 from moelab.store.layout import ExpertStore
@@ -135,7 +135,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
 
     Raises AssertionError, with the options, at the first output that differs from eager's.
     """
-    from moelab.runtime.convert import convert
+    from moelab.models.convert import convert
     rng, tried, counts = random.Random(seed), Counter(), Counter()
     delays = Delays(1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-4)
     with tempfile.TemporaryDirectory() as temporary:

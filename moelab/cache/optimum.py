@@ -10,7 +10,7 @@ may be the newcomer.
     capacity  experts in memory, of the whole model (scope "model") or of each layer (scope "layer")
 
 All of these are exact counts of requests that hit, from an empty cache. Left out: bytes, states, loading ahead of a
-request, which hides misses but needs the same reads, and what follows from geometry alone (`moelab.runtime.limits`).
+request, which hides misses but needs the same reads, and what follows from geometry alone (`moelab.offloading.limits`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ EXECUTORS = {
     "grouped": ("moelab.experts.grouped", "Grouped"),
     "neuron": ("moelab.experts.neuron_rule", "NeuronRule"),
     "int8": ("moelab.experts.int8", "Int8"),
-    "fast": ("moelab.experts.choice", "Fast"),
+    "fast": ("moelab.experts.fast", "Fast"),
 }
 
 

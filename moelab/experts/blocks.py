@@ -15,7 +15,7 @@ Two of the guide's worked numbers do not follow from its own inputs, and two of 
 - "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is 230.
 
 Everything here is exact or, where it rests on a device card, modelled. Left out: traffic of tokens and outputs,
-and what gathering a router's logits costs, which is `moelab.experts.sequence_parallel.gather_volume`.
+and what gathering a router's logits costs, which is `moelab.parallel.sequence_parallel.gather_volume`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Source: AWS Neuron's MoE guide, "Memory-bound characteristics of token generation" (an expert's weights are read for
 one token), as NPUMoE says of its own decode ("Limitation", before §6); the kernels are those of
-`moelab.experts.products`. One call multiplies up for all experts, the architecture's own gate runs on the small
+`moelab.kernels.products`. One call multiplies up for all experts, the architecture's own gate runs on the small
 [n, 2I], one call multiplies down, and the weighted sum follows in fp32; where the gate is SiLU, all of it is one call.
 Nothing is gathered, packed or cached, so weights may come from anywhere: banks, a source, the slots of the offloading
 engine. `PlanesGEMV` reads the two planes of a store's bf16 weights (`moelab.store.bits`) without ever joining them.
@@ -25,7 +25,7 @@ from moelab.experts.layout import activate, banks, names, plain, silu_gated, wan
 from moelab.experts.sorting import Sorted
 
 try:
-    from moelab.experts import feed_forward as around, products
+    from moelab.kernels import feed_forward as around, products
 except ModuleNotFoundError as error:
     if error.name != "numba":
         raise
@@ -98,7 +98,7 @@ class PlanesGEMV(GEMV):
     Parameters
     ----------
     planes : (layer, expert) → parameter name → (exponents, sign-mantissa), uint8 arrays or CPU tensors, contiguous;
-        `moelab.runtime.store_planes.StorePlanes(store)` is one.
+        `moelab.store.planes.StorePlanes(store)` is one.
     """
 
     def __init__(self, planes: Callable[[int, int], dict[str, Planes]]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch
-from moelab.experts.parallel.sharding import on_intermediate
+from moelab.parallel.sharding import on_intermediate
 
 
 class NDPTensorParallel(Executor):

@@ -21,7 +21,7 @@ import torch
 
 try:
     import numba
-    from moelab.kernels import kernel
+    from moelab.kernels.compile import kernel
 except ImportError:         # the numpy kernels below do the same at a quarter of the speed
     numba = None
 

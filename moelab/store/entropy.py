@@ -86,7 +86,7 @@ def _count_loop(words, counts):
 #: implementation → function that adds the values of `words` to `counts`; the first one is used
 KERNELS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {"numpy": _count_numpy}
 if numba is not None:
-    from moelab.kernels import kernel
+    from moelab.kernels.compile import kernel
     KERNELS = {"numba": kernel(_count_loop), **KERNELS}
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.kernels import kernel
+from moelab.kernels.compile import kernel
 from moelab.store.bits import as_bytes
 from moelab.store.huffman_decoder import (CODED, CODED_HEADER, CONSTANT, ERRORS, HEADER, LEADS, MAGIC, MAX_BITS, RAW,
                                           STREAMS, WORDS, canonical, decompress, segment)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moelab.kernels import kernel
+from moelab.kernels.compile import kernel
 from moelab.store.memory import copy, load, load_byte, store, store_byte, trailing_zeros
 
 MAGIC = 0x3146484D                      # "MHF1"

@@ -51,7 +51,7 @@ except ImportError:         # zlib's CRC is always there; it is six times slower
 FORMAT, VERSION = "moelab-store", 2
 ALIGN = 4096                # what direct I/O wants of offsets, lengths and addresses
 INDEX, WEIGHTS, WEIGHT_MAP = "index.json", "weights.safetensors", "model.safetensors.index.json"
-SOURCE_LAYOUT = "layout.json"           # of the source, see `moelab.runtime.restore`
+SOURCE_LAYOUT = "layout.json"           # of the source, see `moelab.models.restore`
 PARTS = ("E", "SM", "both")
 #: bytes of the other weights that a checksum covers, and of an index and of a small file at most
 PIECE, INDEX_LIMIT, FILE_LIMIT = 16 << 20, 256 << 20, 64 << 20

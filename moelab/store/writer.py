@@ -7,7 +7,7 @@ What is written depends on nothing but the tensors, codec and K, so a resumed st
 in one go. The space for a safetensors header is reserved at the beginning of a layer's file and filled at the end;
 then come the other weights and the index, and the folder is renamed.
 
-Left out: deciding what the experts are (see `moelab.runtime.convert`); more than one writer.
+Left out: deciding what the experts are (see `moelab.models.convert`); more than one writer.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class StoreWriter:
     def add(self, layer: int, expert: int, tensors: dict[str, Any], sources: list[list] | None = None) -> None:
         """Compress and append one expert; empties `tensors` as it goes, to free them.
 
-        sources : which of the source's tensors these are, for `moelab.runtime.restore`; kept as they are.
+        sources : which of the source's tensors these are, for `moelab.models.restore`; kept as they are.
 
         A thread writes while the next expert is compressed; of a large expert nothing is left to it.
         Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert before.

@@ -13,11 +13,11 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from moelab.ane.comparison import MACHINES, RIVALS, TOLERANCE, Comparison, Study, claimed, ratio
-from moelab.ane.device_model import Prefill
+from moelab.ane.device.comparison import MACHINES, RIVALS, TOLERANCE, Comparison, Study, claimed, ratio
+from moelab.ane.device.device_model import Prefill
 from moelab.ane.plan import Plan
-from moelab.ane.published import Sample
-from moelab.ane.rates import Rates
+from moelab.ane.device.published import Sample
+from moelab.ane.device.rates import Rates
 from moelab.ane.settings import Outcome, Setting
 from moelab.ane.systems import SYSTEMS, TABLE_2
 from moelab.cards import load_device
@@ -102,7 +102,7 @@ def ratios(ours: Mapping[str, Mapping[str, float]], paper: Mapping[str, Mapping[
 
 
 def systems(found: Study, metric: str, title: str) -> go.Figure:
-    """`ratios` of one metric of `moelab.ane.comparison.METRICS` in every run of PhiMoE's study, beside the claims."""
+    """`ratios` of one metric of `moelab.ane.device.comparison.METRICS` in every run of PhiMoE's study, beside claims."""
     name = {system: SYSTEMS[system].title for system in RIVALS}
     ours = {label(run): {name[s]: ratio(of, metric, s) for s in RIVALS} for run, of in found.items()}
     paper = {label(run): {name[s]: claim for s, claim in claimed("Phi-3.5-MoE", run, metric).items() if s in name}

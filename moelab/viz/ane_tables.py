@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moelab.ane.accounting import Account
-from moelab.ane.comparison import MACHINES, RUNS, TOLERANCE, Comparison, Study, least_and_most, ratio
-from moelab.ane.contradictions import SLOTS, Contradiction
-from moelab.ane.device_model import REFERENCE_BYTES, REFERENCE_PARAMS, DeviceModel, Prefill
-from moelab.ane.linter import Report
+from moelab.ane.device.accounting import Account
+from moelab.ane.device.comparison import MACHINES, RUNS, TOLERANCE, Comparison, Study, least_and_most, ratio
+from moelab.ane.device.inconsistencies import SLOTS, Contradiction
+from moelab.ane.device.device_model import REFERENCE_BYTES, REFERENCE_PARAMS, DeviceModel, Prefill
+from moelab.ane.coreml.linter import Report
 from moelab.ane.operators import Operator
 from moelab.ane.parity import LOGITS, Parity
 from moelab.ane.plan import MAX_GRAPH_BYTES, Plan
-from moelab.ane.published import FIGURE_17, TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7, TABLE_9
+from moelab.ane.device.published import FIGURE_17, TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7, TABLE_9
 from moelab.ane.settings import Outcome, Setting
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.bench.ane import cpu_share

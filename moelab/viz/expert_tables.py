@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from moelab.ane.published import TABLE_3, TABLE_3_ACCURACY
-from moelab.bench.guide import BlockAdvice, Example
+from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
+from moelab.bench.neuron_examples import BlockAdvice, Example
 from moelab.bench.roofline import LOADING, Contest
 from moelab.bench.static import BASELINE, NOBODY, BlockCount, Costs, Ran, TierPlan
 from moelab.bench.store import Samples
 from moelab.cards import load_model
 from moelab.experts.blocks import Padding, intensity_factor
 from moelab.experts.blockwise import BlockMap
-from moelab.experts.parallel.advice import Advice
-from moelab.experts.parallel.eplb import Balance
+from moelab.parallel.advice import Advice
+from moelab.parallel.eplb import Balance
 from moelab.experts.quantization import Quantized
 from moelab.experts.selective import expected_unique
 from moelab.viz.markdown import ms, percent

@@ -12,11 +12,12 @@ import torch
 pytest.importorskip("coremltools")
 
 import moelab
-from moelab.ane import commands, mac
-from moelab.ane.accounting import loads_of_ids
+from moelab.ane import commands
+from moelab.ane.device import mac
+from moelab.ane.device.accounting import loads_of_ids
 from moelab.ane.backends import ConvertedBackend, TorchBackend
-from moelab.ane.convert import Settings, convert_model
-from moelab.ane.converted import ConvertedModel, sealed
+from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.ane.runtime import prefill_through

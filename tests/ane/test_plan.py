@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import cards
-from moelab.ane.accounting import count, loads_of_ids
+from moelab.ane.device.accounting import count, loads_of_ids
 from moelab.ane.operators import ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, OPERATORS, why_no_graph
 from moelab.ane.plan import FORMAT, MAX_GRAPH_BYTES, Plan, attention_params, make_plan
-from moelab.ane.published import TABLE_3
-from moelab.ane.residency import cold_experts
-from moelab.ane.skew import SKEWS, assumed_counts, assumed_loads
+from moelab.ane.device.published import TABLE_3
+from moelab.ane.placement import cold_experts
+from moelab.ane.device.synthetic_popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.experts.tiers import capacity_tiers, capacity_tiers_of_loads
 from moelab.specs import MoESpec

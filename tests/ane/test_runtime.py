@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
-from moelab.ane.accounting import count, loads_of_ids
+from moelab.ane.device.accounting import count, loads_of_ids
 from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.ane.runtime import LayerCount, PlannedExperts, prefill_through

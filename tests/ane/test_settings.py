@@ -3,7 +3,7 @@
 import pytest
 
 from moelab.ane.settings import Setting, fastest, settings
-from moelab.ane.skew import assumed_loads
+from moelab.ane.device.synthetic_popularity import assumed_loads
 from moelab.specs import MoESpec
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moelab import datasets
-from moelab.ane.published import TABLE_3
+from moelab.ane.device.published import TABLE_3
 from moelab.bench import ane_accuracy
 from moelab.models import open_model
 from moelab.recording import record

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from moelab.bench import contest, engine, foreign, machine, peers, probe, stress
-from moelab.runtime.convert import convert
-from moelab.runtime.synthesize import synthesize
+from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, stress
+from moelab.models.convert import convert
+from moelab.models.synthesize import synthesize
 from moelab.specs import MoESpec
 
 SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32)
@@ -22,7 +22,7 @@ def place(tmp_path_factory):
     model = synthesize(folder / "model", SPEC)
     for codec in ("huffman", "raw"):
         convert(model, folder / codec, codec)
-    probe.lay_out(model, folder / "experts.bin")
+    lru_baseline.lay_out(model, folder / "experts.bin")
     return folder
 
 
@@ -103,7 +103,7 @@ def test_what_is_not_installed_is_said(place, monkeypatch):
 
 def bench(place, reports):
     """A bench whose contenders say what they are told to."""
-    class Told(contest.Bench):
+    class Told(harness.Bench):
         def contend(self, arm, decode=None):
             return reports[arm[0]]
     return Told(SPEC, place, 5, DECODE, 2, {})
@@ -132,7 +132,7 @@ def test_tables_have_a_row_for_every_contender_and_a_reason_for_those_that_are_m
 
 
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
-    made = contest.Bench(SPEC, place, 5, DECODE, 1, {"probe": "/no/such/python"})
+    made = harness.Bench(SPEC, place, 5, DECODE, 1, {"probe": "/no/such/python"})
     assert made.contend(("probe", {}, None))["result"].startswith("not installed (no interpreter")
     assert made.contend(("nobody", {}, None))["result"] == "failed: KeyError: 'nobody'"
 
@@ -177,7 +177,7 @@ def test_experts_are_unstacked_as_the_hub_has_them(place, tmp_path):
 
     import moelab
     stacked, apart = (moelab.open_model(path).state_dict()
-                      for path in (place / "model", foreign.write_unstacked(place / "model", tmp_path / "hub")))
+                      for path in (place / "model", external_engines.write_unstacked(place / "model", tmp_path / "hub")))
     assert stacked.keys() == apart.keys() and all(torch.equal(stacked[key], apart[key]) for key in stacked)
 
 
@@ -186,7 +186,7 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
     import numpy as np
     import torch
     from safetensors.torch import load_file
-    file = foreign.write_gguf(place / "model", tmp_path / "model.gguf")
+    file = external_engines.write_gguf(place / "model", tmp_path / "model.gguf")
     written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     (shard,) = (place / "model").glob("*.safetensors")
     fused = load_file(shard)["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16).numpy()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moelab.bench import contest, engine, experts, limit, peers
+from moelab.bench import engine, experts, harness, limit, peers
 from moelab.bench.roofline import Contest
 from moelab.specs import Event
 
@@ -101,7 +101,7 @@ def reader_store(tmp_path):
 
 
 def test_the_engines_limit_is_never_beaten_in_numbers(tmp_path):
-    class Told(contest.Bench):
+    class Told(harness.Bench):
         def contend(self, arm, decode=None):
             return {"tpot_s": [0.1] * 3, "ttft_s": [1.0, 0.5], "on_demand_s": 0.2, "read_rate": 2e9,
                     "experts_bytes": 4e9, "stored_fraction": 0.7, "limit": "", "digest": "", "best": [],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import HIERARCHY
 from moelab.cache.residency import Pools, Residency
-from moelab.runtime.limits import overlap_hit_rate
+from moelab.offloading.limits import overlap_hit_rate
 from moelab.specs import ExpertKey, State
 
 L, E = 3, 6

@@ -13,7 +13,7 @@ from moelab.experts import EXECUTORS, make
 from moelab.models import open_model, plug
 from moelab.models.seam import eager
 
-from ..models import tiny
+from tests.models import tiny
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
 #: largest difference from an exact result, relative to its largest entry

@@ -13,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.experts import dense, make
+from moelab.experts import make
+
+from moelab.kernels import linear
 from moelab.experts import gemv as gemv_module
-from moelab.experts.choice import Fast
+from moelab.experts.fast import Fast
 from moelab.experts.gemv import GEMV, PlanesGEMV, gemv_planes
 from moelab.experts.layout import plain, silu_gated
 from moelab.experts.packed import AVAILABLE, SUPPORTED, Packed

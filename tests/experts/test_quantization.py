@@ -16,7 +16,7 @@ from moelab.experts.quantization import E2M1, FORMATS, MXFP4, Quantized, layer_e
 from moelab.experts.sorting import Sorted
 from moelab.models import discover, eager, open_model, plug, plugged
 
-from ..models import tiny
+from tests.models import tiny
 from .toy import LAYOUTS, make_experts, make_routing
 
 QUICK = settings(max_examples=40, deadline=None)

@@ -10,12 +10,12 @@ from hypothesis import given, settings, strategies as st
 
 from moelab.experts.routers import (ARCHITECTURES, REFUSED, ROUTERS, Architecture, Groups, LinearRouter, Sparsemixer, Top1,
                                     TopK, outside_groups, router_for)
-from moelab.experts.sequence_parallel import gather_volume, route_in_shards, smallest_ids
+from moelab.parallel.sequence_parallel import gather_volume, route_in_shards, smallest_ids
 from moelab.models import discover, eager, open_model, plugged, spec_of
 from moelab.specs import MoESpec
 
-from ..depth import depth
-from ..models import tiny, wild
+from tests.depth import depth
+from tests.models import tiny, wild
 
 QUICK = settings(max_examples=60, deadline=None)
 

@@ -10,7 +10,7 @@ import pytest
 from moelab.lab.results import KINDS
 from moelab.lab.runner import inspect, notebooks, run_notebook
 from moelab.models.small import SMALL
-from moelab.runtime.synthesize import TOKENIZER, synthesize
+from moelab.models.synthesize import TOKENIZER, synthesize
 from moelab.specs import MoESpec
 from tests.depth import STRESS
 from tests.models import tiny

@@ -7,7 +7,7 @@ import torch
 
 from moelab.models import discover, plug
 
-from ..depth import depth
+from tests.depth import depth
 from . import sweep, tiny
 
 #: the most different ones first: a sample takes these

@@ -17,7 +17,7 @@ from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.completeness import complete
 from moelab.models.opening import load_config
 from moelab.models.small import SMALL
-from moelab.runtime.convert import convert
+from moelab.models.convert import convert
 from tests.depth import depth
 
 from . import tiny

@@ -22,7 +22,7 @@ from moelab.models import SeamExperts, discover, eager, open_model, patches, plu
 from moelab.models.patches import Dressed, Patches, bare, change, dress, put, take
 from moelab.models.seam import seam_class
 
-from ..depth import depth
+from tests.depth import depth
 from . import tiny
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab import datasets
-from moelab.bench import scores
+from moelab.evaluation import scores
 from moelab.models import small
 from moelab.models.small import Phase, Recipe
 

@@ -12,7 +12,7 @@ from moelab.models.stream import check_routers, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
 
-from ..depth import depth
+from tests.depth import depth
 from . import tiny
 from .wild import model_of, names
 

@@ -18,7 +18,7 @@ from moelab.ndp.routing import count, recorded_routing, simulated_routing
 from moelab.ndp.simulation import ENGINES, Run, event_seconds, numbered, place, simulate, timeline
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import PAPER, SYSTEMS, System
-from moelab.runtime.metrics import check, metrics
+from moelab.offloading.metrics import check, metrics
 from moelab.trace import RoutingTrace
 from tests.ndp import toy
 

@@ -7,7 +7,7 @@ import torch
 
 from moelab.models import open_model
 
-from ..models import tiny
+from tests.models import tiny
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from moelab.models import identity, open_model
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
 
-from ..models import tiny
+from tests.models import tiny
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from moelab.speculate import DefaultVectors, Speculation, default_vectors, make
 from moelab.speculate.predictors import route, teacher
 from moelab.trace import DECODE, PREFILL
 
-from ..models import tiny, wild
-from ..models.test_seam import generate
+from tests.models import tiny, wild
+from tests.models.test_seam import generate
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 

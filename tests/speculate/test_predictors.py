@@ -16,7 +16,7 @@ from moelab.recording import record
 from moelab.speculate import PREDICTORS, default_vectors, make
 from moelab.speculate.predictors import ask, popular, route
 
-from ..models import tiny
+from tests.models import tiny
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 

@@ -11,7 +11,7 @@ from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate.signals import DefaultVectors, default_vectors, quasi_hidden
 
-from ..models import tiny
+from tests.models import tiny
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 

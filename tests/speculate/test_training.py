@@ -244,7 +244,7 @@ def test_memory_does_not_grow_with_the_trace(tmp_path):
     from moelab.models import identity, open_model
     from moelab.trace import GrowingTensor, hidden_path
 
-    from ..models import tiny
+    from tests.models import tiny
     model = open_model(tiny.save("mixtral", tmp_path / "model", hidden_size=1024, num_hidden_layers=2))
     trace = record(model, PROMPTS, hidden=True)
     default_vectors(model, PROMPTS[:2]).save(tmp_path / "vectors.safetensors")

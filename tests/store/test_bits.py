@@ -142,7 +142,7 @@ def test_a_cache_folder_that_cannot_be_written():
     """numba refuses to make a cached function where no folder can be written: here, a file in /dev/null/."""
     pytest.importorskip("numba")
     python("""
-from moelab.kernels import kernel
+from moelab.kernels.compile import kernel
 scope = {}
 exec(compile("def double(x): return 2 * x", "/dev/null/nowhere.py", "exec"), scope)
 import numba

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moelab import restore
-from moelab.runtime.convert import convert
+from moelab.models.convert import convert
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, WEIGHTS, ExpertStore, StoreError, seal
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import check_weights, verify

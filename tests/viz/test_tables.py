@@ -8,16 +8,16 @@ import torch
 
 pytest.importorskip("plotly")
 
-from moelab.ane import comparison  # noqa: E402
-from moelab.ane.accounting import count  # noqa: E402
-from moelab.ane.contradictions import contradictions  # noqa: E402
-from moelab.ane.device_model import DeviceModel  # noqa: E402
+from moelab.ane.device import comparison  # noqa: E402
+from moelab.ane.device.accounting import count  # noqa: E402
+from moelab.ane.device.inconsistencies import contradictions  # noqa: E402
+from moelab.ane.device.device_model import DeviceModel  # noqa: E402
 from moelab.ane.operators import OPERATORS  # noqa: E402
-from moelab.ane.published import TABLE_3, TABLE_5  # noqa: E402
+from moelab.ane.device.published import TABLE_3, TABLE_5  # noqa: E402
 from moelab.ane.settings import Setting, fastest, settings  # noqa: E402
-from moelab.ane.skew import assumed_loads  # noqa: E402
+from moelab.ane.device.synthetic_popularity import assumed_loads  # noqa: E402
 from moelab.ane.systems import ABLATION, SYSTEMS  # noqa: E402
-from moelab.bench import ane, guide, parallel, static  # noqa: E402
+from moelab.bench import ane, neuron_examples, parallel, static  # noqa: E402
 from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
 from moelab.bench.roofline import Contest  # noqa: E402
 from moelab.experts.executor import Tally  # noqa: E402
@@ -52,13 +52,13 @@ def costs():
 
 
 def test_of_static_shapes(costs):
-    assert row(shown(expert_tables.guide(guide.examples()), 16), "its value", "~0.07 MB")["follows?"] == "no"
-    assert shown(expert_tables.block_map(guide.six_tokens()), 3)[0] == {
+    assert row(shown(expert_tables.guide(neuron_examples.examples()), 16), "its value", "~0.07 MB")["follows?"] == "no"
+    assert shown(expert_tables.block_map(neuron_examples.six_tokens()), 3)[0] == {
         "block": "0", "expert": "E0", "slots": "T0 T2 T5 –", "real": "3", "padding": "1"}
     ids = static.routing(16, 4, 2)[:, None]
     of = shown(expert_tables.blocks(static.count_blocks(ids, 4, (8,))), 1)[0]
     assert of["B"] == "8" and of["padding: filled blocks"].endswith(" %")
-    shown(expert_tables.block_sizes(guide.block_sizes()), 10)
+    shown(expert_tables.block_sizes(neuron_examples.block_sizes()), 10)
     rows = shown(expert_tables.capacity(costs), 3 + len(TABLE_3))
     assert (rows[1]["dropped"], rows[1]["padding"]) == ("20.0 %", "50.0 %")
     assert [of["needle, points (95 %)"] for of in rows[:2]] == ["50.0 % right", "-2.0 (-4.0 to +0.0)"]
@@ -74,7 +74,7 @@ def test_of_static_shapes(costs):
     placed = parallel.placed(torch.ones(2, 8), torch.ones(2, 8), 4, 4)
     assert shown(expert_tables.placements(placed, "toy"), 3)[0]["layer 1"] == "1.00"
     shown(expert_tables.zipf(parallel.eplb(0)), 4)
-    shown(expert_tables.parallel_ways(guide.parallel_ways()), len(guide.PARALLEL))
+    shown(expert_tables.parallel_ways(neuron_examples.parallel_ways()), len(neuron_examples.PARALLEL))
 
 
 def test_figures_of_costs(costs):

@@ -1,0 +1,246 @@
+"""Attention of one chunk of S tokens as a static Core ML graph: projections, rotary, GQA, mask, a fixed-shape cache.
+
+Source: NPUMoE §3.2 (attention on the ANE with static shapes and a fixed-shape KV cache; norms and masking on the
+CPU; chunked prefill) and §A.4. Tensors are (1, heads, D, S): positions on the long last axis, so the whole graph
+needs no transpose, and every key head is repeated for its query heads by a concat. What depends on the position in
+the prompt comes in as an input, so one graph serves all chunks:
+
+    x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 2, D, S)   mask (1, 1, S, keys), 0 or MASKED
+    stateless   k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
+    stateful    write (1, 1, S, P), keep (1, 1, 1, P), two states (1, KV, D, P)     → y
+
+P is the context length. Stateless, a chunk sees P + S keys, and the caller puts k_new and v_new into its cache;
+stateful, `cache · keep + new · write` does it inside, with P keys. The rotary inputs are powers of two and what
+remains of the tables, those of q with the softmax scale; `moelab.ane.coreml.rounding` says why, and computes norms
+of q and k
+(Qwen3, OLMoE), rotation and scores. The norm before attention and the residual are not here. Left out: MLA, attention
+sinks, partial rotary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.ane.coreml.ffn_graph import conv, half, save_program
+from moelab.ane.operators import why_no_graph
+from moelab.ane.coreml.package import coremltools
+from moelab.ane.coreml.rounding import normalised, powers, rotated, shifted, with_ones
+
+#: what the mask adds to a hidden key's score: the smallest fp16 or fp32 turns into NaN on the device
+MASKED = -1e4
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of an attention graph.
+
+    Attributes
+    ----------
+    hidden, heads, kv_heads, head_dim : H, query heads, KV and D.
+    chunk, context : S and P.
+    norm : None, "head" (over each head's D, Qwen3) or "full" (over all heads, OLMoE); eps is its epsilon.
+    stateful : whether the cache is the model's state.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    chunk: int
+    context: int
+    norm: str | None = None
+    eps: float = 1e-6
+    stateful: bool = False
+
+    def __post_init__(self) -> None:
+        if self.norm and float(torch.tensor(self.eps).half()) == 0:
+            raise ValueError(f"the epsilon {self.eps:g} of the norms of q and k is 0 in fp16")
+
+    @property
+    def keys(self) -> int:
+        """Key positions that the mask covers."""
+        return self.context if self.stateful else self.context + self.chunk
+
+    @property
+    def cache(self) -> tuple[int, int, int, int]:
+        """Shape of the cache of keys, and of values."""
+        return 1, self.kv_heads, self.head_dim, self.context
+
+
+def attention_shape(config: Any, chunk: int, context: int, stateful: bool = False) -> AttentionShape:
+    """The sizes of a model's attention.
+
+    Raises
+    ------
+    ValueError : an architecture whose attention is another one; it stays on the CPU.
+    """
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    if reason := why_no_graph("attention", kind):
+        raise ValueError(reason)
+    if getattr(config, "clip_qkv", None) is not None or rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph does that")
+    heads = config.num_attention_heads
+    return AttentionShape(config.hidden_size, heads, config.num_key_value_heads,
+                          getattr(config, "head_dim", None) or config.hidden_size // heads, chunk, context,
+                          {"qwen3_moe": "head", "olmoe": "full"}.get(kind),
+                          float(getattr(config, "rms_norm_eps", 1e-6)), stateful)
+
+
+def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
+    """The MIL program of one layer's attention.
+
+    tensors : "q_proj.weight" [heads·D, H] …, "o_proj.weight", biases where there are any, "q_norm.weight" and
+        "k_norm.weight" with a norm.
+
+    Raises
+    ------
+    ValueError : a tensor that this attention has no place for, or one that does not fit fp16.
+    """
+    coremltools()
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+    known = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
+    known |= {"q_norm.weight", "k_norm.weight"} if shape.norm else set()
+    if other := set(tensors) - known:
+        raise ValueError(f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it for the CPU")
+    weights = {name: half(tensor, name) for name, tensor in tensors.items()}
+    S, D, H = shape.chunk, shape.head_dim, shape.hidden
+
+    def project(x: Any, name: str, **names: str) -> Any:
+        return conv(mb, x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), names.get("out", name))
+
+    def positioned(x: Any, name: str, heads: int, cos: Any, sin: Any, out: str) -> Any:
+        """Projection, norm and rotation of q or k: (1, H, 1, S) → (1, heads, D, S)."""
+        x, repair = project(x, f"{name}_proj"), None
+        if shape.norm == "full":
+            x, repair = normalised(mb, x, 1, shape.eps)
+        x = mb.reshape(x=x, shape=(1, heads, D, S))
+        if shape.norm == "head":
+            x, repair = normalised(mb, x, 2, shape.eps)
+        weight = weights[f"{name}_norm.weight"].reshape(1, -1, D, 1) if shape.norm else None
+        return rotated(mb, x, repair, cos, sin, weight, name=out)
+
+    def body(x, q_cos, q_sin, k_cos, k_sin, mask, *cache):
+        q = positioned(x, "q", shape.heads, q_cos, q_sin, "q")
+        k = positioned(x, "k", shape.kv_heads, k_cos, k_sin, "k_new")
+        v = mb.reshape(x=project(x, "v_proj"), shape=(1, shape.kv_heads, D, S), name="v_new")
+        keys, values, outputs = _stateful(mb, k, v, *cache) if shape.stateful else _stateless(mb, k, v, *cache)
+        repeats = shape.heads // shape.kv_heads
+        keys, values, own = (_repeated(mb, each, repeats) for each in (with_ones(mb, keys), values, k))
+        scores = shifted(mb, q, keys, own)                                          # (1, heads, S, keys)
+        shares = mb.softmax(x=mb.add(x=scores, y=mask), axis=-1, name="shares")
+        mixed = mb.matmul(x=values, y=shares, transpose_y=True, name="mixed")       # (1, heads, D, S)
+        y = project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y")
+        return (y, *outputs)
+
+    def tensor(*dims: int) -> Any:
+        return mb.TensorSpec(shape=dims, dtype=types.fp16)
+    specs = [tensor(1, H, 1, S), *(tensor(1, 2, D, S) for _ in range(4)), tensor(1, 1, S, shape.keys)]
+    if shape.stateful:
+        specs += [tensor(1, 1, S, shape.context), tensor(1, 1, 1, shape.context)]
+        specs += [mb.StateTensorSpec(shape=shape.cache, dtype=types.fp16) for _ in range(2)]
+
+        def program(x, q_cos, q_sin, k_cos, k_sin, mask, write, keep, k_cache, v_cache):
+            return body(x, q_cos, q_sin, k_cos, k_sin, mask, write, keep, k_cache, v_cache)
+    else:
+        specs += [tensor(*shape.cache), tensor(*shape.cache)]
+
+        def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
+            return body(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past)
+    return mb.program(input_specs=specs, opset_version=coremltools().target.iOS18)(program)
+
+
+def _stateless(mb: Any, k: Any, v: Any, k_past: Any, v_past: Any) -> tuple[Any, Any, tuple]:
+    return mb.concat(values=[k_past, k], axis=3), mb.concat(values=[v_past, v], axis=3), (k, v)
+
+
+def _stateful(mb: Any, k: Any, v: Any, write: Any, keep: Any, k_cache: Any, v_cache: Any) -> tuple[Any, Any, tuple]:
+    def updated(state: Any, new: Any) -> Any:
+        kept = mb.mul(x=mb.read_state(input=state), y=keep)
+        return mb.coreml_update_state(state=state, value=mb.add(x=kept, y=mb.matmul(x=new, y=write)))
+    return updated(k_cache, k), updated(v_cache, v), ()
+
+
+def _repeated(mb: Any, x: Any, times: int) -> Any:
+    """(1, KV, D, n) → (1, KV·times, D, n), each head `times` times in a row."""
+    if times == 1:
+        return x
+    heads = mb.split(x=x, num_splits=x.shape[1], axis=1) if x.shape[1] > 1 else [x]
+    return mb.concat(values=[head for head in heads for _ in range(times)], axis=1)
+
+
+def save_attention(path: str | Path, shape: AttentionShape, tensors: dict[str, Tensor], weights: str = "fp16") -> Path:
+    """Write the package of one layer's attention; returns its path. Raises what `attention_program` raises."""
+    return save_program(path, attention_program(shape, tensors), weights)
+
+
+# --------------------------------------------------------------------------------------------------- what a call needs
+
+def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Tensor:
+    """The additive mask (1, 1, S, keys) of the chunk that begins at position `start`.
+
+    A query sees the keys up to its own position, with a sliding window the last `window` of these. Stateless, key
+    j < P is position j of the cache, of which the first `start` are filled, and key P + i is the chunk's token i.
+    """
+    position = torch.arange(shape.keys)
+    filled = position < start
+    if not shape.stateful:
+        position = torch.where(position < shape.context, position, position - shape.context + start)
+        filled |= torch.arange(shape.keys) >= shape.context
+    else:
+        filled |= position < start + shape.chunk
+    query = start + torch.arange(shape.chunk)[:, None]
+    seen = filled & (position <= query)
+    if window is not None:
+        seen &= position > query - window
+    return torch.where(seen, 0.0, MASKED)[None, None]
+
+
+def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, sin: Tensor,
+                     window: int | None = None) -> dict[str, Tensor]:
+    """All inputs but the cache of the chunk x [n, H], n ≤ S, that begins at position `start`.
+
+    cos, sin : the model's rotary embedding of the n positions, [n, D].
+
+    A short chunk is filled up with repetitions of its last token (zeros would be divided by in the norms); their
+    outputs and keys are to be thrown away.
+
+    Raises
+    ------
+    ValueError : a chunk that is empty, too long or reaches beyond the context.
+    """
+    n, S = len(x), shape.chunk
+    if not 0 < n <= S or start + n > shape.context:
+        raise ValueError(f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context "
+                         f"{shape.context}")
+
+    def filled(rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows[-1:].expand(S - n, -1)]).T.contiguous()
+    scale = shape.head_dim ** -0.5
+    tables = {"q_cos": cos * scale, "q_sin": sin * scale, "k_cos": cos, "k_sin": sin}
+    inputs = {"x": filled(x)[None, :, None], "mask": mask_of(shape, start, window).to(x.dtype)}
+    inputs |= {name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()}
+    if shape.stateful:
+        write = torch.zeros(S, shape.context, dtype=x.dtype)
+        write[torch.arange(n), start + torch.arange(n)] = 1
+        inputs |= {"write": write[None, None], "keep": 1 - write.sum(0)[None, None, None]}
+    return inputs
+
+
+class KVCache:
+    """The fixed-shape cache of one stateless attention layer: keys and values (1, KV, D, P), `length` filled."""
+
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype = torch.float64) -> None:
+        self.k, self.v, self.length = torch.zeros(shape.cache, dtype=dtype), torch.zeros(shape.cache, dtype=dtype), 0
+
+    def append(self, k_new: Tensor, v_new: Tensor, n: int) -> None:
+        """Keep the first n of a chunk's new keys and values (1, KV, D, S)."""
+        at = slice(self.length, self.length + n)
+        self.k[..., at], self.v[..., at] = k_new[..., :n], v_new[..., :n]
+        self.length += n

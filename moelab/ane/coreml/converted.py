@@ -1,0 +1,242 @@
+"""A converted model: what its manifest says, and its graphs as functions of hidden states, run by the evaluator.
+
+Source: the folder that `moelab.ane.coreml.convert` writes. A `GroupGraph` takes the G·C slots of a group as rows
+[G·C, H],
+an `AttentionGraph` a chunk of hidden states [n, H] and a cache; both hide layouts and names of inputs, so a backend
+that runs the same packages on a Mac needs only another `Evaluator`. Everything is checked: the manifest by its seal
+when it is read, a package by its checksum before it is first run or read (`ConvertedModel.package` is the way to all
+of them), the checkpoint that the CPU's parts come from by its identity (`moelab.models.identity`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention_inputs
+from moelab.ane.coreml.evaluator import Alarm, Evaluator
+from moelab.ane.coreml.ffn_graph import pack, unpack
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.identity import of_checkpoint, opened_from
+from moelab.models.opening import load_config
+
+FORMAT, MANIFEST = "moelab.ane.coreml.converted/3", "manifest.json"
+
+#: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
+Runner = Callable[[Path, str | None], Any]
+
+
+class ConvertedModel:
+    """A folder that `convert_model` wrote.
+
+    Attributes
+    ----------
+    folder, manifest : where it is, and what manifest.json says.
+    layers : the manifest's entries, one a decoder layer.
+    problems : what does not run where the plan's system wants it, and why, in words.
+
+    Raises
+    ------
+    FileNotFoundError : no manifest there, or a package that it names is gone.
+    ValueError : another format, or a manifest that is damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (a conversion that "
+                                    f"was cut off ends in .part; the same call goes on with it)")
+        try:
+            self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged, it is no JSON ({error}): convert the model again") from error
+        if not isinstance(self.manifest, dict) or self.manifest.get("format") != FORMAT:
+            found = self.manifest.get("format") if isinstance(self.manifest, dict) else self.manifest
+            raise ValueError(f"{path} is of format {str(found)[:40]!r}, not {FORMAT}: convert again")
+        if sealed(self.manifest) != self.manifest:
+            raise ValueError(f"{path} is damaged or was edited: its seal is not that of what it says; convert the "
+                             f"model again")
+        self.layers: list[dict[str, Any]] = self.manifest["layers"]
+        self.problems: list[str] = self.manifest["problems"]
+        names = [name for layer in self.layers for name, entry in (
+            (attention_file(layer["layer"]), layer["attention"]),
+            *((group_file(layer["layer"], index), group) for index, group in enumerate(layer["groups"])))
+            if "file" in entry]
+        if names != [entry["file"] for entry in self.packages]:
+            raise ValueError(f"{path} is damaged: it names packages otherwise than {', '.join(names)}")
+        missing = [name for name in names if not (self.folder / name).is_dir()]
+        if missing:
+            raise FileNotFoundError(f"{self.folder} lacks {missing[0]}, which its manifest names; convert again")
+        self._whole: set[str] = set()
+
+    @cached_property
+    def plan(self) -> Any:
+        """The `Plan` that was carried out."""
+        from moelab.ane.plan import Plan
+        return Plan.from_dict(self.manifest["plan"])
+
+    @property
+    def packages(self) -> list[dict[str, Any]]:
+        """The manifest's entries of all packages: file, weight_bytes, checksum, difference."""
+        entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
+        return [entry for entry in entries if "file" in entry]
+
+    def verify(self) -> None:
+        """Compare all packages with their checksums, now; ValueError names the first that was changed."""
+        self._whole.clear()
+        for entry in self.packages:
+            self.package(entry)
+
+    def package(self, entry: dict[str, Any]) -> Path:
+        """Where the package of an entry of `packages` is, once it has been found to be the one that was converted.
+
+        Raises
+        ------
+        ValueError : its checksum is not the manifest's.
+        """
+        path = self.folder / entry["file"]
+        if entry["file"] not in self._whole:
+            if checksum(path) != entry["checksum"]:
+                raise ValueError(f"{path} is damaged: its checksum is not the manifest's; convert the model again")
+            self._whole.add(entry["file"])
+        return path
+
+    def checkpoint(self, folder: str | Path | None = None) -> Path:
+        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now.
+
+        Raises
+        ------
+        FileNotFoundError : it is not there.
+        ValueError : it is another checkpoint.
+        """
+        place = Checkpoint.at(folder or self.manifest["checkpoint"])
+        if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
+            raise ValueError(f"{place.folder} is not the checkpoint that {self.folder} was converted from")
+        return place.folder
+
+    def require(self, model: Any) -> None:
+        """Refuse a model that was not opened from the checkpoint that this was converted from.
+
+        What was done to its weights since is for `moelab.ane.parity` to measure.
+
+        Raises
+        ------
+        ValueError : another checkpoint, or a model that was opened from none.
+        """
+        opened = getattr(model.config, "_name_or_path", "")
+        if not (opened and Path(opened).is_dir()):
+            raise ValueError(f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
+                             f"opened from a checkpoint folder, so nothing tells whether it is the same; open it with "
+                             f"moelab.open_model")
+        if (mine := opened_from(model)) != self.manifest["fingerprint"]:
+            raise ValueError(f"{opened} is not the checkpoint that {self.folder} was converted from (identity {mine}, "
+                             f"not {self.manifest['fingerprint']})")
+
+    def group(self, layer: int, index: int, mode: str = "fp16", capacity: int | None = None,
+              runner: Runner | None = None) -> GroupGraph:
+        """A group's graph of decoder layer `layer`.
+
+        mode : of the evaluator. capacity : one of the entry's capacities, if it has several.
+        runner : makes what runs the package, instead of the evaluator.
+        """
+        entry = self.layers[layer]["groups"][index]
+        if "file" not in entry:
+            raise ValueError(f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has no package")
+        capacity = capacity or entry["capacity"]
+        if capacity not in entry["capacities"]:
+            raise ValueError(f"group {index} of layer {layer} has no capacity {capacity}; it has {entry['capacities']}")
+        settings = self.manifest["settings"]
+        run = _runner(runner, mode)(self.package(entry), f"c{capacity}" if settings["every_tier"] else None)
+        return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
+
+    def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
+        """The attention graph of decoder layer `layer`; parameters as in `group`.
+
+        ValueError for a stateful one with a `runner`: only the evaluator's state is plain tensors.
+        """
+        entry = self.layers[layer]["attention"]
+        if "file" not in entry:
+            raise ValueError(f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package")
+        shape = AttentionShape(**self.layers[layer]["attention_shape"])
+        if shape.stateful and runner is not None:
+            raise ValueError(f"the attention of {self.folder} is stateful, and only the evaluator runs that here; "
+                             f"convert without stateful=True to run it elsewhere")
+        return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))
+
+
+def _runner(runner: Runner | None, mode: str) -> Runner:
+    return runner or (lambda path, function: Evaluator(path, function, mode))
+
+
+class GroupGraph:
+    """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g + 1)·C."""
+
+    def __init__(self, experts: tuple[int, ...], capacity: int, layout: str, run: Any) -> None:
+        self.experts, self.capacity, self.layout, self.run = experts, capacity, layout, run
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        return self.run.alarms
+
+    def __call__(self, slots: Tensor) -> Tensor:
+        return unpack(self.run({"x": pack(slots, self.layout)})["y"], self.layout)
+
+
+class AttentionGraph:
+    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual; the cache grows by n."""
+
+    def __init__(self, shape: AttentionShape, run: Any) -> None:
+        self.shape, self.run = shape, run
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        return self.run.alarms
+
+    def new_cache(self) -> KVCache:
+        return KVCache(self.shape, getattr(self.run, "dtype", torch.float32))
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, window: int | None = None) -> Tensor:
+        """cos, sin [n, D]: the rotary embedding of the chunk's positions, which begin at cache.length."""
+        n, inputs = len(x), attention_inputs(self.shape, x, cache.length, cos, sin, window)
+        if self.shape.stateful:
+            state = {"k_cache": cache.k, "v_cache": cache.v}
+            y = self.run(inputs, state)["y"]
+            cache.k, cache.v, cache.length = state["k_cache"], state["v_cache"], cache.length + n
+        else:
+            out = self.run(inputs | {"k_past": cache.k, "v_past": cache.v})
+            cache.append(out["k_new"], out["v_new"], n)
+            y = out["y"]
+        return y[0, :, 0, :n].T.contiguous()
+
+
+def attention_file(layer: int) -> str:
+    return f"layers/{layer:03d}/attention.mlpackage"
+
+
+def group_file(layer: int, index: int) -> str:
+    return f"layers/{layer:03d}/group{index:02d}.mlpackage"
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the SHA-256 of all it says but the seal."""
+    said = {name: value for name, value in manifest.items() if name != "seal"}
+    return said | {"seal": sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()}
+
+
+def checksum(package: Path) -> str:
+    """SHA-256 of all files of a package, their names and sizes included, as 64 hex digits."""
+    digest = sha256()
+    for path in sorted(p for p in package.rglob("*") if p.is_file()):
+        digest.update(f"{path.relative_to(package).as_posix()}\0{path.stat().st_size}\0".encode())
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()

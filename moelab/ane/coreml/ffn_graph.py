@@ -1,0 +1,336 @@
+"""Expert FFN graphs for the Neural Engine: G experts of one capacity C in one Core ML package.
+
+Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions, sizes in multiples
+of 16) and §A.4 (the conversion pipeline). The graph splits its input into G slices, runs each through its own
+expert and joins them, so nothing inside it depends on the routing: which token sits in which slot is settled on the
+CPU before the call. It is written with the MIL builder directly, without tracing, and saved as it is written.
+
+Two layouts of the same G·C slots:
+
+    "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
+    "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
+
+One expert (G = 1) may also have a flexible capacity, enumerated or a range; a group may not, because coremltools
+cannot split an axis of unknown size. Several static capacities share one package's weights as functions c16, c32 …
+Left out: routing weights and the sum over a token's experts, which the CPU applies (§4.2 step 6).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moelab.ane.coreml.package import coremltools, quiet
+
+LAYOUTS = ("bc1s", "paper")
+#: weight formats → bits a weight
+WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
+#: GPT-OSS: sigmoid(ALPHA·gate)·gate·(up + 1), both clamped to ±LIMIT (gate from above only)
+ALPHA, LIMIT = 1.702, 7.0
+#: activation → the same in torch, by which an architecture's own is recognised
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+
+
+_SCRATCH = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Enumerated:
+    """Capacities of a single expert's graph, one of which each call has; the first is the default."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Every capacity of a single expert's graph from `low` to `high`."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [I], [H]; None where it has none."""
+
+    up: np.ndarray
+    down: np.ndarray
+    gate: np.ndarray | None = None
+    up_bias: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+    gate_bias: np.ndarray | None = None
+
+
+def half(tensor: Tensor | np.ndarray, name: str = "a weight") -> np.ndarray:
+    """A tensor in fp16, refused with a ValueError where it does not fit."""
+    tensor = torch.as_tensor(tensor).detach().float().cpu()
+    if not bool((tensor.abs() <= 65504).all()):
+        raise ValueError(f"{name} holds {float(tensor.abs().max()):.4g}, beyond fp16's 65504; the Neural Engine "
+                         f"computes in fp16 only, so this layer must stay on the CPU")
+    return tensor.half().contiguous().numpy()
+
+
+def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
+    """One expert's tensors, in its architecture's layout, as plain matrices.
+
+    experts : the experts module behind the seam, which says what the layout is; its parameters are not read.
+    tensors : as `experts.weights(e)` or a checkpoint gives them.
+
+    Raises
+    ------
+    ValueError : a norm after the experts, or weights beyond fp16.
+    """
+    if "wi.weight" in tensors:                                          # Switch: modules instead of banks
+        return Expert(half(tensors["wi.weight"]), half(tensors["wo.weight"]))
+    if experts.has_post_expert_norm:
+        raise ValueError(f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)")
+
+    def matrix(name: str) -> Tensor:
+        return tensors[name].T if experts.is_transposed else tensors[name]
+    down_bias = half(tensors["down_proj_bias"]) if experts.has_bias else None
+    if not experts.has_gate:
+        up_bias = half(tensors["up_proj_bias"]) if experts.has_bias else None
+        return Expert(half(matrix("up_proj")), half(matrix("down_proj")), None, up_bias, down_bias)
+    gate, up = _halves(matrix("gate_up_proj"), experts)
+    gate_bias = up_bias = None
+    if experts.has_bias:
+        gate_bias, up_bias = (half(b) for b in _halves(tensors["gate_up_proj_bias"], experts))
+    return Expert(half(up), half(matrix("down_proj")), half(gate), up_bias, down_bias, gate_bias)
+
+
+def _halves(rows: Tensor, experts: Any) -> tuple[Tensor, Tensor]:
+    """(gate, up) of fused rows [2I, …], concatenated or interleaved."""
+    return tuple(rows.chunk(2)) if getattr(experts, "is_concatenated", True) else (rows[::2], rows[1::2])
+
+
+def activation_of(experts: Any) -> str:
+    """A key of `ACTIVATIONS`, or "clamped": recognised by what the module computes, not by its name.
+
+    Raises
+    ------
+    ValueError : it computes something else, which no graph here does.
+    """
+    x = torch.linspace(-9, 9, 37, dtype=torch.float64)
+    up = torch.linspace(9, -9, 37, dtype=torch.float64) * 0.9
+    if "expert_0" in getattr(experts, "_modules", {}) or hasattr(experts, "_template"):
+        act, mixed = experts["expert_0"].act, None
+    elif not experts.has_gate:
+        act, mixed = experts.act_fn, None
+    else:
+        concatenated = getattr(experts, "is_concatenated", True)
+        mixed = experts._apply_gate(torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten())
+    for name, candidate in ACTIVATIONS.items():
+        if torch.allclose(act(x), candidate(x)) if mixed is None else torch.allclose(mixed, candidate(x) * up):
+            return name
+    gate = x.clamp(max=LIMIT)
+    if mixed is not None and torch.allclose(mixed, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)):
+        return "clamped"
+    raise ValueError(f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
+                     f"one; its experts must stay on the CPU")
+
+
+def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
+    """What a graph computes for one expert, in torch and fp64: rows x [n, H] → [n, H]."""
+    def linear(x: Tensor, weight: np.ndarray, bias: np.ndarray | None) -> Tensor:
+        return F.linear(x, torch.from_numpy(weight).double(), None if bias is None else torch.from_numpy(bias).double())
+    x = x.double()
+    up = linear(x, expert.up, expert.up_bias)
+    if expert.gate is None:
+        h = ACTIVATIONS[activation](up)
+    else:
+        gate = linear(x, expert.gate, expert.gate_bias)
+        if activation == "clamped":
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+            h = up * (gate * torch.sigmoid(gate * float(np.float16(ALPHA))))
+        else:
+            h = ACTIVATIONS[activation](gate) * up
+    return linear(h, expert.down, expert.down_bias)
+
+
+# ----------------------------------------------------------------------------------------------------- slots and graphs
+
+def pack(slots: Tensor, layout: str = "bc1s") -> Tensor:
+    """The G·C slots [G·C, H] in a graph's layout."""
+    _check_layout(layout)
+    return slots.T[None, :, None].contiguous() if layout == "bc1s" else slots[:, :, None, None]
+
+
+def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
+    """The inverse of `pack`: [G·C, H]."""
+    _check_layout(layout)
+    return y[0, :, 0].T.contiguous() if layout == "bc1s" else y[:, :, 0, 0]
+
+
+def ffn_program(experts: Sequence[Expert], capacity: int | Enumerated | Range, activation: str = "silu",
+                layout: str = "bc1s") -> Any:
+    """The MIL program of a group: input x and output y, fp16, in `layout`.
+
+    Raises
+    ------
+    ValueError : no experts, unlike shapes, an unknown layout or activation, or a group with a flexible capacity.
+    """
+    coremltools()
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import get_new_symbol, types
+    _check_layout(layout)
+    if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
+        raise ValueError("a group needs at least one expert, and all of them of one shape")
+    if activation not in (*ACTIVATIONS, "clamped"):
+        raise ValueError(f"no activation {activation!r}; there are {', '.join(ACTIVATIONS)} and clamped")
+    G, H = len(experts), experts[0].up.shape[1]
+    static = isinstance(capacity, int)
+    if G > 1 and not static:
+        raise ValueError(f"a group of {G} experts needs one static capacity: coremltools cannot split an axis of "
+                         f"flexible size. Give an int, or convert the experts one by one (G = 1)")
+    slots = G * capacity if static else get_new_symbol()
+    shape, axis = ((1, H, 1, slots), 3) if layout == "bc1s" else ((slots, H, 1, 1), 0)
+
+    @mb.program(input_specs=[mb.TensorSpec(shape=shape, dtype=types.fp16)], opset_version=_target())
+    def program(x):
+        slices = mb.split(x=x, num_splits=G, axis=axis) if G > 1 else [x]
+        outs = [_expert(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
+                for g, (part, expert) in enumerate(zip(slices, experts))]
+        return mb.concat(values=outs, axis=axis, name="y") if G > 1 else outs[0]
+    return program
+
+
+def conv(mb: Any, x: Any, weight: np.ndarray, bias: np.ndarray | None, name: str) -> Any:
+    """A linear layer [out, in] as a 1×1 convolution."""
+    return mb.conv(x=x, weight=weight[:, :, None, None], name=name, **({} if bias is None else {"bias": bias}))
+
+
+def _expert(mb: Any, x: Any, expert: Expert, activation: str, name: str) -> Any:
+    up = conv(mb, x, expert.up, expert.up_bias, f"{name}_up")
+    if expert.gate is None:
+        h = _activate(mb, up, activation)
+    else:
+        gate = conv(mb, x, expert.gate, expert.gate_bias, f"{name}_gate")
+        if activation == "clamped":
+            gate = mb.minimum(x=gate, y=np.float16(LIMIT))
+            up = mb.add(x=mb.clip(x=up, alpha=np.float16(-LIMIT), beta=np.float16(LIMIT)), y=np.float16(1))
+            h = mb.mul(x=up, y=mb.mul(x=gate, y=mb.sigmoid(x=mb.mul(x=gate, y=np.float16(ALPHA)))))
+        else:
+            h = mb.mul(x=_activate(mb, gate, activation), y=up)
+    return conv(mb, h, expert.down, expert.down_bias, name)
+
+
+def _activate(mb: Any, x: Any, activation: str) -> Any:
+    if activation.startswith("gelu"):
+        return mb.gelu(x=x, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
+    return getattr(mb, activation)(x=x)
+
+
+def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequence[int] | Enumerated | Range,
+             activation: str = "silu", layout: str = "bc1s", weights: str = "fp16") -> Path:
+    """Write the package of a group of experts; returns its path.
+
+    capacity : one C; several for one package with a function c16, c32 … each, which share the weights; or, for one
+        expert, `Enumerated` or `Range`.
+    weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a matrix, slow to find.
+
+    Raises
+    ------
+    ValueError : as `ffn_program`; an unknown `weights`.
+    ImportError : coremltools is not installed.
+    """
+    path = Path(path)
+    if isinstance(capacity, Integral):                          # also numpy's
+        capacity = int(capacity)
+    if isinstance(capacity, (int, Enumerated, Range)):
+        program = ffn_program(experts, capacity, activation, layout)
+        return save_program(path, program, weights, _flexible_input(experts[0].up.shape[1], capacity, layout))
+    if not len(capacity):
+        raise ValueError("there is no capacity; give one C, or several for a package with a function each")
+    with scratch(path) as folder:
+        ct = coremltools()
+        descriptor = ct.utils.MultiFunctionDescriptor()
+        for C in capacity:
+            part = save_program(folder / f"c{C}.mlpackage", ffn_program(experts, int(C), activation, layout), weights)
+            descriptor.add_function(str(part), src_function_name="main", target_function_name=f"c{C}")
+        descriptor.default_function_name = f"c{capacity[0]}"
+        with quiet():
+            ct.utils.save_multifunction(descriptor, str(path))
+    return path
+
+
+@contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """Within the block temporary files of this process lie in a folder beside `path`, which then is removed.
+
+    coremltools writes a package to the folder of temporary files before it saves it, keeps that copy until the process
+    ends, and leaves it for ever where the process is killed.
+    """
+    folder = path.with_name(path.name + ".tmp").absolute()
+    with _SCRATCH:
+        before = tempfile.tempdir
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        tempfile.tempdir = str(folder)
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = before
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: list[Any] | None = None) -> Path:
+    """Convert a MIL program to a package as it stands and save it.
+
+    The default passes of coremltools would take three times as long and find nothing to improve in a graph that was
+    written for the purpose.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(WEIGHTS)}")
+    ct, path = coremltools(), Path(path)
+    with scratch(path), quiet():
+        model = ct.convert(program, convert_to="mlprogram", minimum_deployment_target=_target(), inputs=inputs,
+                           compute_precision=ct.precision.FLOAT16, compute_units=ct.ComputeUnit.CPU_AND_NE,
+                           pass_pipeline=ct.PassPipeline.EMPTY, skip_model_load=True)
+        if weights != "fp16":
+            model = _compressed(model, weights)
+        model.save(str(path))
+    return path
+
+
+def _compressed(model: Any, weights: str) -> Any:
+    import coremltools.optimize.coreml as cto
+    if weights == "int8":
+        config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
+        return cto.linear_quantize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
+    config = cto.OpPalettizerConfig(mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0)
+    return cto.palettize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
+
+
+def _flexible_input(H: int, capacity: int | Enumerated | Range, layout: str) -> list[Any] | None:
+    if isinstance(capacity, int):
+        return None
+    ct = coremltools()
+
+    def shape(slots: Any) -> tuple:
+        return (1, H, 1, slots) if layout == "bc1s" else (slots, H, 1, 1)
+    if isinstance(capacity, Enumerated):
+        shapes = ct.EnumeratedShapes([shape(C) for C in capacity.sizes])
+    else:
+        shapes = ct.Shape(shape(ct.RangeDim(capacity.low, capacity.high, default=capacity.low)))
+    return [ct.TensorType(name="x", shape=shapes, dtype=np.float16)]
+
+
+def _target() -> Any:
+    return coremltools().target.iOS18           # the first with states and per-channel int8; macOS 15
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")

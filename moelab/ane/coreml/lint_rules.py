@@ -1,0 +1,348 @@
+"""The linter's rules: what makes a graph leave the Neural Engine or waste work on it, each with its source.
+
+Source: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models. Adding a rule is a
+function that yields (where, what) and a line in `RULES`. Thresholds that no source gives are said to be ours. No
+operation but the supported ones goes without a finding, so a graph that has another is never clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moelab.ane.coreml.package import Function, Op, Package, Value
+from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
+
+FIG4, REPORTS = "NPUMoE Figure 4", "reports of people who ran models on the ANE"
+SEVERITIES = ("error", "warning", "note")
+
+#: the file format's limit on one weight file
+WEIGHT_FILE_LIMIT = 2 * 2 ** 30
+#: multiply-adds below which a graph is called tiny; our figure, no source has one
+TINY_MACS = 500_000
+#: a row of the last axis takes a multiple of this many bytes
+ROW_BYTES = 64
+#: padded size over real size from which we warn; our figure
+MAX_PADDING = 4
+FLOAT_BYTES = {"fp16": 2, "fp32": 4}
+
+#: where the smallest score that a mask may make lies; −1e4 in fp16 is −10000
+MASK_LIMIT = 10001
+#: operations that may apply a mask, and those that only give a constant another type or shape
+MASKING = ("add", "sub", "mul", "select", "maximum", "minimum")
+ARRANGING = ("cast", "identity", "reshape", "expand_dims", "squeeze", "tile", "transpose")
+
+#: operation → (verdict, why), for those that Fig. 4 names; found by name or by the beginning of the name
+SUPPORTED = {
+    "conv": "Standard/Depthwise Convolution ✓", "conv_transpose": "Standard/Depthwise Convolution ✓",
+    "matmul": "Standard/Batched MatMul ✓", "softmax": "NPUMoE §3.2: softmax of attention on the NPU",
+    **dict.fromkeys(("relu", "relu6", "silu", "sigmoid", "gelu", "tanh", "erf", "leaky_relu", "softplus"),
+                    "Activations ✓"),
+    **dict.fromkeys(("add", "sub", "mul", "real_div", "maximum", "minimum", "abs", "exp", "sqrt", "rsqrt", "square",
+                     "pow", "clip", "inverse", "identity", "cos", "sin"), "Element-wise ✓"),
+    **dict.fromkeys(("split", "concat", "reshape", "transpose", "expand_dims", "squeeze", "slice_by_size", "stack"),
+                    "static rearrangement"),
+    **dict.fromkeys(("reduce_mean", "reduce_sum", "reduce_max", "reduce_min", "reduce_sum_square", "reduce_l2_norm"),
+                    "reduction of static shape"),
+    "constexpr_lut_to_dense": "decompressed when the model is loaded",
+}
+RISKY = {
+    "linear": "Fig. 4 has linear layers as convolutions",
+    "slice_by_index": "static slices run; reports of clamping above 4094",
+    "slice_update": "the static way to write a cache; contested on the ANE",
+    "read_state": "states on the ANE are contested", "coreml_update_state": "states on the ANE are contested",
+    "write_state": "states on the ANE are contested", "cast": "between fp16 and fp32: a hop to another unit",
+    "tile": "copies what a broadcast would not", "select": "needs a mask made by comparison",
+    "batch_norm": "not in Fig. 4; usually folded into a convolution", "pad": "not in Fig. 4",
+    "constexpr_blockwise_shift_scale": "quantised weights can move a convolution to the CPU",
+    "constexpr_affine_dequantize": "quantised weights can move a convolution to the CPU",
+}
+#: risky operations that have a rule of their own
+RULED = {"linear", "read_state", "coreml_update_state", "write_state", "constexpr_blockwise_shift_scale",
+         "constexpr_affine_dequantize"}
+UNSUPPORTED = {
+    "topk": "TopK sampling ×", "argsort": "TopK sampling ×", "reduce_argmax": "TopK sampling ×",
+    "reduce_argmin": "TopK sampling ×",
+    **dict.fromkeys(("gather", "gather_nd", "gather_along_axis", "scatter", "scatter_nd", "scatter_along_axis"),
+                    "Scatter/Gather ×"),
+    **dict.fromkeys(("greater", "greater_equal", "less", "less_equal", "equal", "not_equal"), "Comparison Ops ×"),
+    **dict.fromkeys(("layer_norm", "instance_norm", "l2_norm"), "Layernorm ×"),
+    **dict.fromkeys(("non_zero", "non_maximum_suppression", "one_hot", "range_1d", "shape", "fill", "band_part",
+                     "cumsum"), "Indexing ×"),
+    **dict.fromkeys(("while_loop", "cond", "list_gather", "make_list", "list_write"), "Dynamic shapes/tensors ×"),
+    **dict.fromkeys(("custom_layer", "lstm", "gru", "rnn"), "Custom Operators ×"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a rule has against a package."""
+
+    rule: str
+    severity: str
+    where: str
+    text: str
+    source: str
+
+
+Check = Callable[[Function, Package], Iterator[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    id: str
+    severity: str
+    source: str
+    check: Check
+
+
+def verdict(kind: str) -> tuple[str, str]:
+    """("supported", "unsupported" or "risky", why) of an operation type."""
+    for name, table in (("supported", SUPPORTED), ("unsupported", UNSUPPORTED), ("risky", RISKY)):
+        if kind in table:
+            return name, table[kind]
+    return "risky", "not known to this linter"
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+def unsupported(why: str) -> Check:
+    """Operations that Fig. 4 rules out for the reason `why`."""
+    def check(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+        for op in function.ops:
+            if UNSUPPORTED.get(op.type) == why:
+                yield op.name, f"{op.type} runs on the CPU ({why})"
+    return check
+
+
+def unknown_op(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for kind in function.counts():
+        if verdict(kind)[1] == "not known to this linter":
+            yield kind, f"nothing is known about {kind} on the ANE"
+
+
+def risky(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for kind in function.counts():
+        if kind in RISKY and kind not in RULED:
+            yield kind, f"{kind}: {RISKY[kind]}"
+
+
+def linear(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in _of_type(function, "linear"):
+        yield op.name, "a linear layer; write it as a 1×1 convolution"
+
+
+def dilated(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in _of_type(function, "conv", "conv_transpose"):
+        dilations = function.constant(op, "dilations")
+        if dilations is not None and np.any(np.asarray(dilations) > 1):
+            yield op.name, f"a dilated convolution ({np.ravel(dilations).tolist()}) runs on the CPU"
+
+
+def dynamic_index(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in function.ops:
+        for parameter in ("begin", "end", "size") if op.type.startswith("slice_") else ():
+            if parameter in op.inputs and op.inputs[parameter] not in function.constants:
+                yield op.name, f"{op.type} at a place known only at run time ({parameter}) runs on the CPU"
+
+
+def dynamic_shape(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for value in function.inputs:
+        if kind := function.flexible.get(value.name):
+            yield value.name, f"its shape is flexible ({kind[0]}); the ANE runs static graphs"
+        elif any(isinstance(n, str) for n in value.shape):
+            yield value.name, "its shape is not static"
+
+
+def fp32_compute(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in function.ops:
+        if op.materialise is None and any(v.dtype == "fp32" for v in op.outputs) and op.type != "cast":
+            yield op.name, f"{op.type} computes in fp32; the ANE computes in fp16"
+
+
+def integers(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in function.ops:
+        other = [v.dtype for v in op.outputs if v.dtype not in (*FLOAT_BYTES, "fp64")]
+        if other and verdict(op.type)[0] == "supported" and not op.type.startswith("const"):
+            yield op.name, f"{op.type} computes in {other[0]}; the ANE computes in fp16"
+
+
+def volume(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in _of_type(function, "conv", "conv_transpose"):
+        if len(function.values[op.inputs["x"]].shape) == 5:
+            yield op.name, f"{op.type} over three axes runs on the CPU; the ANE has convolutions over one and two"
+
+
+def fp32_inputs(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for value in function.inputs:
+        if value.dtype == "fp32":
+            yield value.name, "comes in fp32, so every call converts it"
+
+
+def alignment(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in _of_type(function, "conv", "matmul"):
+        for name in (*_names(op, "x", "y"), op.outputs[0].name):
+            value = function.values[name]
+            if name in function.constants or len(value.shape) < 2:
+                continue
+            axes = (1, len(value.shape) - 1) if op.type == "conv" else (len(value.shape) - 2, len(value.shape) - 1)
+            odd = [value.shape[a] for a in axes if isinstance(value.shape[a], int) and value.shape[a] % 16
+                   and value.shape[a] != 1]
+            if odd:
+                yield op.name, f"{name} has a size of {odd[0]}, no multiple of 16"
+
+
+def padding(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for value in _activations(function):
+        last = value.shape[-1] if value.shape else 0
+        if isinstance(last, int) and last and len(value.shape) > 2 and _elements(value) > 1024:
+            factor = -(-last * FLOAT_BYTES[value.dtype] // ROW_BYTES) * ROW_BYTES / (last * FLOAT_BYTES[value.dtype])
+            if factor >= MAX_PADDING:
+                yield value.name, f"a last axis of {last} is padded to {ROW_BYTES} bytes: {factor:.0f} times its size"
+
+
+def weight_size(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    if MAX_GRAPH_BYTES * 1.01 < package.weight_bytes <= WEIGHT_FILE_LIMIT:      # the file aligns its entries
+        yield "weights", f"{package.weight_bytes / 1e9:.2f} GB in one graph; above {MAX_GRAPH_BYTES / 1e9:.2f} GB it " \
+                         f"fell back to the CPU on an M2 Ultra"
+
+
+def weight_limit(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    if package.weight_bytes > WEIGHT_FILE_LIMIT:
+        yield "weights", f"{package.weight_bytes / 2 ** 30:.2f} GiB in one weight file; the limit is 2 GiB"
+
+
+def channels(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for value in _activations(function):
+        width = max((n for n in value.shape if isinstance(n, int)), default=0)
+        if width > MAX_CHANNELS:
+            yield value.name, f"an axis of {width:,}; the ANE takes {MAX_CHANNELS:,}"
+
+
+def tiny(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    work = sum(_macs(function, op) for op in _of_type(function, "conv", "linear", "matmul"))
+    if work < TINY_MACS:
+        yield "function", f"only {work:,} multiply-adds; tiny graphs are left on the CPU"
+
+
+def per_block(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in _of_type(function, "constexpr_blockwise_shift_scale"):
+        scale = function.values[op.inputs["scale"]].shape
+        data = function.values[op.inputs["data"]].shape
+        if sum(1 < s for s in scale) > 1 or any(1 < s < d for s, d in zip(scale, data)):
+            yield op.name, f"weights {list(data)} with a scale a block {list(scale)}; the ANE takes one a channel"
+
+
+def quantised(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for op in _of_type(function, "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"):
+        yield op.name, "quantised weights can move what computes with them to the CPU; fp16 and palettes do not"
+
+
+def mask_constant(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    """Constants that make scores smaller than −1e4: as they are, subtracted, or as a factor of a mask of 0 and 1."""
+    for op in function.ops:
+        for parameter in ("x", "y", "a", "b") if op.type in MASKING else ():
+            constant = _constant_behind(function, op.inputs.get(parameter))
+            if constant is None or constant.outputs[0].dtype not in FLOAT_BYTES:
+                continue
+            values = np.asarray(constant.constant, dtype=np.float64)
+            subtracted = op.type == "sub" and parameter == "y"
+            low = min(0.0 if subtracted else float(np.min(values, initial=0)),
+                      -float(np.max(values, initial=0)) if subtracted or op.type == "mul" else 0.0)
+            if low < -MASK_LIMIT:
+                yield op.name, f"a constant that makes {low:.4g}, as a mask, gives NaN on the device; use −1e4"
+
+
+def _constant_behind(function: Function, name: Any) -> Op | None:
+    """The constant that a value is, or is a cast or another arrangement of."""
+    while isinstance(name, str) and name not in function.constants:
+        made = [op for op in function.ops if any(value.name == name for value in op.outputs)]
+        if not made or made[0].type not in ARRANGING:
+            return None
+        name = made[0].inputs.get("x")
+    return function.constants[name] if isinstance(name, str) else None
+
+
+def state_axis(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for value in function.states:
+        if any(n % 32 for n in value.shape[-2:]):
+            yield value.name, f"a state of {list(value.shape)}; its two last axes must be multiples of 32"
+
+
+def state(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for value in function.states:
+        yield value.name, "a state; some report that the ANE rejects them, stateless prefill runs"
+
+
+def rank(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+    for value in _activations(function):
+        if len(value.shape) > 5:
+            yield value.name, f"has {len(value.shape)} axes; Core ML takes 5"
+
+
+def _of_type(function: Function, *types: str) -> Iterator[Op]:
+    return (op for op in function.ops if op.type in types)
+
+
+def _names(op: Op, *parameters: str) -> tuple[str, ...]:
+    return tuple(op.inputs[p] for p in parameters if isinstance(op.inputs.get(p), str))
+
+
+def _activations(function: Function) -> Iterator[Value]:
+    made = (value for op in function.ops if op.materialise is None for value in op.outputs)
+    return (value for value in (*function.inputs, *made) if value.dtype in FLOAT_BYTES)
+
+
+def _elements(value: Value) -> int:
+    return int(np.prod([n if isinstance(n, int) else 1 for n in value.shape]))
+
+
+def _macs(function: Function, op: Op) -> int:
+    """Multiply-adds of a conv, linear or matmul; a flexible axis counts as its largest size if one is stated."""
+    out = _elements(function.values[op.outputs[0].name])
+    if op.type == "matmul":
+        shape = function.values[op.inputs["x"]].shape
+        inner = shape[-2 if function.constant(op, "transpose_x", False) else -1]
+    else:
+        inner = _elements(function.values[op.inputs["weight"]]) // function.values[op.inputs["weight"]].shape[0]
+    flexible = max((max(max(s) for s in shapes) for kind, shapes in function.flexible.values()), default=1)
+    varies = any(isinstance(n, str) for n in function.values[op.outputs[0].name].shape)
+    return out * (inner if isinstance(inner, int) else 1) * (flexible if varies else 1)
+
+
+#: the rules by id, in the order of a report
+RULES = {rule.id: rule for rule in (
+    Rule("fig4-topk", "error", FIG4, unsupported("TopK sampling ×")),
+    Rule("fig4-scatter-gather", "error", FIG4, unsupported("Scatter/Gather ×")),
+    Rule("fig4-comparison", "error", FIG4, unsupported("Comparison Ops ×")),
+    Rule("fig4-layernorm", "error", FIG4, unsupported("Layernorm ×")),
+    Rule("fig4-indexing", "error", FIG4, unsupported("Indexing ×")),
+    Rule("fig4-control-flow", "error", FIG4, unsupported("Dynamic shapes/tensors ×")),
+    Rule("fig4-custom", "error", FIG4, unsupported("Custom Operators ×")),
+    Rule("fig4-dilated", "error", FIG4, dilated),
+    Rule("fig4-dynamic-index", "error", FIG4, dynamic_index),
+    Rule("fig4-dynamic-shape", "warning", FIG4, dynamic_shape),
+    Rule("fig4-linear", "warning", f"{FIG4}, §3.2", linear),
+    Rule("risky-op", "warning", f"{FIG4}; {REPORTS}", risky),
+    Rule("unknown-op", "warning", "not in NPUMoE Figure 4", unknown_op),
+    Rule("fp32-compute", "error", REPORTS, fp32_compute),
+    Rule("integer-compute", "error", "Apple: the Neural Engine computes in fp16", integers),
+    Rule("conv-3d", "error", f"{FIG4} has standard and depthwise convolutions only", volume),
+    Rule("fp32-inputs", "note", "coremltools: fp16 inputs from iOS 16 on", fp32_inputs),
+    Rule("align-16", "warning", "NPUMoE §3.2", alignment),
+    Rule("row-padding", "warning",
+         "Apple, Deploying Transformers on the Apple Neural Engine: the last axis is aligned to 64 bytes", padding),
+    Rule("weight-size", "warning", "NPUMoE §4.2", weight_size),
+    Rule("weight-limit", "error", REPORTS, weight_limit),
+    Rule("channels", "error", REPORTS, channels),
+    Rule("tiny-graph", "warning", f"{REPORTS}; the threshold is ours", tiny),
+    Rule("per-block", "error", REPORTS, per_block),
+    Rule("quantised-conv", "warning", REPORTS, quantised),
+    Rule("mask-constant", "warning", REPORTS, mask_constant),
+    Rule("state-axis", "error", REPORTS, state_axis),
+    Rule("state", "warning", REPORTS, state),
+    Rule("rank", "error", "Core ML", rank),
+)}

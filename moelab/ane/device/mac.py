@@ -1,0 +1,239 @@
+"""Core ML on a Mac: running packages, and asking the compute plan where each operation really goes.
+
+Written against coremltools 9 and macOS 15, the first with what these packages need. Core ML decides by itself what the
+Neural Engine runs and says nothing when it falls back to the CPU; only its compute plan tells, so nothing here is
+called "on the ANE" that the plan does not put there. A package that a driver cannot take may kill the process
+that loads it, so `probe` loads it first, and predicts once, in a process of its own with a time limit.
+
+    probe(package) → seconds to load and to predict, one placement an operation, outputs for given inputs
+    CoreMLRunner(package, function): called like an `Evaluator`, inputs by name → outputs by name, in float32
+
+Left out: measuring (`moelab.ane.device.timing`), and judging what was found (`moelab.ane.doctor`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.ane.backends import ConvertedBackend
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.coreml.package import coremltools, read_package
+from moelab.progress import progress
+
+#: manifest's compute units → coremltools' name of them
+UNITS = {"cpuAndNeuralEngine": "CPU_AND_NE", "cpuOnly": "CPU_ONLY", "cpuAndGPU": "CPU_AND_GPU", "all": "ALL"}
+#: class of a compute device in coremltools → what it is called here
+DEVICES = {"MLNeuralEngineComputeDevice": "ane", "MLCPUComputeDevice": "cpu", "MLGPUComputeDevice": "gpu"}
+
+
+def require_mac(what: str) -> None:
+    """Nothing on a Mac with Apple silicon and macOS 15; elsewhere a RuntimeError that says what it would take."""
+    version, system = platform.mac_ver()[0], platform.system()
+    if system == "Darwin" and platform.machine() == "arm64" and int(version.split(".")[0] or 0) >= 15:
+        return
+    here = f"macOS {version} on {platform.machine()}" if system == "Darwin" else system
+    raise RuntimeError(
+        f"{what} needs a Mac with Apple silicon and macOS 15 or later, and this is {here}. It would take: copying the "
+        f"converted folder and the checkpoint there, pip install 'moelab[ane]' 'zeus[apple]' (zeus for energy), and "
+        f"this same command. Without a Mac, `moelab ane lint` predicts what the Neural Engine refuses and `moelab ane "
+        f"parity` checks the numbers")
+
+
+class CoreMLRunner:
+    """One function of a package, loaded by Core ML; called like an `Evaluator`.
+
+    Parameters
+    ----------
+    path, function : the package, and which of its functions; None for the only one or the default.
+    units : a key of `UNITS`.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, path: str | Path, function: str | None = None, units: str = "cpuAndNeuralEngine") -> None:
+        ct = coremltools()
+        self.path, self.function, self.units = Path(path), function, ct.ComputeUnit[UNITS[units]]
+        self.model = ct.models.MLModel(str(path), compute_units=self.units, function_name=function)
+
+    def make_state(self) -> Any:
+        return self.model.make_state()
+
+    def __call__(self, inputs: Mapping[str, Any], state: Any = None) -> dict[str, Tensor]:
+        arrays = {name: np.ascontiguousarray(np.asarray(value, dtype=np.float32)) for name, value in inputs.items()}
+        out = self.model.predict(arrays, state)
+        return {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in out.items()}
+
+
+# ----------------------------------------------------------------------------------------- where operations are put
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the compute plan puts one operation.
+
+    device : "ane", "cpu" or "gpu"; "unknown" where the plan does not say. can : the devices that support it.
+    cost : its share of the function's estimated work; None where the plan does not say. It is no time.
+    """
+
+    type: str
+    name: str
+    device: str
+    can: tuple[str, ...] = ()
+    cost: float | None = None
+
+
+def placements(runner: CoreMLRunner) -> list[Placement]:
+    """One placement an operation, constants left out."""
+    coremltools()
+    from coremltools.models.compute_plan import MLComputePlan
+    plan = MLComputePlan.load_from_path(runner.model.get_compiled_model_path(), compute_units=runner.units)
+    functions = plan.model_structure.program.functions
+    name = runner.function or ("main" if "main" in functions else next(iter(functions)))
+    found = []
+    for op in functions[name].block.operations:
+        kind = op.operator_name.rpartition(".")[2]                      # "ios18.conv"
+        if kind == "const" or kind.startswith("constexpr"):
+            continue
+        usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
+        cost = plan.get_estimated_cost_for_mlprogram_operation(op)
+        found.append(Placement(
+            kind, op.outputs[0].name if op.outputs else "", "unknown" if usage is None else
+            _device(usage.preferred_compute_device),
+            () if usage is None else tuple(_device(d) for d in usage.supported_compute_devices),
+            None if cost is None else float(cost.weight)))
+    return found
+
+
+def _device(device: Any) -> str:
+    return DEVICES.get(type(device).__name__, "unknown")
+
+
+# ------------------------------------------------------------------------------------------ first in another process
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """What a package did in a process of its own.
+
+    error : what went wrong, in words; "" if it loaded and predicted.
+    load_s, predict_s : seconds of loading (compilation included) and of the first prediction.
+    outputs : of the inputs that were given.
+    """
+
+    package: Path
+    error: str = ""
+    load_s: float = 0.0
+    predict_s: float = 0.0
+    placements: tuple[Placement, ...] = ()
+    outputs: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def devices(self) -> Counter[str]:
+        return Counter(p.device for p in self.placements)
+
+    @property
+    def on_ane(self) -> bool:
+        """Whether the compute plan puts every operation on the Neural Engine."""
+        return not self.error and set(self.devices) == {"ane"}
+
+
+def probe(package: str | Path, inputs: Mapping[str, np.ndarray], function: str | None = None,
+          units: str = "cpuAndNeuralEngine", timeout: float = 300.0,
+          command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac")) -> Probe:
+    """Load a package and predict once in a process of its own, which may crash or be ended after `timeout` seconds."""
+    package = Path(package)
+    with tempfile.TemporaryDirectory() as folder:
+        given, taken = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
+        np.savez(given, **inputs)
+        arguments = [*command, str(package.resolve()), function or "", units, str(given), str(taken)]
+        try:
+            # Where this process imports moelab from, the other must, too.
+            path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+            done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout,
+                                  env=os.environ | {"PYTHONPATH": path})
+        except subprocess.TimeoutExpired:
+            return Probe(package, f"did not load and predict within {timeout:g} s")
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            how = (f"was ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0
+                   else f"failed with status {done.returncode}")
+            return Probe(package, f"{how}: {last}")
+        said = json.loads(done.stdout.strip().splitlines()[-1])
+        with np.load(taken) as outputs:
+            return Probe(package, "", said["load_s"], said["predict_s"],
+                         tuple(Placement(**entry | {"can": tuple(entry["can"])}) for entry in said["placements"]),
+                         dict(outputs))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The other process: PACKAGE FUNCTION UNITS INPUTS OUTPUTS; prints one line of JSON."""
+    package, function, units, given, taken = arguments
+    start = time.perf_counter()
+    runner = CoreMLRunner(package, function or None, units)
+    loaded = time.perf_counter()
+    with np.load(given) as inputs:
+        inputs = {name: inputs[name] for name in inputs.files}
+    state = runner.make_state() if read_package(package).function(function or None).states else None
+    predicting = time.perf_counter()
+    outputs = runner(inputs, state)
+    predicted = time.perf_counter()
+    np.savez(taken, **{name: value.numpy() for name, value in outputs.items()})
+    print(json.dumps({"load_s": loaded - start, "predict_s": predicted - predicting,
+                      "placements": [vars(p) for p in placements(runner)]}))
+
+
+# --------------------------------------------------------------------------------------------------- as a backend
+
+def sample_inputs(function: Any, seed: int = 0) -> dict[str, np.ndarray]:
+    """Normal random inputs for a package's function (`package.Function`), rounded to fp16, as float32."""
+    rng = np.random.default_rng(seed)
+    return {value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
+            for value in function.inputs}
+
+
+def coreml_backend(converted: ConvertedModel | str | Path, timeout: float = 300.0, **options: Any
+                   ) -> tuple[ConvertedBackend, list[Probe]]:
+    """A backend that runs a converted model's packages by Core ML, after each has passed its probe.
+
+    Its name says how many operations the compute plans put on the Neural Engine. `options` go to `probe`.
+
+    Raises
+    ------
+    RuntimeError : not on a Mac; a package that cannot be loaded, crashes or takes too long.
+    """
+    require_mac("running packages by Core ML")
+    converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
+    units, probes = converted.manifest["settings"]["compute_units"], []
+    for path, function in progress(entries(converted), "probing", unit="package"):
+        found = probe(path, sample_inputs(function), function.name, units, timeout, **options)
+        if found.error:
+            raise RuntimeError(f"{path} {found.error}; plan this part for the CPU, or convert it in smaller groups")
+        probes.append(found)
+    total = sum((p.devices for p in probes), Counter())
+    name = f"Core ML, {total['ane']} of {total.total()} operations on the ANE by the compute plan"
+    backend = ConvertedBackend(converted, runner=lambda path, function: CoreMLRunner(path, function, units), name=name)
+    return backend, probes
+
+
+def entries(converted: ConvertedModel) -> list[tuple[Path, Any]]:
+    """(path, function) of all packages; of one that has several functions, all."""
+    packages = (read_package(converted.package(entry)) for entry in converted.packages)
+    return [(package.path, function) for package in packages for function in package.functions.values()]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,153 @@
+"""The worked examples of AWS's guide to MoE inference on Neuron, computed again from the inputs that it gives itself.
+
+Every example is arithmetic (exact; what depends on a device's published rates is modelled). Seven do not follow
+from their own inputs. Left out: whatever the guide states without saying what it was computed from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moelab.cards import load_device, load_model
+from moelab.experts import blocks
+from moelab.experts.blockwise import BlockMap, block_map
+from moelab.parallel.advice import Advice, advise
+from moelab.experts.selective import expected_unique, provisioned_savings
+from moelab.parallel.sequence_parallel import gather_volume
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example: section, what it says, its value there, the value from its own inputs, whether they agree."""
+
+    section: str
+    text: str
+    guide: str
+    ours: str
+    follows: str
+
+
+def intensity(T: int, weight_bytes: int) -> float:
+    """FLOPs a byte of [T, 4096] @ [4096, 12288], bf16 in and out, so many bytes a weight."""
+    return 2 * T * 4096 * 12288 / (2 * (T * 4096 + T * 12288) + weight_bytes * 4096 * 12288)
+
+
+def gather_ratios() -> dict[str, float]:
+    """How much less is gathered after selection than before, 128 experts and top-8, by the type of the ids."""
+    return {str(ids).removeprefix("torch."): gather_volume(1, 128, 8, 2, ids=ids).ratio
+            for ids in (torch.int64, torch.int32, torch.uint8)}
+
+
+def router_bytes() -> tuple[float, float, float]:
+    """Bytes of GPT-OSS-120B's router, of those of its 36 layers, and their share of a logical core's memory."""
+    router, routers = (blocks.router_bytes(2880, 128, layers) for layers in (1, 36))
+    return router, routers, routers / (1e9 * load_device("trn2")["memory_gb"] / 4)      # four logical cores (LNC2)
+
+
+def worst_padding() -> blocks.Padding:
+    """The worst routing of 1000 tokens to distinct two of 8 experts that can be, B = 256."""
+    return blocks.padding([769, 769, 457, 1, 1, 1, 1, 1], 1000, 2, 256, "text")
+
+
+def examples() -> list[Example]:
+    """All of them, in the guide's order."""
+    trn2, oss = load_device("trn2"), load_model("GPT-OSS-120B")
+    router, routers, share = router_bytes()
+    gather = gather_ratios()
+    balanced = blocks.padding([250] * 8, 1000, 2, 256, "text")
+    impossible = blocks.padding([1750] + [36] * 6 + [34], 1000, 2, 256, "text")
+    row, expert = 2 * oss.H, 2 * 3 * oss.H * oss.I              # bytes of a token and of an expert in bf16
+    fp8, bf16 = (blocks.intensity_target(trn2, dtype) for dtype in ("fp8", "bf16"))
+    unique = {(E, K, batch): expected_unique(batch, [K / E] * E)
+              for E, K, batch in ((256, 8, 16), (128, 8, 8), (16, 1, 8), (256, 8, 32))}
+    return [
+        Example("Router execution", "Size of GPT-OSS-120B's router, 2880 × 128 × 2 bytes", "~0.07 MB",
+                f"{router / 1e6:.2f} MB", "no"),
+        Example("Router execution", "Routers of its 36 layers", "~2.4 MB", f"{routers / 1e6:.1f} MB", "no"),
+        Example("Router execution", "Their share of the memory if each logical core has a copy", "~0.01 %",
+                f"{100 * share:.2f} %", "no"),
+        Example("Communication optimization",
+                "Gathering after selection, 128 experts and top-8, is so many times less", "16×",
+                "16× for weights alone; with ids " + ", ".join(
+                    f"{ratio:.1f}× ({ids})" for ids, ratio in gather.items()), "in part"),
+        Example("Anatomy; API examples", "GPT-OSS: top_k, hidden size, intermediate size", "8, 7168, 2048",
+                f"{oss.K}, {oss.H}, {oss.I} (the card); 7168 and 2048 are DeepSeek-V3's", "no"),
+        Example("Padding overhead", "1000 tokens, top-2 of 8, B = 256, balanced",
+                "15 blocks, 8 needed; 87.5 %, 2.4 %", _told(balanced), "yes"),
+        Example("Padding overhead", "The same, worst case: one expert gets 1750 tokens",
+                "15 blocks, 14 needed; 7.14 %, 79.2 %", "impossible: 1000 tokens with distinct experts give one "
+                f"expert 1000 at most; {_told(impossible)}", "no"),
+        Example("Padding overhead", "A worst case that can be (769, 769, 457 and five times 1)", "–",
+                _told(worst_padding()), "–"),
+        Example("Block size selection", "FLOPs/byte at which TRN2 becomes compute-bound", "400–500",
+                f"modelled: {fp8:.0f} in FP8, {bf16:.0f} in bf16", "FP8 only"),
+        Example("DMA skipping", "Token skipping in a block of 4 with 1 empty slot saves so much memory bandwidth",
+                "~25 %", f"25 % of the token rows; of all bytes, with GPT-OSS's experts, "
+                f"{row / (4 * row + expert):.3%}, and {128 * row / (512 * row + expert):.1%} of a block of 512 with "
+                "128 empty", "no"),
+        Example("Memory-bound characteristics", "Intensity of prefill, [8192, 4096] @ [4096, 12288]",
+                "~400+ FLOPs/byte", f"{intensity(8192, 2):.0f} in bf16", "yes, far above"),
+        Example("Memory-bound characteristics", "Intensity of decode, batch 32", "~50–100 FLOPs/byte",
+                f"{intensity(32, 2):.0f} in bf16, {intensity(32, 1):.0f} with one byte a weight; an expert of top-8 "
+                f"of 128 gets 2 of the 32 tokens: {2 * 2 / 2:.0f}", "no"),
+        *(Example("Selective loading", f"{name}: {E} experts, top-{K}, batch {batch}: savings of the provisioned "
+                  "static graph", "~50 %", f"{provisioned_savings(batch, K, E):.0%}; expected for independent, even "
+                  f"tokens {1 - unique[E, K, batch] / E:.0%}", "yes")
+          for name, E, K, batch in (("DeepSeek", 256, 8, 16), ("GPT-OSS, as told", 128, 8, 8), ("Llama4", 16, 1, 8))),
+        Example("All-Experts", "DeepSeek, batch 32, top-8 of 256: experts required", "256, potentially all",
+                f"{unique[256, 8, 32]:.0f} expected: all are {256 / unique[256, 8, 32] - 1:.0%} more", "rarely")]
+
+
+def _told(p: blocks.Padding) -> str:
+    return (f"{p.provisioned} blocks, {p.needed} needed; worst-case overhead {p.worst_case:.1%}, "
+            f"algorithmic {p.algorithmic:.1%}").replace("%", " %")
+
+
+# ------------------------------------------------------------------------------- its advice, for models of its time
+
+@dataclass(frozen=True)
+class BlockAdvice:
+    """A device, a model, a dtype and T tokens: which block size the intensity factor advises (modelled).
+
+    reuse : whether weights are read once or for each block. real : FLOPs a byte that real tokens bring, read once.
+    """
+
+    device: str
+    model: str
+    dtype: str
+    T: int
+    reuse: bool
+    real: float
+    advice: blocks.Advice
+
+
+#: (device, dtype, tokens of a step, model) that block sizes are asked for
+ASKED = (("trn2", "bf16", 4096, "GPT-OSS-120B"), ("trn2", "bf16", 8192, "GPT-OSS-120B"),
+         ("trn2", "fp8", 8192, "GPT-OSS-120B"), ("a100-80gb", "bf16", 8192, "GPT-OSS-120B"),
+         ("trn2", "bf16", 8192, "Mixtral-8x7B"))
+#: models that a way of parallel execution is advised for
+PARALLEL = ("Mixtral-8x7B", "Phi-3.5-MoE", "GPT-OSS-20B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "DeepSeek-V3")
+
+
+def block_sizes() -> list[BlockAdvice]:
+    """The advice for each of `ASKED`, with weights read once and with weights read for each block."""
+    found = []
+    for device, dtype, T, model in ASKED:
+        card, spec = load_device(device), load_model(model)
+        real = 2 * T * spec.K / spec.E / blocks.RATES[dtype][1]
+        found += [BlockAdvice(card.name, spec.name, dtype, T, reuse, real,
+                              blocks.advise_block_size(card, T, spec.K, spec.E, dtype=dtype, reuse=reuse))
+                  for reuse in (True, False)]
+    return found
+
+
+def parallel_ways(devices: tuple[int, ...] = (8, 64)) -> dict[str, dict[int, Advice]]:
+    """Model → devices → tensor or expert parallelism, and why ("Configuring TP and EP")."""
+    return {model: {n: advise(load_model(model), n) for n in devices} for model in PARALLEL}
+
+
+def six_tokens() -> BlockMap:
+    """The guide's example of blocks of 4: tokens T0 … T5 of three experts."""
+    return block_map(torch.tensor([[0], [1], [0], [2], [1], [0]]), 3, 4)

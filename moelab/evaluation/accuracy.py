@@ -1,0 +1,229 @@
+"""What a way of running a model costs in accuracy: language loss and right answers, each mode against a baseline.
+
+Source: Speculating Experts §4.1 and Table 1 (accuracy ± standard error of executing predicted experts), on text and
+questions that need no network. Every mode sees the same windows and prompts, so what is compared is the *paired*
+difference, whose error is a fraction of that of either score: questions that both modes answer alike cancel.
+
+    score        mean ± s/√n over windows or prompts (s: sample standard deviation; nats a token, or share of right
+                 answers)
+    difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these differences
+    relative     of the loss, in per cent of the baseline's; its error is that of a ratio of means (delta method)
+    p            of right answers: exact two-sided McNemar test on the answers lost and gained
+
+Where no answer changed, the paired error is 0, which says nothing about the next prompt: `interval` is the 95 %
+interval of Agresti and Min (2005), half an answer added to each of the four cells, and never empty. For losses it is
+Student's (`moelab.intervals`). Any two modes are compared like a mode and the baseline. Windows of one library file are
+taken as independent, which makes errors of the loss slightly small.
+
+Left out: generation beyond an answer (`moelab.evaluation.lm_eval_adapter` has tasks that generate) and
+encoder-decoders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from moelab import datasets
+from moelab.evaluation import scores
+from moelab.datasets import Prompt
+from moelab.intervals import standard_error, t95
+from moelab.table import text_table
+
+#: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out library text
+TASKS: dict[str, tuple[str, ...]] = {
+    "loss": (), "needle": ("needle",), "needle_multikey": ("needle_multikey",), "lookup": ("lookup",),
+    "yesno": ("yesno",), "completion": ("code", "prose")}
+
+#: name of a mode → what makes the context manager under which the model runs in that mode
+Modes = Mapping[str, Callable[[], AbstractContextManager]]
+#: task → mode → one score a window (nats a token) or a prompt (right or wrong), in the same order in every mode
+Samples = dict[str, dict[str, np.ndarray]]
+
+
+def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n: int = 200, windows: int = 64,
+            tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16) -> dict[str, Any]:
+    """Score one model in several modes on the same held-out text and prompts.
+
+    Parameters
+    ----------
+    model : a model with a `.tokenizer`, resident, offloaded or otherwise plugged.
+    modes : {name: function that returns a context manager}; the first is the baseline of the differences.
+        `contextlib.nullcontext` is the model as it is.
+    tasks : keys of `TASKS`.
+    n : prompts a task; windows : windows of library text; tokens : length of each, in the model's own tokens.
+    decode : False reads each text in one forward pass, so a mode must act on those ("prefill"); True computes what is
+        scored (the answers, the last quarter of each window) in decode steps after an ordinary prefill.
+    batch_size : texts a forward pass, where it isn't decode.
+
+    Returns
+    -------
+    dict, as JSON knows it: "settings"; "scores", see `summarise`, with the "recall" of modes that count it (mean over
+    layers); "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode:
+    [score, …]}}.
+
+    Raises
+    ------
+    ValueError : unknown tasks, no modes, fewer than two windows or prompts, an encoder-decoder, no tokenizer.
+    """
+    texts = material(model.tokenizer, _checked(model, modes, tasks), n, windows, tokens, seed)
+    samples: Samples = {task: {} for task in texts}
+    recalls: dict[tuple[str, str], float] = {}
+    for mode, context in modes.items():
+        for task, items in texts.items():
+            label, last = f"{mode}: {task}", tokens // 4 if decode else 0
+            with context() as running:
+                samples[task][mode] = (
+                    scores.language_loss(model, items, batch_size, last, label) if task == "loss"
+                    else np.array(scores.right_answers(model, items, batch_size, decode, label)))
+                if hasattr(running, "recall") and (known := [share for share in running.recall().tolist()
+                                                             if not math.isnan(share)]):
+                    recalls[task, mode] = sum(known) / len(known)
+    settings = {"prompts": n, "windows": windows, "tokens": tokens, "seed": seed,
+                "scored": "decode steps" if decode else "one forward pass"}
+    found = result(samples, settings)
+    for (task, mode), share in recalls.items():
+        found["scores"][task][mode]["recall"] = share
+    return found
+
+
+def material(tokenizer: Any, tasks: Sequence[str], n: int, windows: int, tokens: int, seed: int) -> dict[str, Any]:
+    """{task: its prompts, or the windows [windows, tokens] of the loss}, from the test split."""
+    return {task: scores.text_windows(tokenizer, "test", windows, tokens, seed) if task == "loss"
+            else task_prompts(tokenizer, task, n, tokens, seed) for task in tasks}
+
+
+def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:
+    """`n` prompts of a task; a task of several sources takes them in turn."""
+    count = lru_cache(maxsize=200_000)(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    sources = [datasets.prompts(source, -(-n // len(TASKS[task])), tokens=tokens, seed=seed, count=count)
+               for source in TASKS[task]]
+    return [prompt for turn in zip(*sources) for prompt in turn][:n]
+
+
+def result(samples: Samples, settings: dict[str, Any]) -> dict[str, Any]:
+    """The document that `compare` returns, of any samples: their scores, and they themselves as plain lists."""
+    return {"kind": "measured", "settings": settings, "scores": summarise(samples),
+            "pairs": {task: {f"{mode} − {other}": paired(by_mode[other], by_mode[mode])
+                             for other, mode in combinations(list(by_mode)[1:], 2)}
+                      for task, by_mode in samples.items() if len(by_mode) > 2},
+            "samples": {task: {mode: values.tolist() for mode, values in by_mode.items()}
+                        for task, by_mode in samples.items()}}
+
+
+# --------------------------------------------------------------------------------------------------- the statistics
+
+def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
+    """{task: {mode: row}}; the first mode of a task is its baseline.
+
+    A row has "unit", "n", "score" and "error" (standard error) and, but for the baseline, "difference",
+    "difference error", "interval" (95 %) and, for answers, "lost", "gained" and "p" or, for other scores, "relative"
+    and "relative error" (per cent).
+
+    Raises
+    ------
+    ValueError : fewer than two samples of a mode, or not as many as of its baseline.
+    """
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for task, by_mode in samples.items():
+        by_mode = {mode: np.asarray(values) for mode, values in by_mode.items()}
+        (baseline, base), rows[task] = next(iter(by_mode.items())), {}
+        # a metric that happens to be 0 or 1 throughout in one mode is no count of right answers
+        answers = all(values.dtype == bool for values in by_mode.values())
+        for mode, values in by_mode.items():
+            if len(values) < 2 or len(values) != len(base):
+                raise ValueError(f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; a standard "
+                                 f"error needs at least two, and pairs as many of each")
+            unit = "share of right answers" if answers else "nats a token" if task == "loss" else "score"
+            rows[task][mode] = {"unit": unit, "n": len(values)} | _mean("score", "error", values)
+            if mode != baseline:
+                rows[task][mode] |= paired(base, values)
+    return rows
+
+
+def paired(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    """What one mode's scores are beside another's, over the same windows or prompts [n]: right answers if both are."""
+    both = [np.asarray(scores) for scores in (base, values)]
+    if all(scores.dtype == bool for scores in both):
+        return paired_answers(*both)
+    return paired_means(*(scores.astype(float) for scores in both))
+
+
+def paired_means(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    """Difference of means over pairs [n], absolute and relative to the baseline's mean."""
+    row = _mean("difference", "difference error", values - base)
+    reach = t95(len(base) - 1) * row["difference error"]
+    row["interval"] = [row["difference"] - reach, row["difference"] + reach]
+    if base.mean() > 0:
+        ratio = values.mean() / base.mean()
+        row["relative"] = 100 * (ratio - 1)
+        row["relative error"] = 100 * standard_error(values - ratio * base) / base.mean()
+    return row
+
+
+def paired_answers(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    """Difference of two shares over the same prompts, base and values bool [n]."""
+    lost, gained, n = int((base & ~values).sum()), int((~base & values).sum()), len(base)
+    row = _mean("difference", "difference error", values.astype(float) - base)
+    # Agresti and Min: 1/2 to each cell of the 2×2 table
+    mean, changed = (gained - lost) / (n + 2), (lost + gained + 1) / (n + 2)
+    half = 1.96 * math.sqrt((changed - mean**2) / (n + 2))
+    return row | {"interval": [max(mean - half, -1.0), min(mean + half, 1.0)], "lost": lost, "gained": gained,
+                  "p": mcnemar(lost, gained)}
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Exact two-sided p value of McNemar's test: how likely so uneven a split is, were each change a fair coin."""
+    changed = lost + gained
+    tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+def _mean(name: str, error: str, values: np.ndarray) -> dict[str, float]:
+    values = values.astype(float)
+    return {name: float(values.mean()), error: standard_error(values)}
+
+
+# --------------------------------------------------------------------------------------------------------- in print
+
+def table(found: dict[str, Any]) -> str:
+    """A result as text, one line a task and mode; answers in per cent and points, losses in nats a token."""
+    lines = []
+    for task, by_mode in found["scores"].items():
+        unit = next(iter(by_mode.values()))["unit"]
+        for mode, row in (by_mode | found["pairs"].get(task, {})).items():
+            answers = unit.startswith("share")
+            scale, digits = (100, 1) if answers else (1, 4)
+            score = f"{scale * row['score']:.{digits}f}{' %' if answers else ''} ± {scale * row['error']:.{digits}f}" \
+                if "score" in row else "–"
+            line = [task, mode, score]
+            if "difference" not in row:
+                lines.append(line + ["–"] * 4)
+                continue
+            line.append(f"{scale * row['difference']:+.{digits}f} ± {scale * row['difference error']:.{digits}f}")
+            line.append("[" + ", ".join(f"{scale * side:+.{digits}f}" for side in row["interval"]) + "]")
+            lines.append(line + [
+                f"{row['lost']} lost, {row['gained']} gained, p = {row['p']:.2g}" if answers
+                else f"{row['relative']:+.2f} % ± {row['relative error']:.2f}" if "relative" in row else "–",
+                f"{100 * row['recall']:.1f} %" if "recall" in row else "–"])
+    return text_table(["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines)
+
+
+def _checked(model: Any, modes: Modes, tasks: Sequence[str]) -> Sequence[str]:
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown or not tasks:
+        raise ValueError(f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}")
+    if not modes:
+        raise ValueError("there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
+                         f"doesn't do; lm-eval's tasks can be used")
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError("the model has no tokenizer; put one beside its weights, or set model.tokenizer")
+    return tasks

@@ -1,0 +1,65 @@
+"""The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is measured on this machine.
+
+Source: "automatic choice" of the AWS Neuron MoE guide (`moelab.experts.neuron_rule` has its rule, by sizes alone),
+here by the clock. The first time that an expert's shape has more tokens than experts to go to, both ways compute one of
+its experts with 8, 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose.
+Both are lossless, so the choice changes no result beyond rounding; a fixed one is an option. Left out: a choice by
+expert, and energy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.experts.executor import Executor
+from moelab.experts.gemv import GEMV
+from moelab.experts.packed import Packed
+from moelab.experts.sorting import Sorted
+from moelab.kernels.linear import crossover
+
+
+class Fast(Executor):
+    """`GEMV` up to so many tokens an expert, then `Sorted` or `Packed`.
+
+    Parameters
+    ----------
+    few : GEMV computes steps with at most so many tokens an expert (T·K / E) on average; None measures it.
+    packed : compute many tokens with packed weights, which takes as much memory again as the weights.
+
+    Attributes
+    ----------
+    measured : (shape of an expert's weights, dtype, layout, threads) → what `few` was found to be.
+    """
+
+    def __init__(self, few: float | None = None, packed: bool = False) -> None:
+        super().__init__()
+        self.few, self.measured = few, {}
+        self.gemv, self.many = GEMV(), Packed() if packed else Sorted()
+        self.gemv.tally = self.many.tally = self.tally
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        tokens = ids.numel() / experts.num_experts
+        way = self.gemv if tokens <= 1 or tokens <= self._few(x, ids, experts) else self.many
+        return way.run(x, ids, weights, experts)
+
+    @torch.no_grad()
+    def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
+        if self.few is not None:
+            return self.few
+        expert = next((e for e in ids.flatten().tolist() if e < experts.num_experts), None)
+        if expert is None or x.device.type != "cpu":
+            return 0
+        shapes = tuple(tuple(w.shape) for w in experts.weights(expert).values())
+        key = shapes, x.dtype, getattr(experts, "is_transposed", None), torch.get_num_threads()
+        if key not in self.measured:
+            before = vars(self.tally).copy()
+
+            def way(executor: Executor, size: int) -> Any:
+                rows = x[torch.arange(size) % len(x)]
+                return executor.run(rows, torch.full((size, 1), expert), x.new_ones(size, 1), experts)
+            self.measured[key] = crossover(*(lambda size, w=w: way(w, size) for w in (self.gemv, self.many)))
+            vars(self.tally).update(before)                 # what was computed for measuring counts for nothing
+        return self.measured[key]

@@ -1,0 +1,268 @@
+"""Attention of a single token in two calls: projections, norms, rotation before the cache, heads and output after it.
+
+A token's attention is a few megabytes of weights and some thousand multiplications, but about thirty calls in
+transformers, each dearer than its work. Here every thread computes rows of q, k and v at once; the last of it, norms
+of heads and rotary embeddings, takes microseconds; then, with the cache's keys and values, threads share the key
+heads, and after these the rows of the output. The products are those of `moelab.kernels.tiles`, sums are in fp32 and
+rounded once, so the result is transformers' within the dtype's tolerance, not bit for bit.
+
+    x [1, 1, H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [1, 1, H]
+
+Only for the attention of `ATTENTIONS`, where a probe shows the same result, on the CPU; prompts, batches, masks and
+gradients go where they went before. Left out: latent attention, sinks, soft caps, partial or interleaved rotation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moelab.kernels import products
+from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, read, size_of, spread, take, together,
+                                  weight, write)
+from moelab.kernels.compile import c_function, kernel
+
+#: classes of transformers whose attention is the one above; a probe must agree all the same
+ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
+#: what a probe may differ by, relative to the largest number
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+ROOM = 256                      # tokens for which a cache gets room at once
+_NONE = np.zeros(1, np.int64)
+
+
+class DecodeAttention:
+    """The forward of one layer's attention; its own for everything but a single token."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, type(module).forward
+        self.linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
+        norms = [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
+        D = self.D = module.head_dim
+        self.heads, self.kv_heads = (linear.out_features // D for linear in self.linears[:2])
+        # of q's and k's: addresses of weights, widths, epsilon
+        self.norms = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
+            if len(norms) == 2 else (0, 0, D, D, 0.0)
+        kind = products.KINDS[self.linears[0].weight.dtype]
+        self.kind, self.work, self.heads_work = kind(0), products.entry(kind), c_function(_HEADS[kind])
+        size, rows = self.linears[0].weight.element_size(), []
+        for linear in self.linears[:3]:                             # a matrix for each head
+            bias, width = linear.bias, linear.in_features * D * size
+            rows += [[linear.weight.data_ptr() + head * width, 0, 0 if bias is None else bias.data_ptr()
+                      + head * D * size, 0] for head in range(linear.out_features // D)]
+        out = self.linears[3]
+        self.before = np.array(rows), np.arange(len(rows) + 1), np.zeros(len(rows), np.int64)
+        self.after = np.array([[out.weight.data_ptr(), 0, 0 if out.bias is None else out.bias.data_ptr(), 0]]), \
+            np.array([0, 1]), _NONE
+        self.addresses = _addresses(module)
+        self.rooms: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()      # of caches' layers
+
+    def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
+                 attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        x, module, dtype = hidden_states, self.module, self.linears[0].weight.dtype
+        cos, sin = position_embeddings or (None, None)
+        if not (x.numel() == x.shape[-1] and attention_mask is None and past_key_values is not None and not args
+                and cos is not None and x.dtype == cos.dtype == sin.dtype == dtype and x.is_cpu
+                and cos.numel() == sin.numel() == self.D and not torch.is_grad_enabled()
+                and not module.training and module.config._attn_implementation == "sdpa"
+                and _addresses(module) == self.addresses):          # nothing was replaced or moved
+            return self.own(module, hidden_states, *args, position_embeddings=position_embeddings,
+                            attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+        grown = _grown(self.rooms, past_key_values, module.layer_idx, x.dtype)
+        k, v = [t[:, :, -1:] for t in grown] if grown else x.new_empty(2, 1, self.kv_heads, 1, self.D).unbind()
+        x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
+        q = np.empty(self.heads * self.D, np.float32)
+        _project(self.kind, *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.data_ptr(),
+                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), k.stride(1), self.work,
+                 products.TEAM, threads)
+        keys, values = grown or (t.contiguous() for t in past_key_values.update(k, v, module.layer_idx))
+        S, y = keys.shape[2], torch.empty_like(x)
+        _attend(self.kind, *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, keys.stride(1), self.D,
+                y.data_ptr(), y.numel(), self.heads_work, self.work, products.TEAM, threads)
+        return y, None
+
+
+def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """A layer's keys and values [1, kv heads, S + 1, D], the last of them to be written; None for a cache that `update`
+    must see to.
+
+    transformers concatenates, which copies all keys and values for every token. Here a plain growing cache gets `ROOM`
+    behind them, where the next ones are written. Whatever it gives out, crops or reorders stays what it was. `rooms`
+    knows the room of each layer of a cache, which a copy of the layer has no part in.
+    """
+    layers = () if getattr(cache, "offloading", True) else cache.layers
+    layer = layers[index] if index < len(layers) else None
+    if type(layer).__name__ != "DynamicLayer" or not layer.is_initialized or layer.keys.dtype != dtype \
+            or not layer.keys.is_cpu or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
+        return None
+    S = layer.keys.shape[2]
+    room, given = rooms.get(layer, (None, (None, None)))
+    if layer.keys is not given[0] or layer.values is not given[1] or S == room[0].shape[2]:
+        room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (layer.keys, layer.values))
+        room[0][:, :, :S], room[1][:, :, :S] = layer.keys, layer.values
+    layer.keys, layer.values = given = room[0][:, :, :S + 1], room[1][:, :, :S + 1]
+    rooms[layer] = room, given
+    return given
+
+
+def _addresses(module: nn.Module) -> list[int]:
+    """Where the parameters of a module's children lie."""
+    return [p.data_ptr() for child in module._modules.values() for p in child._parameters.values() if p is not None]
+
+
+def epsilon(norm: nn.Module) -> float | None:
+    """What an RMSNorm adds to the mean square; None if it keeps that elsewhere."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+@torch.inference_mode()
+def decode_attention(module: nn.Module) -> DecodeAttention | None:
+    """What computes single tokens for this module, or None if it is no attention that can be computed so.
+
+    A probe compares both on a random token, a random angle and three earlier positions.
+    """
+    config = getattr(module, "config", None)
+    if type(module).__name__ not in ATTENTIONS or getattr(config, "clip_qkv", None):
+        return None
+    linears = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    dtype = linears[0].weight.dtype
+    if dtype not in products.KINDS or any(type(linear) is not nn.Linear or not linear.weight.is_cpu
+                                          or not linear.weight.is_contiguous() or linear.weight.dtype != dtype
+                                          for linear in linears):
+        return None
+    ours, rng = DecodeAttention(module), torch.Generator().manual_seed(0)
+    angle = torch.rand(1, 1, ours.D // 2, generator=rng).repeat(1, 1, 2) * 6
+    past = [torch.randn(1, ours.kv_heads, 3, ours.D, generator=rng).to(dtype) for _ in range(2)]
+    given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None,
+             "past_key_values": _Past(past)}
+    x = torch.randn(1, 1, linears[0].in_features, generator=rng).to(dtype)
+    wanted, got = (forward(x, **given)[0].float() for forward in (module, ours))
+    return ours if (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max() else None
+
+
+class _Past:
+    """A cache for one look."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def update(self, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+        return [torch.cat([old, new], 2) for old, new in zip(self.tensors, (k, v))]
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+@kernel
+def _project(kind, matrices, bounds, who, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k, v,
+             stride, work, team, threads):
+    """q fp32 [heads, D], scaled and in the order of `place`; k and v of the kind, `stride` numbers from head to head.
+    Norms at address 0 are none."""
+    M, heads, whole = len(matrices), len(q) // D, D - D % STEP
+    kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
+    together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, who, D, y.ctypes.data))
+    flat = y.reshape(M * D)
+    _normalise(kind, flat[:heads * D], q_norm, q_width, eps)
+    _normalise(kind, flat[heads * D:(heads + kv_heads) * D], k_norm, k_width, eps)
+    turned, half = np.empty(D, np.float32), D // 2
+    for m in range(heads + kv_heads):
+        for i in range(half):
+            a, b = y[m, i], y[m, i + half]
+            turned[i] = a * weight(kind, cos, 0, i) - b * weight(kind, sin, 0, i)
+            turned[i + half] = b * weight(kind, cos, 0, i + half) + a * weight(kind, sin, 0, i + half)
+        if m < heads:
+            for i in range(D):
+                turned[i] *= np.float32(scaling)
+            spread(np.float32(0), kind, turned.ctypes.data, whole, q.ctypes.data + 4 * m * D)
+            for i in range(whole, D):
+                q[m * D + i] = turned[i]
+        else:
+            for i in range(D):
+                write(kind, k, (m - heads) * stride + i, turned[i])
+                write(kind, v, (m - heads) * stride + i, y[m + kv_heads, i])
+
+
+@kernel
+def _normalise(kind, y, w, width, eps):
+    """RMS norm of y in rows of `width`, by the weight at w."""
+    if w == 0:
+        return
+    for first in range(0, len(y), width):
+        total = np.float32(0)
+        for i in range(width):
+            total += y[first + i] * y[first + i]
+        inverse = np.float32(1 / np.sqrt(total / width + eps))
+        for i in range(width):
+            y[first + i] *= inverse * weight(kind, w, 0, i)
+
+
+@kernel
+def _attend(kind, matrices, bounds, who, q, k, v, kv_heads, S, stride, D, out, H, heads_work, work, team, threads):
+    """The output [H] of the kind from q of `_project` and the keys and values at k and v, [kv heads, S, D], `stride`
+    numbers from head to head."""
+    mixed, y = np.empty(len(q), np.float32), np.empty(H, np.float32)
+    job = np.empty(10, np.int64)
+    job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, len(q) // D // kv_heads, S, D
+    job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, k, v, mixed.ctypes.data, stride * size_of(kind)
+    together(team, heads_work, threads, job)
+    job = products.job_of(np.float32(0), kind, matrices, bounds, mixed.ctypes.data, 1, len(q), who, H, y.ctypes.data)
+    kept(mixed)
+    together(team, work, threads, job)
+    for i in range(H):
+        write(kind, out, i, y[i])
+
+
+@kernel
+def _heads(kind, job):
+    """One key head after the other, with the query heads that look at it, until none is left."""
+    kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
+    q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
+    whole, row = D - D % STEP, D * size_of(kind)
+    scores, sums, inputs = np.empty((group, S), np.float32), np.empty(D, np.float32), np.empty(group, np.int64)
+    while True:
+        h = take(job)
+        if h >= kv_heads:
+            return
+        keys, values = k + h * stride, v + h * stride
+        for g in range(group):
+            inputs[g] = q + 4 * (h * group + g) * D
+        for g in range(group):
+            x, to = inputs.ctypes.data + 8 * g, scores.ctypes.data + 4 * g * S
+            for s in range(0, S - 3, 4):
+                dots(1, 4, kind, x, keys + s * row, 0, D, whole, to + 4 * s, S)
+            for s in range(S - S % 4, S):
+                dots(1, 1, kind, x, keys + s * row, 0, D, whole, to + 4 * s, S)
+            for s in range(S if whole < D else 0):
+                for i in range(whole, D):
+                    scores[g, s] += weight(np.float32(0), inputs[g], 0, i) * weight(kind, keys, 0, s * D + i)
+            largest, total = scores[g].max(), np.float32(0)
+            for s in range(S):
+                scores[g, s] = np.exp(scores[g, s] - largest)
+                total += scores[g, s]
+            sums[:] = 0
+            for s in range(0, S - 3, 4):
+                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, D, whole, sums.ctypes.data)
+            for s in range(S - S % 4, S):
+                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, D, whole, sums.ctypes.data)
+            for i in range(whole, D):
+                for s in range(S):
+                    sums[i] += scores[g, s] * weight(kind, values, 0, s * D + i)
+            for i in range(D):
+                write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
+
+
+def _heads_fp32(job):
+    _heads(np.float32(0), job)
+
+
+def _heads_bf16(job):
+    _heads(np.uint16(0), job)
+
+
+def _heads_fp16(job):
+    _heads(np.int16(0), job)
+
+
+_HEADS = {np.float32: _heads_fp32, np.uint16: _heads_bf16, np.int16: _heads_fp16}

@@ -1,0 +1,102 @@
+"""What is around the products of a step's experts, compiled: who goes where, the gate, the weighted sum.
+
+Source: as `moelab.kernels.products`. For a single token each of these is a thousand operations, which as calls of
+torch take longer than the products leave room for; so where the gate is SiLU, all of an expert is one call.
+
+    ids [T, K] → experts hit [M], rows [N]    x [T, H] → h fp32 [N, 2I] → silu(gate) · up [N, I] → y [N, H] → [T, H]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.kernels.products import KINDS, OUTPUTS, PIECE, TEAM, entry, job_of
+from moelab.kernels.tiles import kept, together, weight, write
+from moelab.kernels.compile import kernel
+
+
+@kernel
+def arrange(ids, E):
+    """Choices int64 [T, K] sorted by expert: experts hit, where each one's begin and the last one's end, whose choice
+    each is [n], and where each choice went, int64 [T, K], −1 for "no expert" (E). ValueError for any other id."""
+    T, K = ids.shape
+    places, rows = np.zeros(E + 1, np.int64), np.full((T, K), -1)
+    for t in range(T):
+        for k in range(K):
+            if ids[t, k] < 0 or ids[t, k] > E:                  # a kernel would write past the end of its memory
+                raise ValueError("there is an expert's id below 0 or above E, the number of experts: they must be "
+                                 "0 to E - 1, or E for no expert")
+            places[ids[t, k]] += 1
+    M, n = 0, 0
+    hit, bounds = np.empty(E, np.int64), np.empty(E + 1, np.int64)
+    for e in range(E):
+        if places[e] > 0:
+            hit[M], bounds[M] = e, n
+            M += 1
+        n, places[e] = n + places[e], n
+    bounds[M], tokens = n, np.empty(n, np.int64)
+    for t in range(T):
+        for k in range(K):
+            e = ids[t, k]
+            if e < E:
+                tokens[places[e]], rows[t, k] = t, places[e]
+                places[e] += 1
+    return hit[:M], bounds[:M + 1], tokens, rows
+
+
+def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, H]: of each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its weights w [T, K]."""
+    out, w = torch.empty(len(rows), y.shape[1], dtype=dtype), _readable(w)
+    _combine(KINDS[w.dtype](0), KINDS[dtype](0), y.numpy(), rows, w.data_ptr(), out.data_ptr())
+    return out
+
+
+def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray, int], bounds: np.ndarray, x: Tensor,
+                 who: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
+    """Experts that are down(silu(gate) · up), weighted: `multiply`, `multiply`, `combine` in one call, [T, H].
+
+    up, down : (matrices, R) of [gate; up] and down; the rest as in these.
+    """
+    x, w, (T, n) = x.contiguous(), _readable(w), x.shape
+    out = torch.empty(T, down[1], dtype=x.dtype)
+    _feed_forward(KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), *up, *down, bounds, x.data_ptr(), T, n,
+                  who, rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
+                  entry(kind, transposed), TEAM, torch.get_num_threads())
+    return out
+
+
+def _readable(w: Tensor) -> Tensor:
+    """Routing weights as the kernels read them; some routers end in double precision."""
+    return (w if w.dtype in KINDS else w.float()).contiguous()
+
+
+@kernel
+def _combine(w_kind, kind, y, rows, w, out):
+    T, K = rows.shape
+    total = np.empty(y.shape[1], np.float32)
+    for t in range(T):
+        total[:] = 0
+        for k in range(K):
+            if rows[t, k] >= 0:
+                factor, row = weight(w_kind, w, 0, t * K + k), y[rows[t, k]]
+                for h in range(len(total)):
+                    total[h] += factor * row[h]
+        for h in range(len(total)):
+            write(kind, out, t * len(total) + h, total[h])
+
+
+@kernel
+def _feed_forward(x_kind, order, up, two_I, down, H, bounds, x, T, n, who, rows, w_kind, w, out, outputs, work, team,
+                  threads):
+    N, I = bounds[-1], two_I // 2
+    h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
+    together(team, work, threads, job_of(x_kind, order, up, bounds, x, T, n, who, two_I, h.ctypes.data, outputs))
+    for j in range(N):
+        for i in range(I):
+            a[j, i] = h[j, i] / (np.float32(1) + np.exp(-h[j, i])) * h[j, I + i]
+    together(team, work, threads, job_of(np.float32(0), order, down, bounds, a.ctypes.data, N, I, who[:0], H,
+                                         y.ctypes.data, outputs))
+    kept(a)
+    _combine(w_kind, x_kind, y, rows, w, out)

@@ -1,0 +1,116 @@
+"""Dense linear layers with the kernels of the experts: attention's projections, shared experts, the head.
+
+Once the experts of a decode step take only as long as reading them, the dense layers' bf16 GEMVs are next: torch's run
+at a fraction of the memory's rate, and its bf16 GEMMs at a fraction of the arithmetic's, where the processor has no
+bf16 instructions. `FastLinears` finds each `nn.Linear` on the CPU another forward, which multiplies by
+`moelab.kernels.products`, up to the number of rows at which torch's product is faster, found by timing both once for
+each type; beyond it, and while gradients are wanted, torch's product is taken. No weight is copied. Sums are in fp32
+and rounded once, so results equal torch's within the type's tolerance. `moelab.models.fast_decode` puts them on.
+
+Left out: subclasses of nn.Linear, which may mean something else; weights that are not contiguous; other devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+try:
+    from moelab.kernels import products
+except ModuleNotFoundError as error:
+    if error.name != "numba":
+        raise
+    products = None             # nothing is replaced
+
+SIZES = (8, 32, 128)            # tokens of one expert that are tried
+REPEATS = 3                     # the best of so many counts: the others were disturbed
+LARGE = 1 << 16                 # weights of a layer below which there is nothing to gain
+
+
+class FastLinears:
+    """Finds linear layers another forward.
+
+    Parameters
+    ----------
+    rows : the largest number of rows that it gets; None measures it.
+
+    Attributes
+    ----------
+    rows : dtype → up to how many rows it is taken.
+    """
+
+    def __init__(self, rows: float | None = None) -> None:
+        self._given, self.rows = rows, {}
+
+    def __call__(self, module: nn.Module) -> _Forward | None:
+        """The forward for a module; None where the module's own is as good, or another."""
+        if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias):
+            return None
+        dtype = module.weight.dtype
+        if dtype not in self.rows:
+            self.rows[dtype] = _measured(module) if self._given is None else self._given
+        return _Forward(module, self.rows[dtype])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x Wᵀ + b as `F.linear`, x [..., n], W [R, n], by our kernels: CPU tensors of one type, in `products.KINDS`.
+
+    Needs numba and a contiguous W; sums in fp32.
+    """
+    kind, rows = products.KINDS[weight.dtype], x.reshape(-1, weight.shape[1])
+    matrix = np.array([[weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), 0]])
+    y = products.multiply(kind, matrix, np.array([0, len(rows)]), rows, None, weight.shape[0], False, x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Forward:
+    """The forward of one linear layer, called as `module(x)`."""
+
+    def __init__(self, module: nn.Linear, rows: float) -> None:
+        self.module, self.rows = module, rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        w, b = self.module.weight, self.module.bias                 # asked each time: they may be replaced or moved
+        ours = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
+            and 0 < x.numel() <= self.rows * w.shape[1] and _fits(w, b) \
+            and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
+        return linear(x, w, b) if ours else F.linear(x, w, b)
+
+
+def _fits(w: Tensor, b: Tensor | None) -> bool:
+    return w.is_cpu and w.dtype in products.KINDS and w.is_contiguous() and w.numel() >= LARGE \
+        and (b is None or b.dtype == w.dtype)
+
+
+@torch.inference_mode()
+def _measured(module: nn.Linear) -> float:
+    """Up to how many rows our kernels are faster for a layer like this one."""
+    w = module.weight
+    x = torch.ones(128, w.shape[1], dtype=w.dtype)
+    return max(crossover(lambda n: linear(x[:n], w), lambda n: F.linear(x[:n], w)), 1)
+
+
+def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
+    """Up to how many tokens `first` is no slower than `second`, of two functions of the number of tokens: 1, a size in
+    the middle of two that were tried, or infinity. A few runs of each are timed; the best of them counts."""
+    last = 0
+    for size in SIZES:
+        seconds = []
+        for function in (first, second):
+            runs = []
+            for _ in range(1 + REPEATS):                    # the first one compiles, packs, fills caches
+                start = time.perf_counter()
+                function(size)
+                runs.append(time.perf_counter() - start)
+            seconds.append(min(runs[1:]))
+        if seconds[0] > seconds[1]:
+            return (last + size) // 2 if last else 1
+        last = size
+    return inf

@@ -1,0 +1,273 @@
+"""Many small matrix products at once, y = x Wᵀ + b, each weight read once from where it lies: numba kernels.
+
+Source: GEMV is bound by memory (one multiplication for each weight that is read), so what counts is that every core
+reads all the time: the rows of all matrices are cut into pieces, and each thread takes the next piece that nobody has.
+Matrices are given by their addresses, so they need not be one bank. With several tokens a matrix, tiles of
+`moelab.kernels.tiles` multiply each weight with all of them while it is in a register, and no weight is packed,
+converted or copied: for the dozens of rows that an expert has in prefill, that is most of a GEMM's work.
+
+    x [T, n], who [N] rows of x, matrices [M] with first…last of who    →    y fp32 [N, R]
+
+Threads are numba's, as many as torch's. Needs numba; importing it without raises ImportError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, prefetch, read, size_of, spread, take, together,
+                                  weight, write)
+from moelab.kernels.compile import c_function, kernel
+
+#: torch's types of weights → numba's kinds; split bytes are np.uint8
+KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+#: columns of a table of matrices: addresses, `other`s of split bytes, or 0; bias 0 for none
+COLUMNS = ("w", "other", "bias", "other bias")
+#: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
+HEADER = 6
+_IN_ORDER = np.empty(0, np.int64)
+
+TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
+PIECE = 64                     # rows that a thread takes at a time
+GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
+OUTPUTS = 512                   # outputs that a thread takes at a time in the transposed layout; sums stay in the L1
+AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
+_ONE = threading.Lock()         # numba's simplest pool of threads, where there is no OpenMP, must not be shared
+
+
+def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, who: np.ndarray | None, R: int,
+             transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """All products: [N, R] of `dtype`, summed in fp32.
+
+    Parameters
+    ----------
+    kind : how weights are stored: a value of `KINDS`, or np.uint8 for split bytes.
+    matrices : int64 [M, 4], see `COLUMNS`; each [R, n], or [n, R] if `transposed`.
+    bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
+    x : [T, n] of a type in `KINDS`. who : int64 [N], the row of x of each row of the result; None for one after the
+        other.
+    """
+    x, y, threads = x.contiguous(), torch.empty(int(bounds[-1]), R, dtype=dtype), torch.get_num_threads()
+    given = (KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), matrices, bounds, x.data_ptr(), *x.shape,
+             _IN_ORDER if who is None else who, R)
+    outputs = OUTPUTS if transposed else PIECE
+    if TEAM or threads == 1:
+        _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, entry(kind, transposed), TEAM, threads)
+        return y
+    wide = torch.empty(y.shape)
+    job = job_of(*given, wide.data_ptr(), outputs)
+    try:
+        with _ONE: _together(threads, _columns if transposed else _rows, kind(0), job.ctypes.data)
+    finally:                                        # Ctrl-C meanwhile is raised as soon as the kernel returns
+        torch.set_num_threads(threads)              # numba's pool sets OpenMP's number, which may be torch's as well
+    return y.copy_(wide)
+
+
+# --------------------------------------------------------------------------------------------------------- kernels
+
+@kernel
+def job_of(x_kind, order, matrices, bounds, x, T, n, who, R, y, outputs=PIECE):
+    """All that a kernel needs to know behind one address; of each matrix also its first and last row of the result.
+
+    A thread takes `outputs` of R at a time. At the end the inputs, in fp32 and in `place`'s order for weights of the
+    kind `order`. What lies at x must be `kept` until here, what lies at y until the job is done.
+    """
+    M, N, whole = len(matrices), bounds[-1], n - n % STEP
+    job = np.empty(HEADER + 6 * M + N + (T * n + 1) // 2, np.int64)
+    job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs
+    for m in range(M):
+        at = HEADER + 6 * m
+        job[at:at + 4] = matrices[m]
+        job[at + 4], job[at + 5] = bounds[m], bounds[m + 1]
+    wide = job.ctypes.data + 8 * (HEADER + 6 * M + N)
+    for j in range(N):
+        job[HEADER + 6 * M + j] = wide + 4 * n * (who[j] if len(who) > 0 else j)
+    for t in range(T):
+        row, to = x + t * n * size_of(x_kind), wide + 4 * t * n
+        spread(x_kind, order, row, whole, to)
+        for i in range(whole, n):
+            write(np.float32(0), to, i, weight(x_kind, row, 0, i))
+    return job
+
+
+@kernel
+def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, who, R, outputs, work, team, threads):
+    N, pieces = bounds[-1], len(matrices) * ((R + outputs - 1) // outputs)
+    wide = size_of(out_kind) == 4
+    y = np.empty(0 if wide else N * R, np.float32)
+    together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, who, R,
+                                                      out if wide else y.ctypes.data, outputs))
+    for i in range(len(y)):
+        write(out_kind, out, i, y[i])
+    kept(y)
+
+
+@kernel
+def _rows(kind, job):
+    """Pieces of the rows layout until there are none left."""
+    M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
+    whole, size, inputs = n - n % STEP, size_of(kind), job + 8 * (HEADER + 6 * M)
+    while True:
+        piece = take(job)
+        if piece >= M * pieces:
+            return
+        matrix, begin = HEADER + 6 * (piece // pieces), piece % pieces * PIECE
+        w, other = read(job, matrix), read(job, matrix + 1)
+        bias, other_bias = read(job, matrix + 2), read(job, matrix + 3)
+        first, last, end = read(job, matrix + 4), read(job, matrix + 5), min(begin + PIECE, R)
+        for group in range(first, last, GROUP):
+            group_end, r = min(group + GROUP, last), begin
+            while r < end:
+                # few tokens wait for memory, which likes to be read from front to back: one row at a time
+                rows = TILE if group_end - group > 2 and r + TILE <= end else 1
+                at, second = w + r * n * size, other + r * n
+                ahead = max(AHEAD, rows * n * size)
+                token = group
+                while token < group_end:
+                    tokens = TILE if token + TILE <= group_end else 2 if token + 2 <= group_end else 1
+                    share = rows * n * size * tokens // (group_end - group)     # of what comes next, for each tile
+                    for line in range(ahead, ahead + share, 64):
+                        if rows == 1:
+                            prefetch(3, at + line)
+                        else:
+                            prefetch(2, at + line)
+                        if other != 0:
+                            prefetch(3, second + line)
+                    ahead += share
+                    x, to = inputs + 8 * token, y + 4 * (token * R + r)
+                    if rows == TILE:
+                        if tokens == TILE:
+                            dots(TILE, TILE, kind, x, at, second, n, whole, to, R)
+                        elif tokens == 2:
+                            dots(2, TILE, kind, x, at, second, n, whole, to, R)
+                        else:
+                            dots(1, TILE, kind, x, at, second, n, whole, to, R)
+                    elif tokens == TILE:
+                        dots(TILE, 1, kind, x, at, second, n, whole, to, R)
+                    elif tokens == 2:
+                        dots(2, 1, kind, x, at, second, n, whole, to, R)
+                    else:
+                        dots(1, 1, kind, x, at, second, n, whole, to, R)
+                    if whole < n or bias != 0:
+                        _add_rest(kind, x, tokens, at, second, whole, n, bias, other_bias, r, rows, to, R)
+                    token += tokens
+                r += rows
+
+
+@kernel
+def _add_rest(kind, x, tokens, w, other, whole, n, bias, other_bias, r, rows, to, R):
+    """Add to a tile what is beyond the whole steps, and the bias."""
+    for t in range(tokens):
+        for i in range(rows):
+            total = weight(np.float32(0), to, 0, t * R + i)
+            for j in range(whole, n):
+                total += weight(kind, w + i * n * size_of(kind), other + i * n, j) * \
+                    weight(np.float32(0), read(x, t), 0, j)
+            if bias != 0:
+                total += weight(kind, bias, other_bias, r + i)
+            write(np.float32(0), to, t * R + i, total)
+
+
+@kernel
+def _columns(kind, job):
+    """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights run past."""
+    M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
+    size, sums, inputs = size_of(kind), np.empty((8, OUTPUTS), np.float32), job + 8 * (HEADER + 6 * M)
+    while True:
+        piece = take(job)
+        if piece >= M * pieces:
+            return
+        matrix, begin = HEADER + 6 * (piece // pieces), piece % pieces * OUTPUTS
+        w, other = read(job, matrix), read(job, matrix + 1)
+        bias, other_bias = read(job, matrix + 2), read(job, matrix + 3)
+        first, last, columns = read(job, matrix + 4), read(job, matrix + 5), min(OUTPUTS, R - begin)
+        whole = columns - columns % STEP
+        for token in range(first, last, len(sums)):
+            tokens = min(len(sums), last - token)
+            sums[:] = 0
+            for i in range(0, n, 4):
+                at, second = w + (i * R + begin) * size, other + i * R + begin
+                for t in range(tokens):
+                    x, to = read(inputs, token + t) + 4 * i, sums.ctypes.data + 4 * OUTPUTS * t
+                    if i + 4 <= n:
+                        add_rows(4, kind, x, at, second, R, whole, to)
+                    else:
+                        for j in range(n - i):
+                            add_rows(1, kind, x + 4 * j, at + j * R * size, second + j * R, R, whole, to)
+                    for j in range(min(4, n - i) if whole < columns else 0):
+                        value = weight(np.float32(0), x, 0, j)
+                        for c in range(whole, columns):
+                            sums[t, c] += value * weight(kind, at + j * R * size, second + j * R, c)
+            for t in range(tokens):
+                for c in range(columns):
+                    total = sums[t, place(kind, c) if c < whole else c]
+                    if bias != 0:
+                        total += weight(kind, bias, other_bias, begin + c)
+                    write(np.float32(0), y, (token + t) * R + begin + c, total)
+
+
+# ------------------------------------------------------------------------------------------------- several threads
+
+def _team() -> int:
+    """Where OpenMP's "run this in the team" is, of the pool that torch uses: with two pools, their threads fight for
+    cores. 0: there is none, and numba's own threads do it."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError, TypeError):
+        return 0
+
+
+TEAM = _team()
+
+
+@kernel(parallel=True)
+def _together(threads, work, kind, job):
+    for _ in prange(threads):
+        work(kind, job)
+
+
+def _rows_fp32(job):
+    _rows(np.float32(0), job)
+
+
+def _rows_bf16(job):
+    _rows(np.uint16(0), job)
+
+
+def _rows_fp16(job):
+    _rows(np.int16(0), job)
+
+
+def _rows_planes(job):
+    _rows(np.uint8(0), job)
+
+
+def _columns_fp32(job):
+    _columns(np.float32(0), job)
+
+
+def _columns_bf16(job):
+    _columns(np.uint16(0), job)
+
+
+def _columns_fp16(job):
+    _columns(np.int16(0), job)
+
+
+def _columns_planes(job):
+    _columns(np.uint8(0), job)
+
+
+_ENTRIES = {np.float32: (_rows_fp32, _columns_fp32), np.uint16: (_rows_bf16, _columns_bf16),
+            np.int16: (_rows_fp16, _columns_fp16), np.uint8: (_rows_planes, _columns_planes)}
+
+
+def entry(kind: type, transposed: bool = False) -> int:
+    """The address of what a thread does for a job of this kind of weights."""
+    return c_function(_ENTRIES[kind][transposed])

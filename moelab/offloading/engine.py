@@ -1,0 +1,337 @@
+"""The offloading engine: an executor for the seam whose experts come from disk while others are being computed.
+
+Source: ZipMoE §3.3, §3.4, §4; the on-demand engine of Speculating Experts §5.1. For each layer's step `Residency`
+decides what is kept, Algorithm 1 in which order to read, the pipeline's threads make experts whole, and the caller's
+thread computes them as they become whole, hits first. The results are added up in transformers' own order, so the
+output is that of `eager`, bit for bit, whatever the timing.
+
+Ctrl-C may come at any line, and an error at many. Nothing tidies up then: a layer that did not reach its last line
+leaves `_sound` False, and the next one begins by making everything anew from what is certain (`_recover`).
+
+    x [T, H]    ids [T, K]    weights [T, K]    →  [T, H]
+
+Left out: opening a model with all this, see `moelab.offloading.offload`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.cache.residency import Request, Residency, Step
+from moelab.models.seam import SeamExperts, assignments
+from moelab.offloading.prefetch_gate import Foresight
+from moelab.offloading.loads import Job
+from moelab.offloading.pipeline import Pipeline, clock
+from moelab.offloading.slots import Slots
+from moelab.offloading.timeline import Timeline
+from moelab.schedule.affinity import given_order, scheduler_for
+from moelab.schedule.requests import Delays
+from moelab.specs import Event, State
+from moelab.store.reader import Reader
+
+
+#: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
+PREFILL = 2
+
+
+class Cancelled(RuntimeError):
+    """A generation was ended by `cancel()`; the model can be used again."""
+
+
+class Engine:
+    """An executor: `(x [T, H], ids [T, K], weights [T, K], experts) → [T, H]`, equal to `eager` bit for bit.
+
+    Parameters
+    ----------
+    residency : decides what is kept; the engine keeps exactly that.
+    slots : memory for what residency may keep and some experts more that are on their way.
+    reader : of the store; closed with the engine.
+    delays : seconds that an expert's parts take on this machine, for the order of reading.
+    workers : L, threads that decompress and join.
+    room_ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
+    executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
+
+    Attributes
+    ----------
+    timeline : what every resource did.
+    mark : since when the model has been doing something else than experts; None outside a forward pass.
+    on_layer, on_guess : called with every layer and its {expert: tokens}; with every layer and the experts announced.
+    cancelled : asked before every expert whether to end this thread's forward pass with `Cancelled`.
+    one_thread : whether one token's experts may be computed by one thread while others are decoded.
+    serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
+        on-demand engine of Speculating Experts, to compare with.
+    """
+
+    def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1,
+                 room_ahead: int = 0, executor: Callable[..., Tensor] | None = None) -> None:
+        self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
+        self.timeline, self.mark, self.closed = Timeline(), None, False
+        # Its threads are started when they are needed, by `_recover`.
+        self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
+        self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
+        self.on_layer: Callable[[int, dict[int, int]], None] | None = None
+        self.on_guess: Callable[[int, list[int]], None] | None = None
+        self.cancelled: Callable[[], bool] | None = None
+        self.one_thread = self.serial = False
+        self._nothing = Job(-1, False)
+        self._scheduler = scheduler_for(delays)
+        self.foresight, self._announced = Foresight(), None     # (layer, experts)
+        self._one = threading.Lock()                            # one layer at a time
+        self._threads: int | None = None                        # as many as torch had before a layer took one
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+        with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline.change`
+
+    def _layer(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+        self._check()
+        if not self._sound:
+            self._recover()
+        self._sound = False
+        counts = _counts(ids, experts.num_experts)
+        if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
+            self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
+        self._other(clock(), experts.layer)
+        compute = self._expert_by_expert if self.executor is None else self._with_executor
+        try:
+            step, job = self._begin(experts.layer, counts)
+            out = compute(x, ids, weights, experts, step, job)
+        except BaseException:
+            self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
+            raise
+        self._sound = True
+        return out
+
+    def _recover(self) -> None:
+        """After a layer that did not come to its end: hold only what is certain to be whole, with new threads.
+
+        Certain is what the steps before it left behind: the threads have it all, and no slot of it is given away as
+        long as `residency` keeps it. Interrupted here, too, the next attempt finds the step unknown and keeps nothing.
+        """
+        step, self._step = self._step, None
+        old = self.pipeline
+        old.stop()
+        self._widen()
+        if step is None:
+            self.residency.clear()
+        else:
+            self.residency.forget(request.key for request in step.requests
+                                  if request.state is not State.FULL or request.keep is not State.FULL)
+        held = {key: one for key, one in old.held.items() if self.residency.state(key) is not State.MISSED}
+        self.pipeline = Pipeline(old.slots, old.reader, self.workers, self.timeline, old.room_ahead, held, old.fetched)
+        self.pipeline.open()
+        self._step, self._sound = Step(-1, [], []), True
+
+    def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
+                          step: Step, job: Job) -> Tensor:
+        """The layer by transformers' own operations, each expert as it becomes whole; [T, H]."""
+        parts, contributions = _parts(ids, experts.num_experts), []
+        try:
+            # One core less for computing while others decode: two threads of a team of which one has lost its core
+            # wait for each other. Only where that changes no bit.
+            if self.one_thread and len(x) == 1 and self.pipeline.busy(job):
+                self._threads = torch.get_num_threads()
+                torch.set_num_threads(1)
+            for request in self._as_ready(job, step):
+                expert, start = request.key.expert, clock()
+                choice, tokens = parts[expert]
+                contributions.append((expert, tokens, experts.contribution(
+                    x, tokens, weights[tokens, choice], self.weights(*request.key, x.dtype))))
+                self._executed([request], start)
+        finally:
+            self._widen()
+        return experts.accumulate(x, contributions)
+
+    def _widen(self) -> None:
+        """Give torch its threads back; done again at the end of the forward pass, should it be interrupted here."""
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
+
+    def weights(self, layer: int, expert: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The tensors of an expert that is whole, in the model's own dtype; a store usually has them in it already."""
+        return _cast(self.pipeline.tensors((layer, expert)), dtype)
+
+    def prefetch(self, layer: int, ids: Tensor) -> None:
+        """Announce the experts [T, K] that a later layer of this forward pass will probably need.
+
+        They are made whole while the layer that runs next, and what follows it, is computed: behind its own reads, in
+        memory that is there for it (`ahead` of `moelab.offload`; without, this does nothing), and decided about only
+        when their layer comes. So a guess changes when things are read, never what is kept or computed.
+        """
+        if self.pipeline.room_ahead and 0 <= layer < self.residency.L:
+            experts = dict.fromkeys(ids.T.reshape(-1).tolist())             # all tokens' first choices first
+            self._announced = layer, [expert for expert in experts if expert < self.residency.E]
+
+    def begin_forward(self) -> float:
+        """A forward pass begins; returns the time."""
+        self._forget_ahead()                    # what one that was interrupted has left
+        self.mark = clock()
+        return self.mark
+
+    def end_forward(self) -> float:
+        """Report what came after the last layer's experts; returns the time."""
+        now = clock()
+        self._widen()
+        self._forget_ahead()
+        self._other(now, -1)
+        self.mark = None
+        return now
+
+    def _forget_ahead(self) -> None:
+        self._announced = None
+        if self._sound and self.pipeline.ahead:
+            with self._one: self._drop_ahead()                                  # one line: see `Pipeline.change`
+
+    def _drop_ahead(self) -> None:
+        self._sound = False
+        self.pipeline.change(self.pipeline.drop_ahead)
+        self._sound = True
+
+    def close(self) -> None:
+        """Stop the threads and let go of files and memory. What is running ends with an error."""
+        self.closed = True
+        pipeline = self.pipeline
+        if threading.current_thread() in pipeline.threads:      # the garbage collector, which runs in any thread
+            threading.Thread(target=self.close, name="moelab close", daemon=True).start()
+            return
+        pipeline.halt()
+        with self._one: self._free()            # a layer that runs needs its memory until it has noticed
+
+    def _free(self) -> None:
+        self._sound = False
+        self.pipeline.stop()
+        self.pipeline.free()
+
+    def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
+                       step: Step, job: Job) -> Tensor:
+        """The layer by `executor`: experts in memory together, then each as it becomes whole; [T, H]."""
+        E, there = experts.num_experts, [request for request in step.requests if request.state is State.FULL]
+        out = None
+        if len(there) == len(step.requests) > 0:                        # nothing to wait for
+            start = clock()
+            out = self.executor(x, ids, weights, experts)
+            self._executed(there, start)
+            return out
+        if there:
+            self._check()
+            start, kept = clock(), torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
+            kept[[request.key.expert for request in there]] = True
+            out = self.executor(x, torch.where(kept[ids], ids, E), weights, experts)
+            self._executed(there, start)
+        out = torch.zeros_like(x) if out is None else out
+        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+        parts = _parts(ids, E) if loads else {}
+        while loads:
+            request, start = loads.pop(self.pipeline.next_ready(job, self._check)), clock()
+            choice, tokens = parts[request.key.expert]
+            alone = torch.full((len(tokens), 1), request.key.expert, device=ids.device)
+            out.index_add_(0, tokens, self.executor(x[tokens], alone, weights[tokens, choice][:, None], experts))
+            self._executed([request], start)
+        return out
+
+    def _executed(self, requests: list[Request], start: float) -> None:
+        """Let go of experts that have been computed since `start`, and say so; several at once are one event."""
+        if leaving := [request for request in requests if request.keep is not State.FULL]:
+            self.pipeline.change(self.pipeline.executed, leaving)
+        self.mark, (layer, expert) = clock(), requests[0].key
+        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self.mark))
+
+    def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Job]:
+        """Decide about a layer's step and set the threads to work."""
+        self._step = None
+        step = self._step = self.residency.begin(layer, tokens)
+        self.foresight.came(layer, tokens)
+        if self.on_layer is not None:
+            self.on_layer(layer, tokens)
+        loads = [request for request in step.requests if request.state is not State.FULL]
+        if not (loads or step.evicted or self._announced or self.pipeline.ahead):       # nothing for the threads to do
+            return step, self._nothing
+        change = self.pipeline.change
+        job, left = change(self.pipeline.start, layer, loads, [key for key, _ in step.evicted])
+        if left:
+            change(self.pipeline.load, job, left, self._scheduler(left, self.delays, self.workers))
+        self._fetch()
+        return step, job
+
+    def _fetch(self) -> None:
+        """Set the threads to what has been announced, behind what this layer needs."""
+        announced, self._announced = self._announced, None
+        if announced is None:
+            return
+        layer, experts = announced
+        if self.on_guess is not None:
+            self.on_guess(layer, experts)
+        read = self.pipeline.reader.counters
+        requests = self.foresight.requests(self.residency, layer, experts, read.seconds / max(1, read.requests))
+        if requests:
+            self.pipeline.change(self.pipeline.fetch, layer, requests, given_order(requests))
+
+    def _as_ready(self, job: Job, step: Step) -> Iterator[Request]:
+        """The step's requests as they can be executed: hits first, in ascending order."""
+        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+        if self.serial and not job.waiting:         # all have their memory, so all of them will come
+            for _ in loads:
+                self.pipeline.next_ready(job, self._check)
+            yield from step.requests
+            return
+        for request in step.requests:
+            if request.state is State.FULL:
+                self._check()
+                yield request
+        while loads:
+            yield loads.pop(self.pipeline.next_ready(job, self._check))
+
+    def _check(self) -> None:
+        if self.closed:
+            raise RuntimeError("this model's engine is closed; moelab.offload(store) opens it again")
+        if self.cancelled is not None and self.cancelled():
+            raise Cancelled("the generation was cancelled; the model can be used again")
+
+    def _other(self, now: float, layer: int) -> None:
+        if self.mark is not None:
+            self.foresight.pause(now - self.mark)
+            self.timeline.add(Event("compute", "other", layer, -1, self.mark, now))
+
+
+class EngineSource:
+    """An engine's experts as a source of the seam: `(layer, expert)` → tensors of `dtype`; `cast` if stored in another.
+    """
+
+    def __init__(self, engine: Engine, dtype: torch.dtype, cast: bool) -> None:
+        self.engine, self.dtype, self.cast = engine, dtype, cast
+
+    def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
+        return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+
+    def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
+        """Where the CPU's tensors of whole experts lie: parameter name → int64 [experts]; None if not of this dtype."""
+        pipeline = self.engine.pipeline
+        if self.cast or dtype != self.dtype or pipeline.slots.device.type != "cpu":
+            return None
+        return pipeline.slots.addresses([pipeline.held[layer, expert].slots["full"] for expert in experts], layer)
+
+
+def _counts(ids: Tensor, E: int) -> dict[int, int]:
+    """{expert: tokens} of the experts that are hit."""
+    chosen = ids.flatten().tolist() if len(ids) == 1 else None          # a decode step: no choice comes twice, mostly
+    if chosen is not None and len(once := dict.fromkeys(chosen, 1)) == len(chosen):
+        once.pop(E, None)
+        return once
+    counts = torch.bincount(ids.flatten(), minlength=E).tolist()
+    return {expert: n for expert, n in enumerate(counts[:E]) if n}
+
+
+def _parts(ids: Tensor, E: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """{expert: (which choice, which token) of each of its rows}."""
+    return {expert: (choice, tokens) for expert, choice, tokens in assignments(ids, E)}
+
+
+def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
+        return tensors
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}

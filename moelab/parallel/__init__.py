@@ -1,0 +1,51 @@
+"""Experts in parallel on torch.distributed: tensor parallelism, expert parallelism, and both, behind the seam.
+
+Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Configuring TP and EP" and "Future
+Optimizations" (EPLB, all-to-all-v).
+
+    launch.py     processes, from torchrun or from a notebook; a rank that dies ends the run
+    exchange.py   collectives that count their bytes; the TP × EP grid
+    sharding.py   which part of which expert a rank holds, and a source that holds only that
+    executors.py  `AllGather`, `AllToAll`, `Deduplicated`, and the guide's sharding on H and on blocks
+    volumes.py    formulas of the rows that each sends
+    eplb.py       placement of redundant experts
+    advice.py     TP or EP: the guide's decision framework, with reasons
+
+`VARIANTS` are the ways by name. Adding one is a subclass of `Parallel` and a line there. "hidden" and "blocks" are the
+guide's sharding on H and on blocks: every rank has a part of each expert's H, or all experts and a share of the tokens.
+"""
+
+from __future__ import annotations
+
+from moelab.parallel.executors import AllGather, AllToAll, Blocks, Deduplicated, Hidden, Parallel
+from moelab.parallel.exchange import Exchange, Grid
+from moelab.parallel.launch import PeerLost, connect, launch
+from moelab.parallel.sharding import Placement, ShardedExperts
+
+#: name → executor
+VARIANTS = {"ep": AllGather, "ep-a2a": AllToAll, "ep-dedup": Deduplicated, "tp": AllGather, "tp-ep": Deduplicated,
+            "hidden": Hidden, "blocks": Blocks}
+
+
+def degree(variant: str, W: int, tp: int | None = None) -> int:
+    """How many of W ranks share an expert: all for "tp" and "hidden", `tp` (2 if None) for "tp-ep", 1 for the others.
+
+    Raises
+    ------
+    ValueError : an unknown variant, or a `tp` that is not its.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"there is no way {variant!r} to spread experts; there are: {', '.join(VARIANTS)}")
+    if variant == "tp-ep":
+        tp = 2 if tp is None else tp
+        if tp < 1 or W % tp:
+            raise ValueError(f"tp is {tp}; it must divide the {W} ranks")
+        return tp
+    fixed = W if variant in ("tp", "hidden") else 1
+    if tp not in (None, fixed):
+        raise ValueError(f"tp is {tp}, but {variant} on {W} ranks means {fixed}; tp-ep lets you choose")
+    return fixed
+
+
+__all__ = ["VARIANTS", "AllGather", "AllToAll", "Blocks", "Deduplicated", "Exchange", "Grid", "Hidden", "Parallel",
+           "PeerLost", "Placement", "ShardedExperts", "connect", "degree", "launch"]

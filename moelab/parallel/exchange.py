@@ -1,0 +1,168 @@
+"""Exchanges between ranks, each made of one primitive, all-to-all-v, and counted where it happens.
+
+Rows go from every rank to every rank in numbers that differ: an all-gather sends the same rows to all, a reduce-scatter
+sends every rank its part and adds up what arrives. So there is one place that counts bytes, parts may be unequal
+(gloo's and NCCL's own all-gather want them equal), and sums are made in rank order, the same on every backend.
+
+Counted is the payload that leaves a rank for others; what stays costs nothing. An all-gather and a reduce-scatter of
+T rows cost (W−1)·T rows in all, as the ring algorithms do. Headers and retransmissions are not seen.
+
+    rows [n, H]     W ranks     sizes: rows of each rank, W numbers
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moelab.parallel.launch import PeerLost
+
+
+@dataclass
+class Traffic:
+    """What one rank has sent to others: rows, and their bytes."""
+
+    rows: int = 0
+    bytes: int = 0
+
+
+class Exchange:
+    """The collectives of one process group.
+
+    Attributes
+    ----------
+    rank, size : of this process in the group; size 1 exchanges nothing.
+    traffic : label → `Traffic` of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
+        """`send[r]` of the rows, in order, go to rank r; returns what arrives, `receive[r]` rows of rank r in order.
+
+        Raises
+        ------
+        PeerLost : another rank died or did not answer in time.
+        """
+        if self.size == 1:
+            return rows
+        if sum(send) != len(rows):
+            raise ValueError(f"{sum(send)} rows are to be sent, but there are {len(rows)}")
+        away = sum(send) - send[self.rank]
+        self.traffic[label].rows += away
+        self.traffic[label].bytes += away * rows.shape[1:].numel() * rows.element_size()
+        arrived = rows.new_empty(sum(receive), *rows.shape[1:])
+        try:
+            dist.all_to_all_single(arrived, rows.contiguous(), list(receive), list(send), group=self.group)
+            if arrived.is_cuda:
+                torch.cuda.synchronize(arrived.device)      # an error shows here and not somewhere later
+        except RuntimeError as error:
+            raise PeerLost(f"rank {self.rank} got no answer from another rank: it was killed, ran out of memory, "
+                           f"stopped with an error of its own, or took too long ({_first_line(error)})") from error
+        return arrived
+
+    def counts(self, send: Tensor) -> Tensor:
+        """`send[r]` (a number or a few, int64) goes to rank r; returns one of each rank."""
+        return self.all_to_all(send, [1] * self.size, [1] * self.size, "counts")
+
+    def sizes(self, n: int, device: torch.device) -> list[int]:
+        """The numbers that all ranks give."""
+        return self.counts(torch.full((self.size,), n, dtype=torch.int64, device=device)).tolist()
+
+    def all_gather(self, rows: Tensor, sizes: Sequence[int], label: str) -> Tensor:
+        """The rows of all ranks, in rank order."""
+        if self.size == 1:
+            return rows
+        return self.all_to_all(rows.repeat(self.size, *[1] * (rows.dim() - 1)), [len(rows)] * self.size, sizes, label)
+
+    def broadcast(self, rows: Tensor, label: str) -> Tensor:
+        """Rank 0's rows on every rank; the others give rows of the same shape, which are not used."""
+        here = len(rows) if self.rank == 0 else 0
+        repeated = rows.repeat(self.size if here else 0, *[1] * (rows.dim() - 1))
+        return self.all_to_all(repeated, [here] * self.size, [len(rows)] + [0] * (self.size - 1), label)
+
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], label: str) -> Tensor:
+        """The sum over ranks of this rank's part of the rows, added in rank order in at least fp32."""
+        if self.size == 1:
+            return rows
+        parts = self.all_to_all(rows, sizes, [sizes[self.rank]] * self.size, label)
+        total = parts.view(self.size, -1, *rows.shape[1:]).to(torch.promote_types(rows.dtype, torch.float32))
+        return total.sum(0).to(rows.dtype)
+
+
+class Grid:
+    """W = ep × tp ranks: rank = ep index · tp + tp index. Ranks of one row share experts, each with a part of them.
+
+    tp : ranks that share an expert; the rest of the world is ep.
+
+    Attributes
+    ----------
+    world, ep, tp : the `Exchange` of all ranks, of those with the same part of other experts, of those with other
+        parts of the same experts.
+
+    Raises
+    ------
+    ValueError : tp does not divide the number of ranks.
+    """
+
+    def __init__(self, tp: int = 1) -> None:
+        self.world = Exchange()
+        W = self.world.size
+        if tp < 1 or W % tp:
+            raise ValueError(f"tp is {tp}, which does not divide the {W} ranks of this run")
+        if tp in (1, W):                        # no groups to make; of one rank alone none is ever used
+            alone = _Alone()
+            self.ep, self.tp = (self.world, alone) if tp == 1 else (alone, self.world)
+        else:
+            from torch.distributed.device_mesh import init_device_mesh
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            mesh = init_device_mesh(device, (W // tp, tp), mesh_dim_names=("ep", "tp"))
+            self.ep, self.tp = Exchange(mesh.get_group("ep")), Exchange(mesh.get_group("tp"))
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What this rank sent, by label."""
+        total: defaultdict[str, Traffic] = defaultdict(Traffic)
+        for exchange in {self.world, self.ep, self.tp}:
+            for label, t in exchange.traffic.items():
+                total[label].rows += t.rows
+                total[label].bytes += t.bytes
+        return dict(total)
+
+    def reset(self) -> None:
+        for exchange in (self.world, self.ep, self.tp):
+            exchange.traffic.clear()
+
+
+class _Alone(Exchange):
+    """A group of this rank only."""
+
+    def __init__(self) -> None:
+        self.group, self.rank, self.size, self.traffic = None, 0, 1, defaultdict(Traffic)
+
+
+def share(T: int, W: int) -> list[int]:
+    """How many of T tokens (or columns, or experts) each of W ranks owns: consecutive ones, as equal as can be."""
+    return [(r + 1) * T // W - r * T // W for r in range(W)]
+
+
+def pack(*parts: Tensor) -> Tensor:
+    """Rows of several tensors [n, width] of any dtype side by side as bytes: one exchange instead of several."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of packed rows, with the widths and dtypes of `like`."""
+    widths = [part.shape[1] * part.element_size() for part in like]
+    pieces = [piece.clone(memory_format=torch.contiguous_format) for piece in rows.split(widths, dim=1)]
+    return [piece.view(part.dtype) for piece, part in zip(pieces, like)]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200]

@@ -1,0 +1,232 @@
+"""Executors whose experts are on several ranks: all-gather, all-to-all-v, deduplicated; and cut on H or by blocks.
+
+Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Sharding strategies" and "Communication
+Optimization for Expert Parallelism with All-to-All-v". Tokens are spread over the ranks: rank r owns the r-th of W
+consecutive parts. They go where their experts are, are computed by `inner`, any executor that runs on one machine, and
+what it made comes back to the owner. `run_own` is that, for a model whose tokens are spread. A model that computes all
+else on every rank calls `run`: each rank takes its part and all gather the result, which is one all-gather more.
+
+    AllGather       rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both
+    AllToAll        a row for every choice on another rank, its contribution back; summed by the owner in eager's order
+    Deduplicated    a row for every other rank that has any of a token's experts, one partial sum back
+
+`AllToAll` with `moelab.models.eager` inside is bit-identical to one process where the result of a matrix product does
+not depend on its number of rows (Llama 4's blocks compute all rows, and differ in the last bit of fp32), with one
+replica of each expert and experts that are not cut, for architectures that sum in the type of their hidden states
+(Nemotron-H and Inkling 2 sum in fp32, and contributions travel in bf16). The others add partial sums: 1e-6 in fp32.
+
+    x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    W = ep × tp ranks, see `Grid`
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.experts.executor import Executor, dispatch, zeros
+from moelab.experts.layout import plain
+from moelab.parallel.exchange import Grid, pack, share, unpack
+from moelab.parallel.sharding import Placement, on_hidden, on_intermediate
+
+
+class Parallel(Executor):
+    """What the executors share: whose tokens are whose, and where experts are.
+
+    grid : the ranks.
+    placements : which experts each ep rank holds, for all layers or for each; see `eplb` for redundant ones.
+    inner : runs the rows that are here: (x, ids, weights, experts) → [T, H].
+
+    The tally counts what this rank computed; ranks that share an expert each count it. `cut` is how they cut it, see
+    `sharding`.
+
+    Raises
+    ------
+    ValueError : an `inner` that drops tokens where no rank sees all of a step's.
+    """
+
+    cut = staticmethod(on_intermediate)
+
+    def __init__(self, grid: Grid, placements: Placement | Sequence[Placement], inner: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.grid, self.placements, self.inner = grid, placements, inner
+        self._calls = 0
+        if isinstance(inner, Executor):
+            self.tally, self.lossless = inner.tally, inner.lossless
+        if not self.lossless and type(self) is not AllGather:
+            raise ValueError(f"{type(inner).__name__} drops tokens by how many a whole step has, and here a rank sees "
+                             f"only those that are sent to it: spread the experts by ep or tp, or drop nothing")
+
+    @staticmethod
+    def place(E: int, ep: int) -> Placement:
+        """The placement of a layer's experts on ep ranks if no other is given."""
+        return Placement.consecutive(E, ep)
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """For x, ids and weights that every rank has."""
+        world, sizes = self.grid.world, share(len(x), self.grid.world.size)
+        own = slice(sum(sizes[:world.rank]), sum(sizes[:world.rank + 1]))
+        return world.all_gather(self.run_own(x[own], ids[own], weights[own], experts), sizes, "result")
+
+    def run_own(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """For the tokens that this rank owns, each rank its own: [T_own, H]."""
+        tp = self.grid.tp
+        sizes = tp.sizes(len(x), x.device) if tp.size > 1 else [len(x)]
+        rows = tp.all_gather(pack(x, ids.int(), weights), sizes, "dispatch")
+        x, ids, weights = unpack(rows, (x, ids.int(), weights))
+        return tp.reduce_scatter(self.run_row(x, ids.long(), weights, experts), sizes, "combine")
+
+    @abstractmethod
+    def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """For the tokens of this rank's row of the grid, by exchange with the other rows; parts of sums if tp > 1."""
+
+    def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
+        """The ep rank of each choice [T, K]; replicas take turns."""
+        placement = self.placements if isinstance(self.placements, Placement) else self.placements[experts.layer]
+        self._calls += 1
+        return placement.assign(ids, self._calls + start)
+
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """`inner`, counted."""
+        if not isinstance(self.inner, Executor):
+            n = int((ids < experts.num_experts).sum())
+            self.count(n, n, n)
+        return self.inner(x, ids, weights, experts).to(x.dtype)
+
+
+class AllGather(Parallel):
+    """Every rank sees all tokens and computes its part: of the experts, of each expert, or both."""
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        sizes = share(len(x), self.grid.world.size)         # the rows are here already: nothing to dispatch
+        partial = self.run_here(x, ids, weights, experts)
+        return self.grid.world.all_gather(self.grid.world.reduce_scatter(partial, sizes, "combine"), sizes, "result")
+
+    def run_own(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        world = self.grid.world
+        sizes = world.sizes(len(x), x.device)
+        rows = world.all_gather(pack(x, ids.int(), weights), sizes, "dispatch")
+        x, ids, weights = unpack(rows, (x, ids.int(), weights))
+        return world.reduce_scatter(self.run_here(x, ids.long(), weights, experts), sizes, "combine")
+
+    def run_here(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """This rank's part of the sum of every token: [T, H]."""
+        mine = self.ranks(ids, experts) == self.grid.ep.rank
+        return self.compute(x, torch.where(mine, ids, experts.num_experts), weights, experts)
+
+    run_row = run_here
+
+
+class Blocks(AllGather):
+    """Every rank has all experts and computes every W-th block of an expert's tokens (the guide's "shard on block").
+
+    block : B, tokens of one expert that are computed together; alternate blocks go to alternate ranks.
+    """
+
+    def __init__(self, grid: Grid, placements: Placement | Sequence[Placement], inner: Callable[..., Tensor],
+                 block: int = 128) -> None:
+        super().__init__(grid, placements, inner)
+        self.block = block
+
+    @staticmethod
+    def place(E: int, ep: int) -> Placement:
+        return Placement((tuple(range(E)),) * ep, E)
+
+    def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
+        d = dispatch(ids, experts.num_experts)
+        blocks = -(-d.counts // self.block)                                     # [E]
+        expert = ids[d.tokens, d.choices]
+        place = torch.arange(len(d), device=ids.device) - d.offsets[expert]     # which of its expert's tokens
+        block = (blocks.cumsum(0) - blocks)[expert] + place // self.block
+        ranks = torch.full_like(ids, self.grid.ep.size)
+        ranks[d.tokens, d.choices] = block % self.grid.ep.size
+        return ranks
+
+
+class AllToAll(Parallel):
+    """A row for each choice to the rank of its expert; its contribution comes back and its owner adds it up."""
+
+    def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        ep, E = self.grid.ep, experts.num_experts
+        to = self.ranks(ids, experts, ep.rank)
+        order = torch.argsort(to.reshape(-1), stable=True)[:int((ids < E).sum())]      # by rank, token, choice
+        token, choice = order // ids.shape[1], order % ids.shape[1]
+        expert = ids[token, choice]
+
+        send = torch.bincount(to.reshape(-1), minlength=ep.size + 1)[:ep.size]
+        receive, send = ep.counts(send).tolist(), send.tolist()
+        parts = x[token], torch.stack([expert, choice], 1).int(), weights[token, choice, None]
+        rows, what, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
+
+        eager = torch.argsort(what[:, 1], stable=True)          # first choices of all tokens, then the second …
+        y = torch.empty_like(rows)
+        y[eager] = self.compute(rows[eager], what[eager, :1].long(), w[eager], experts)
+        y = ep.all_to_all(y, receive, send, "combine")
+
+        order = torch.argsort(choice, stable=True)
+        order = order[torch.argsort(expert[order], stable=True)]
+        counts = torch.bincount(expert, minlength=E).tolist()
+        groups = zip(range(E), token[order].split(counts), y[order].split(counts))
+        return experts.accumulate(x, [group for group, n in zip(groups, counts) if n])
+
+
+class Deduplicated(Parallel):
+    """A row for each rank that has any of a token's experts; their sum comes back."""
+
+    def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        ep, E = self.grid.ep, experts.num_experts
+        to = self.ranks(ids, experts, ep.rank)
+        wanted = to == torch.arange(ep.size, device=ids.device)[:, None, None]          # [W, T, K]
+        rank, token = wanted.any(-1).nonzero(as_tuple=True)                             # by rank, then token
+
+        send = torch.bincount(rank, minlength=ep.size)
+        receive, send = ep.counts(send).tolist(), send.tolist()
+        parts = x[token], torch.where(wanted[rank, token], ids[token], E).int(), weights[token]
+        rows, chosen, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
+
+        y = ep.all_to_all(self.compute(rows, chosen.long(), w, experts), receive, send, "combine")
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.zeros_like(x, dtype=wide).index_add_(0, token, y.to(wide)).to(x.dtype)
+
+
+class Hidden(Executor):
+    """Each expert cut along H (`on_hidden`): sums over H are completed before the activation, columns gathered after.
+
+    Works on experts of transformers' experts interface, which it computes itself: there is no other executor inside.
+    """
+
+    cut, place = staticmethod(on_hidden), Parallel.place
+
+    def __init__(self, grid: Grid, placements: Any = None, inner: Any = None) -> None:
+        super().__init__()
+        if isinstance(inner, Executor):
+            raise ValueError(f"experts that are cut along H are computed in two halves with an exchange between them, "
+                             f"which {type(inner).__name__} cannot do: leave the executor out")
+        self.grid = grid
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if not plain(experts):
+            raise ValueError(f"{type(experts).__name__} does more than up, gate, down and a weighted sum, which is all "
+                             f"that can be computed cut along H: use tp or ep")
+        world, d = self.grid.world, dispatch(ids, experts.num_experts)
+        self.count(len(d), len(d), len(d))
+        columns = share(x.shape[1], world.size)
+        start = sum(columns[:world.rank])
+        mine = x[:, start:start + columns[world.rank]]
+        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        hit = [(experts.weights(e), rows) for e, rows in d.hit()]
+
+        parts = [experts._linear(mine[d.tokens[rows]], w, up) for w, rows in hit]       # each [n, 2I], parts of sums
+        h = torch.cat(parts) if parts else x.new_zeros(0, 1)
+        sizes = share(len(h), world.size)
+        h = world.all_gather(world.reduce_scatter(h, sizes, "reduce"), sizes, "reduce")
+        out = zeros(mine, weights, experts)
+        for w, rows in hit:
+            y = experts._linear(experts._apply_gate(h[rows]) if experts.has_gate else experts.act_fn(h[rows]), w,
+                                "down_proj")
+            token = d.tokens[rows]
+            out.index_add_(0, token, (y * weights[token, d.choices[rows], None]).to(out.dtype))
+        return world.all_gather(out.to(x.dtype).T, columns, "result").T

@@ -1,0 +1,91 @@
+"""How many rows each way of exchange sends: expected under uniform routing, and exactly for given routings.
+
+Source: AWS Neuron's MoE guide, "Communication Optimization for Expert Parallelism with All-to-All-v"; it has no
+formulas. A token's row is sent to the experts (dispatch) and its result comes back (combine), as many rows each way.
+Per token of W ranks with E experts, K of them chosen:
+
+    all-gather               W − 1
+    all-to-all-v             K·(1 − 1/W)
+    deduplicated             (W − 1)·(1 − C(E − E/W, K) / C(E, K))
+
+So all-to-all-v without deduplication sends more than an all-gather as soon as K > W. `exact` predicts the bytes that
+`Exchange` counts on each rank, metadata included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+import torch
+from torch import Tensor
+
+from moelab.parallel.exchange import share
+
+
+def all_gather(W: int) -> float:
+    """Rows a token, one way, over all ranks; also of tensor parallelism."""
+    return W - 1.0
+
+
+def all_to_all(K: int, W: int) -> float:
+    """Expected rows a token, one way: its choices on other ranks."""
+    return K * (1 - 1 / W)
+
+
+def deduplicated(E: int, K: int, W: int) -> float:
+    """Expected rows a token, one way: other ranks that hold any of its experts; E need not be a multiple of W."""
+    return (1 - 1 / W) * sum(1 - comb(E - held, K) / comb(E, K) for held in share(E, W))
+
+
+def expected(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
+    """Expected rows a token, one way, for a name of `VARIANTS`.
+
+    Raises
+    ------
+    ValueError : there is no such variant.
+    """
+    ep = W // tp
+    made = {"ep": lambda: all_gather(W), "tp": lambda: all_gather(W), "ep-a2a": lambda: all_to_all(K, W),
+            "ep-dedup": lambda: deduplicated(E, K, W),
+            # gathered in the row of tp ranks, each of which sends its copy to its peers
+            "tp-ep": lambda: all_gather(tp) + tp * deduplicated(E, K, ep)}
+    if variant not in made:
+        raise ValueError(f"there is no way {variant!r} to spread experts; there are: {', '.join(made)}")
+    return made[variant]()
+
+
+def exact(variant: str, ranks: Tensor, W: int, H: int, hidden: torch.dtype, weights: torch.dtype, tp: int = 1
+          ) -> dict[str, list[int]]:
+    """Bytes that each rank sends in one layer, from the ep rank [T, K] of each choice (W/tp for none).
+
+    The tokens are spread (`run_own`), and then gathered on every rank ("result").
+
+    hidden, weights : dtypes of the rows and of the routing weights.
+    """
+    T, K = ranks.shape
+    own, ep = share(T, W), W // tp
+    row = H * hidden.itemsize
+    routed = row + K * (4 + weights.itemsize)           # ids are sent as int32
+    single = row + 2 * 4 + weights.itemsize             # expert and which choice
+    result = {"result": [(W - 1) * n * row for n in own]}
+    if variant in ("ep", "tp"):
+        return {"counts": [8 * (W - 1)] * W, "dispatch": [(W - 1) * n * routed for n in own],
+                "combine": [(T - n) * row for n in own], **result}
+    to = pairs(variant != "ep-a2a", ranks, [sum(own[g * tp:(g + 1) * tp]) for g in range(ep)])
+    away = [[n if a != b else 0 for b, n in enumerate(line)] for a, line in enumerate(to)]
+    dispatch, combine = [], []
+    for rank in range(W):
+        g, n = rank // tp, own[rank]
+        in_row = sum(own[g * tp:(g + 1) * tp])
+        dispatch.append((tp - 1) * n * routed + sum(away[g]) * (single if variant == "ep-a2a" else routed))
+        combine.append((in_row - n + sum(line[g] for line in away)) * row)
+    return {"counts": [8 * (ep - 1 + tp - 1)] * W, "dispatch": dispatch, "combine": combine, **result}
+
+
+def pairs(deduplicate: bool, ranks: Tensor, own: Sequence[int]) -> list[list[int]]:
+    """[W][W]: rows from each rank to each, for tokens that are owned in order."""
+    W = len(own)
+    here = ranks[:, None, :] == torch.arange(W)[:, None]            # [T, W, K]
+    rows = here.any(-1) if deduplicate else here.sum(-1)            # [T, W]
+    return [part.sum(0).tolist() for part in rows.split(list(own))]

@@ -1,0 +1,384 @@
+"""Graphs as saved, evaluated, against plain double-precision torch with the same fp16 weights."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("coremltools")
+
+from coremltools.converters.mil import Builder as mb
+from coremltools.converters.mil.mil import types
+
+import moelab
+from moelab.ane.coreml import attention_graph, ffn_graph
+from moelab.ane.coreml.attention_graph import KVCache, attention_inputs, attention_shape, mask_of, save_attention
+from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.coreml.ffn_graph import (
+    Enumerated,
+    Expert,
+    Range,
+    activation_of,
+    expert_of,
+    half,
+    pack,
+    save_ffn,
+    save_program,
+    unpack,
+)
+from moelab.ane.coreml.package import coremltools, read_package
+from moelab.ane.coreml.rounding import powers, shifted, with_ones
+from moelab.datasets import prompts
+from moelab.models import compat
+from tests.experts import toy
+from tests.models import tiny
+
+H, I = 32, 48
+
+
+def make_experts(G, gated=True, biased=False, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return half(torch.randn(*shape, generator=rng) * 0.3)
+    return [Expert(random(I, H), random(H, I), random(I, H) if gated else None, random(I) if biased else None,
+                   random(H) if biased else None, random(I) if biased and gated else None) for _ in range(G)]
+
+
+def make_slots(n, seed=1):
+    """Rows that are fp16 numbers, in double precision."""
+    return torch.randn(n, H, generator=torch.Generator().manual_seed(seed)).half().double()
+
+
+def oracle(expert, x, activation):
+    def linear(x, weight, bias):
+        return F.linear(x, torch.tensor(weight, dtype=torch.float64),
+                        None if bias is None else torch.tensor(bias, dtype=torch.float64))
+    act = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
+    up = linear(x, expert.up, expert.up_bias)
+    if expert.gate is None:
+        return linear(act[activation](up), expert.down, expert.down_bias)
+    gate = linear(x, expert.gate, expert.gate_bias)
+    if activation == "clamped":
+        slope = float(np.float16(1.702))
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return linear((up + 1) * (gate * torch.sigmoid(gate * slope)), expert.down, expert.down_bias)
+    return linear(act[activation](gate) * up, expert.down, expert.down_bias)
+
+
+def relative_rms(y, expected):
+    return float(((y - expected).square().mean() / expected.square().mean()).sqrt())
+
+
+@pytest.mark.parametrize("G, C, layout, activation, gated, biased", [
+    (4, 16, "bc1s", "silu", True, False), (4, 16, "paper", "silu", True, False), (1, 32, "bc1s", "gelu", False, True),
+    (1, 16, "paper", "relu", False, False), (2, 16, "bc1s", "clamped", True, True),
+    (3, 16, "bc1s", "gelu_tanh", True, True)])
+def test_group_equals_torch_in_double_precision_and_nearly_in_fp16(G, C, layout, activation, gated, biased, tmp_path):
+    experts, x = make_experts(G, gated, biased), make_slots(G * C)
+    package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, C, activation, layout))
+    expected = torch.cat([oracle(e, rows, activation) for e, rows in zip(experts, x.split(C))])
+    y = unpack(Evaluator(package)({"x": pack(x, layout)})["y"], layout)
+    assert float((y - expected).abs().max()) == 0.0
+    fp16 = Evaluator(package, mode="fp16")
+    y16 = unpack(fp16({"x": pack(x, layout)})["y"], layout).double()
+    assert 0 < relative_rms(y16, expected) < 1e-3 and not fp16.alarms
+    assert package.weight_bytes >= 2 * sum(a.size for e in experts for a in (e.up, e.down))
+
+
+def test_experts_do_not_mix(tmp_path):
+    experts, x = make_experts(3), make_slots(48)
+    evaluate = Evaluator(save_ffn(tmp_path / "g.mlpackage", experts, 16))
+    before = unpack(evaluate({"x": pack(x)})["y"])
+    x[16:32] += 1
+    after = unpack(evaluate({"x": pack(x)})["y"])
+    assert torch.equal(before[:16], after[:16]) and torch.equal(before[32:], after[32:])
+    assert not torch.equal(before[16:32], after[16:32])
+
+
+@pytest.mark.parametrize("weights, levels", [("int8", 255), ("palette4", 16)])
+def test_compressed_weights(weights, levels, tmp_path):
+    experts, x = make_experts(2), make_slots(32)
+    package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, 16, weights=weights))
+    stored = {op.inputs["weight"]: package.function().constant(op, "weight")
+              for op in package.function().ops if op.type == "conv"}
+    kept = [a[:, :, 0, 0] for a in stored.values()]
+    made = [Expert(*matrices) for matrices in ((kept[0], kept[2], kept[1]), (kept[3], kept[5], kept[4]))]
+    for expert, original in zip(made, experts):
+        for name in ("up", "gate", "down"):
+            was, now = getattr(original, name).astype(float), getattr(expert, name).astype(float)
+            if weights == "int8":       # one scale an output channel, and no value further off than half a step
+                step = np.abs(was).max(1, keepdims=True) / 127
+                assert (np.abs(now - was) <= 0.51 * step + 1e-3 * np.abs(was).max()).all()
+            assert len(np.unique(now)) <= levels * (len(now) if weights == "int8" else 1)
+    y = unpack(Evaluator(package)({"x": pack(x)})["y"])
+    assert torch.equal(y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(made, x.split(16))]))
+    assert package.weight_bytes < 0.7 * 2 * 6 * H * I
+
+
+def test_several_capacities_share_one_package(tmp_path):
+    experts = make_experts(2)
+    package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, (16, 32)))
+    alone = read_package(save_ffn(tmp_path / "one.mlpackage", experts, 16))
+    assert set(package.functions) == {"c16", "c32"} and package.weight_bytes == alone.weight_bytes
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.mlpackage", "one.mlpackage"]
+    for C in (16, 32):
+        x = make_slots(2 * C)
+        y = unpack(Evaluator(package, f"c{C}")({"x": pack(x)})["y"])
+        assert torch.equal(y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(experts, x.split(C))]))
+
+
+@pytest.mark.parametrize("capacity, good, bad", [(Enumerated((16, 48)), (16, 48), 32), (Range(16, 64), (16, 40), 80)])
+def test_flexible_capacity_of_a_single_expert(capacity, good, bad, tmp_path):
+    experts = make_experts(1)
+    evaluate = Evaluator(save_ffn(tmp_path / "g.mlpackage", experts, capacity))
+    for C in good:
+        x = make_slots(C)
+        assert torch.equal(unpack(evaluate({"x": pack(x)})["y"]), oracle(experts[0], x, "silu"))
+    with pytest.raises(ValueError, match="must be"):
+        evaluate({"x": pack(make_slots(bad))})
+
+
+def test_what_has_no_graph_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="one static capacity"):
+        save_ffn(tmp_path / "g.mlpackage", make_experts(2), Enumerated((16, 32)))
+    with pytest.raises(ValueError, match="one shape"):
+        save_ffn(tmp_path / "g.mlpackage", [], 16)
+    with pytest.raises(ValueError, match="activation"):
+        save_ffn(tmp_path / "g.mlpackage", make_experts(1), 16, "mish")
+    with pytest.raises(ValueError, match="layout"):
+        pack(make_slots(16), "nchw")
+    with pytest.raises(ValueError, match="weights"):
+        save_ffn(tmp_path / "g.mlpackage", make_experts(1), 16, weights="int4")
+    with pytest.raises(ValueError, match="65504"):
+        half(torch.tensor([1e5]))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", toy.LAYOUTS)
+def test_experts_of_every_layout_become_plain_matrices(layout):
+    experts = toy.make_experts(3, 16, 24, layout)
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).double()
+    activation = activation_of(experts)
+    for e in range(3):
+        rounded = {name: t.half().double() for name, t in experts.weights(e).items()}
+        y = oracle(expert_of(experts, experts.weights(e)), x, activation)
+        torch.testing.assert_close(y, experts.ffn(x, rounded), atol=2e-3 if activation == "clamped" else 1e-12, rtol=0)
+        torch.testing.assert_close(ffn_graph.reference(expert_of(experts, experts.weights(e)), x, activation), y,
+                                   atol=1e-12, rtol=0)
+
+
+def test_an_unknown_activation_is_refused():
+    experts = toy.make_experts(1, 16, 24)
+    experts.act_fn = torch.nn.Tanh()
+    with pytest.raises(ValueError, match="activation"):
+        activation_of(experts)
+
+
+@given(st.integers(1, 9), st.integers(1, 7), st.sampled_from(ffn_graph.LAYOUTS))
+@settings(max_examples=20, deadline=None)
+def test_unpack_undoes_pack(n, width, layout):
+    x = torch.arange(n * width, dtype=torch.float32).view(n, width)
+    packed = pack(x, layout)
+    assert torch.equal(unpack(packed, layout), x)
+    assert packed.shape == ((1, width, 1, n) if layout == "bc1s" else (n, width, 1, 1))
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+def attention_case(name, seed=0, **changes):
+    """(config, attention module, its model) of a random model with weights that are fp16 numbers."""
+    torch.manual_seed(seed)
+    config = tiny.config(name, num_hidden_layers=1, **changes)
+    config._attn_implementation = "eager"
+    model = compat.model_class(config)._from_config(config).eval()
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            value = torch.randn_like(parameter) * 0.2 * (32 / config.hidden_size) ** 0.5 + (parameter.dim() == 1)
+            parameter.copy_(value.half())
+    return config, attention, model
+
+
+def plain_attention(weights, x, cos, sin, shape):
+    """Causal attention over a whole sequence [T, H] in double precision, one head at a time."""
+    D, eps = shape.head_dim, float(np.float16(shape.eps))
+
+    def project(name):
+        bias = weights.get(f"{name}.bias")
+        return F.linear(x, weights[f"{name}.weight"].double(), None if bias is None else bias.double())
+
+    def rms(t, name):
+        return t / (t.square().mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"].double()
+
+    def rotated(t):
+        return t * cos + torch.cat([-t[:, D // 2:], t[:, :D // 2]], 1) * sin
+    q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
+    if shape.norm == "full":
+        q, k = rms(q, "q_norm"), rms(k, "k_norm")
+    outs = []
+    for head in range(shape.heads):
+        group = head // (shape.heads // shape.kv_heads)
+        qh, kh, vh = (t[:, i * D:(i + 1) * D] for t, i in ((q, head), (k, group), (v, group)))
+        if shape.norm == "head":
+            qh, kh = rms(qh, "q_norm"), rms(kh, "k_norm")
+        scores = rotated(qh) @ rotated(kh).T / math.sqrt(D)
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        outs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ vh)
+    y = torch.cat(outs, 1)
+    bias = weights.get("o_proj.bias")
+    return F.linear(y, weights["o_proj.weight"].double(), None if bias is None else bias.double())
+
+
+def in_chunks(evaluate, shape, x, cos, sin):
+    cache, state, outs = KVCache(shape, x.dtype), evaluate.make_state(), []
+    for start in range(0, len(x), shape.chunk):
+        part = slice(start, min(start + shape.chunk, len(x)))
+        inputs, n = attention_inputs(shape, x[part], start, cos[part], sin[part]), part.stop - part.start
+        if shape.stateful:
+            out = evaluate(inputs, state)
+        else:
+            out = evaluate(inputs | {"k_past": cache.k, "v_past": cache.v})
+            cache.append(out["k_new"], out["v_new"], n)
+        outs.append(out["y"][0, :, 0, :n].T.double())
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("name, stateful, changes", [
+    ("qwen3_moe", False, {}), ("qwen3_moe", True, {}), ("olmoe", False, {}), ("qwen2_moe", False, {}),
+    ("mixtral", True, {"num_key_value_heads": 4}), ("phimoe", False, {"attention_bias": True})])
+def test_attention_over_four_chunks(name, stateful, changes, tmp_path):
+    config, attention, model = attention_case(name, **changes)
+    shape, T = attention_shape(config, 16, 64, stateful), 60               # the last chunk is short
+    weights = dict(attention.named_parameters())
+    package = read_package(save_attention(tmp_path / "a.mlpackage", shape, weights))
+    x = torch.randn(T, shape.hidden, generator=torch.Generator().manual_seed(1)).half().double()
+    with torch.no_grad():
+        cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
+        expected = plain_attention(weights, x, cos, sin, shape)
+        hidden = torch.full((T, T), -math.inf).triu(1)[None, None]
+        theirs = attention(x[None].float(), position_embeddings=(cos[None].float(), sin[None].float()),
+                           attention_mask=hidden)[0][0]
+    torch.testing.assert_close(expected, theirs.double(), atol=1e-4, rtol=1e-4)        # the oracle is theirs, in fp64
+    y = in_chunks(Evaluator(package), shape, x, cos, sin)
+    assert float((y - expected).abs().max()) < 1e-12
+    fp16 = Evaluator(package, mode="fp16")
+    assert relative_rms(in_chunks(fp16, shape, x, cos, sin), expected) < 1e-3 and not fp16.alarms
+
+
+def saved_and_expected(name, folder, seed, chunk=16, T=60, scale=1.0, stateful=False, **changes):
+    """(package, shape, (x, cos, sin), expected [T, H]) of a random model's attention of T random tokens."""
+    config, attention, model = attention_case(name, seed, **changes)
+    shape, weights = attention_shape(config, chunk, 64, stateful), dict(attention.named_parameters())
+    x = (scale * torch.randn(T, shape.hidden)).half().double()
+    with torch.no_grad():
+        cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
+        expected = plain_attention(weights, x, cos, sin, shape)
+    return read_package(save_attention(folder / "a.mlpackage", shape, weights)), shape, (x, cos, sin), expected
+
+
+@pytest.mark.parametrize("name, seed, chunk, changes", [
+    ("qwen3_moe", 1, 16, {"head_dim": 64, "hidden_size": 128}), ("qwen3_moe", 2, 32, {"head_dim": 24}),
+    ("olmoe", 3, 8, {"hidden_size": 128}), ("qwen2_moe", 4, 16, {"num_key_value_heads": 1}),
+    ("mixtral", 5, 32, {"hidden_size": 256, "num_attention_heads": 8})])
+def test_attention_in_fp16_is_near_whatever_the_weights(name, seed, chunk, changes, tmp_path):
+    package, shape, tokens, expected = saved_and_expected(name, tmp_path, seed, chunk, **changes)
+    assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 8e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("scale", [30.0, 1e-3])
+def test_the_norms_epsilon_and_far_sizes(name, scale, tmp_path):
+    """At the smaller size a key's mean square is below eps, and so small that fp16 holds five bits of it."""
+    package, shape, tokens, expected = saved_and_expected(name, tmp_path, 3, scale=scale)
+    y = in_chunks(Evaluator(package), shape, *tokens)
+    assert float((y - expected).abs().max()) < 1e-12 * float(expected.abs().max())
+    assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 1e-3
+
+
+def test_shares_of_large_scores(tmp_path):
+    """q and k are fp16 numbers, so rounding the scores, at their own size or near 0, is all that differs."""
+    rng = torch.Generator().manual_seed(0)
+    q, k = (2 * torch.randn(1, 2, 24, 32, generator=rng).half().double() for _ in range(2))
+
+    @mb.program(input_specs=[mb.TensorSpec(shape=q.shape, dtype=types.fp16) for _ in (q, k)],
+                opset_version=coremltools().target.iOS18)
+    def program(q, k):
+        return mb.softmax(x=shifted(mb, q, with_ones(mb, k), k), axis=-1, name="shares")
+    evaluate = Evaluator(save_program(tmp_path / "s.mlpackage", program), mode="fp16")
+    scores = q.mT @ k
+    expected = scores.softmax(-1)
+    assert scores.abs().max() > 50
+    assert relative_rms(evaluate({"q": q, "k": k})["shares"], expected) < 5e-4
+    assert relative_rms(scores.half().double().softmax(-1), expected) > 2e-3
+
+
+def test_attention_of_the_shipped_model_in_fp16(tmp_path):
+    """Each layer, with the hidden states of a text, over four chunks."""
+    model, seen = moelab.open_model(None, dtype=torch.float32), {}
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, given, number=number: seen.update({number: given}), with_kwargs=True)
+    with torch.no_grad():
+        model(torch.tensor([model.tokenizer(prompts("needle", 1, tokens=250)[0].text)["input_ids"]]))
+    for number, given in seen.items():
+        attention = model.model.layers[number].self_attn
+        shape = attention_shape(model.config, 64, 256)
+        package = read_package(save_attention(tmp_path / f"{number}.mlpackage", shape,
+                                              dict(attention.named_parameters())))
+        tokens = given["hidden_states"][0].half().double(), *(t[0].double() for t in given["position_embeddings"])
+        expected = in_chunks(Evaluator(package), shape, *tokens)
+        assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 1e-3
+
+
+@given(st.floats(-1e4, 1e4, width=16))
+def test_a_power_of_two_and_a_rest(value):
+    power, rest = (float(part) for part in powers(torch.tensor([value], dtype=torch.float64)))
+    assert power + rest == value and abs(rest) <= abs(value) / 3
+    assert power == 0 == value or math.frexp(abs(power))[0] == 0.5
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.booleans(), st.one_of(st.none(), st.integers(1, 9)), st.data())
+@settings(max_examples=40, deadline=None)
+def test_mask_lets_a_query_see_what_it_may(S, chunks, stateful, window, data):
+    P = S * chunks
+    shape = attention_graph.AttentionShape(8, 1, 1, 4, S, P, stateful=stateful)
+    start = data.draw(st.integers(0, P - S))
+    mask = mask_of(shape, start, window)[0, 0]
+    for i in range(S):
+        seen = {int(j) for j in torch.nonzero(mask[i] == 0)}
+        positions = range(max(0, start + i + 1 - window) if window else 0, start + i + 1)
+        expected = {p if stateful or p < start else P + p - start for p in positions}
+        assert seen == expected
+    assert set(mask.unique().tolist()) <= {0.0, -1e4}
+
+
+def test_attention_that_has_no_graph_is_refused():
+    for name, changes in (("gpt_oss", {}), ("deepseek_v2", {}), ("llama4_text", {}), ("olmoe", {"clip_qkv": 1.0})):
+        with pytest.raises(ValueError, match="graph"):
+            attention_shape(tiny.config(name, **changes), 16, 64)
+    attention_shape(tiny.config("qwen3_moe", rms_norm_eps=6e-8), 16, 64)
+    attention_shape(tiny.config("mixtral", rms_norm_eps=1e-8), 16, 64)                          # no norm of q and k
+    with pytest.raises(ValueError, match="epsilon 1e-08 .* is 0 in fp16"):
+        attention_shape(tiny.config("qwen3_moe", rms_norm_eps=1e-8), 16, 64)
+    config, attention, _ = attention_case("mixtral")
+    shape = attention_shape(config, 16, 64)
+    with pytest.raises(ValueError, match="sinks"):
+        attention_graph.attention_program(shape, dict(attention.named_parameters()) | {"sinks": torch.zeros(4)})
+    x, cos = torch.zeros(20, 32), torch.zeros(20, 8)
+    for n, start in ((0, 0), (17, 0), (10, 60)):
+        with pytest.raises(ValueError, match="context"):
+            attention_inputs(shape, x[:n], start, cos[:n], cos[:n])
+
+
+def test_capacities_are_numbers_of_any_kind_and_there_is_one(tmp_path):
+    path = save_ffn(tmp_path / "g.mlpackage", make_experts(2), np.int64(16))
+    assert read_package(path).function().inputs[0].shape == (1, H, 1, 32)
+    several = save_ffn(tmp_path / "s.mlpackage", make_experts(1), np.array([16, 32]))
+    assert set(read_package(several).functions) == {"c16", "c32"}
+    with pytest.raises(ValueError, match="there is no capacity"):
+        save_ffn(tmp_path / "none.mlpackage", make_experts(1), ())

@@ -1,0 +1,257 @@
+"""What runs on a Mac only, with Core ML's classes imitated: probes, placements, the doctor, timing, energy."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("coremltools")
+
+import moelab
+from moelab.ane import doctor
+from moelab.ane.device import energy, mac
+from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.device.device_model import DeviceModel
+from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.coreml.package import read_package
+from moelab.ane.parity import LOGITS, parity
+from moelab.ane.device.published import TABLE_5
+from moelab.ane.device.timing import GRID, load_samples, measure, save_samples, time_grid, time_prefill
+from tests.ane import fake_mac
+from tests.ane.test_backends import CONTEXT, make_plan, prompt
+from tests.models import tiny
+
+COMMAND = (sys.executable, str(Path(fake_mac.__file__)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    checkpoint = tiny.save("qwen3_moe", root / "tiny", num_hidden_layers=1, mlp_only_layers=[])
+    plan = make_plan(moelab.open_model(checkpoint).spec)
+    return convert_model(checkpoint, root / "ane", plan, Settings(context=CONTEXT), validate=False).folder
+
+
+def machine(system, processor, version):
+    """The module `platform` there."""
+    return SimpleNamespace(system=lambda: system, machine=lambda: processor,
+                           mac_ver=lambda: (version, ("", "", ""), ""))
+
+
+@pytest.fixture
+def on_mac(monkeypatch):
+    monkeypatch.setattr(mac, "platform", machine("Darwin", "arm64", "15.1"))
+
+
+@pytest.fixture
+def fakes(monkeypatch, on_mac):
+    """Core ML in this process, and `probe` without another one: starting Python takes seconds."""
+    fake_mac.install(monkeypatch.setattr)
+    monkeypatch.setattr(fake_mac, "behaviour", "")
+
+    def probed(package, inputs, function=None, units="cpuAndNeuralEngine", timeout=300.0):
+        runner = mac.CoreMLRunner(package, function, units)
+        return mac.Probe(Path(package), "", 0.5, 0.01, tuple(mac.placements(runner)),
+                         {name: value.numpy() for name, value in runner(
+                             inputs, runner.make_state() if runner.model.evaluator.function.states else None).items()})
+    for module in (mac, doctor):
+        monkeypatch.setattr(module, "probe", probed)
+
+
+@pytest.mark.parametrize("here", [("Linux", "x86_64", ""), ("Darwin", "x86_64", "15.0"), ("Darwin", "arm64", "14.7")])
+def test_elsewhere_it_says_what_it_would_take(monkeypatch, here):
+    monkeypatch.setattr(mac, "platform", machine(*here))
+    with pytest.raises(RuntimeError, match="(?s)ane doctor needs a Mac.*macOS 15.*pip install.*ane lint"):
+        mac.require_mac("ane doctor")
+
+
+def test_on_a_mac_it_says_nothing(on_mac):
+    mac.require_mac("ane doctor")
+
+
+def test_a_probe_runs_in_a_process_of_its_own(folder, monkeypatch):
+    monkeypatch.setenv("FAKE", "softmax,matmul")
+    path = folder / "layers/000/attention.mlpackage"
+    function = read_package(path).function()
+    inputs = mac.sample_inputs(function)
+    assert {name: a.shape for name, a in inputs.items()} == {v.name: v.shape for v in function.inputs}
+    found = mac.probe(path, inputs, command=COMMAND)
+    assert found.error == "" and found.load_s > 0 and found.predict_s > 0 and not found.on_ane
+    counts = function.counts()
+    assert found.devices == {"cpu": counts["softmax"] + counts["matmul"],
+                             "ane": counts.total() - counts["softmax"] - counts["matmul"]}
+    assert all(p.can == (("cpu",) if p.type in ("softmax", "matmul") else ("cpu", "ane")) and p.cost == 0.01
+               for p in found.placements)
+    expected = Evaluator(path, mode="fp16")(inputs)
+    assert all(np.array_equal(found.outputs[name], value.numpy()) for name, value in expected.items())
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory, folder):
+    """Packages with several functions, and attention that keeps a state."""
+    from moelab.ane.coreml.converted import ConvertedModel
+    converted = ConvertedModel(folder)
+    settings = Settings(context=CONTEXT, every_tier=True, stateful=True)
+    return convert_model(converted.checkpoint(), tmp_path_factory.mktemp("several") / "ane", converted.plan, settings,
+                         validate=False)
+
+
+@pytest.mark.parametrize("file, function", [("group00", "c4"), ("group00", "c16"), ("attention", None)])
+def test_probes_of_packages_with_functions_and_states(several, file, function):
+    path = several.folder / f"layers/000/{file}.mlpackage"
+    inputs = mac.sample_inputs(read_package(path).function(function))
+    found = mac.probe(path, inputs, function, command=COMMAND)
+    evaluator = Evaluator(path, function, mode="fp16")
+    expected = evaluator(inputs, evaluator.make_state() if evaluator.function.states else None)
+    assert found.error == "" and found.on_ane
+    assert all(np.array_equal(found.outputs[name], value.numpy()) for name, value in expected.items())
+
+
+def test_every_function_is_examined(several, fakes):
+    names = [checkup.package.removeprefix("layers/000/") for checkup in doctor.diagnose(several).checkups]
+    assert sorted(names) == ["attention.mlpackage", "group00.mlpackage c16", "group00.mlpackage c4",
+                             "group01.mlpackage c16", "group01.mlpackage c4"]
+    with pytest.raises(ValueError, match="only the evaluator runs"):
+        several.attention(0, runner=mac.CoreMLRunner)
+
+
+@pytest.mark.parametrize("script, timeout, says", [
+    ("import os; os.kill(os.getpid(), 11)", 60, "SIGSEGV"), ("import time; time.sleep(60)", 0.5, "within 0.5 s"),
+    ("raise MemoryError('too large')", 60, "status 1: MemoryError: too large")])
+def test_a_package_that_kills_its_process_is_reported(tmp_path, script, timeout, says):
+    found = mac.probe(tmp_path, {}, timeout=timeout, command=(sys.executable, "-c", script))
+    assert says in found.error and not found.on_ane and found.devices == {}
+
+
+def test_a_runner_is_called_like_an_evaluator(folder, fakes):
+    path = folder / "layers/000/group00.mlpackage"
+    inputs = mac.sample_inputs(read_package(path).function())
+    expected, found = Evaluator(path, mode="fp16")(inputs), mac.CoreMLRunner(path)(inputs)
+    assert found.keys() == expected.keys() and found["y"].dtype == torch.float32
+    assert torch.equal(found["y"], expected["y"].float())
+
+
+@torch.no_grad()
+def test_the_backend_is_called_ANE_only_where_the_plan_says_so(folder, fakes, monkeypatch):
+    backend, probes = mac.coreml_backend(folder)
+    operations = sum(len(p.placements) for p in probes)
+    assert len(probes) == 3 and backend.name == f"Core ML, {operations} of {operations} operations on the ANE by the " \
+                                                f"compute plan"
+    converted = backend.converted
+    found = parity(backend, moelab.open_model(converted.checkpoint()), [prompt(33)[0].tolist()])
+    assert found.backend == backend.name and 0 < found.last.max() < 1e-2
+    monkeypatch.setattr(fake_mac, "behaviour", "silu")
+    assert mac.coreml_backend(folder)[0].name.startswith(f"Core ML, {operations - 4} of {operations} ")
+    monkeypatch.setattr(mac, "probe", lambda package, *_, **__: mac.Probe(Path(package), "was ended by SIGSEGV: x"))
+    with pytest.raises(RuntimeError, match="(?s)attention.mlpackage was ended by SIGSEGV.*for the CPU"):
+        mac.coreml_backend(folder)
+
+
+@torch.no_grad()
+def test_a_good_mac_is_not_failed_for_what_fp16_rounds(folder, fakes, monkeypatch):
+    """Logits a hundred times as large are off by a hundred times as much; a Mac that computes wrong is still seen."""
+    backend, _ = mac.coreml_backend(folder)
+    model = moelab.open_model(backend.converted.checkpoint())
+    model.lm_head.weight.data *= 100
+    prompts = [prompt(33, seed)[0].tolist() for seed in range(3)]
+    rounding = parity(folder, model, prompts, mode="fp16")
+    found = parity(backend, model, prompts, rounding=rounding)
+    assert found.last.max() > LOGITS and found.ok
+    monkeypatch.setattr(fake_mac, "behaviour", "wrong")
+    assert not parity(mac.coreml_backend(folder)[0], model, prompts, rounding=rounding).ok
+
+
+def test_the_doctor_finds_what_is_wrong(folder, fakes, monkeypatch):
+    found = doctor.diagnose(folder)
+    assert found.well and all(c.difference == 0.0 for c in found.checkups) and found.table().count("well") == 3
+    monkeypatch.setattr(fake_mac, "behaviour", "softmax")
+    found = doctor.diagnose(folder)
+    assert [c.complaints for c in found.checkups] == [["not on the ANE: 1 × softmax on the cpu"], [], []]
+    monkeypatch.setattr(fake_mac, "behaviour", "wrong")
+    found = doctor.diagnose(folder)
+    assert all("differs from the evaluator by 0.2" in c.complaints[0] for c in found.checkups) and not found.well
+    with monkeypatch.context() as damage, pytest.raises(ValueError, match="damaged"):
+        damage.setattr("moelab.ane.coreml.converted.checksum", lambda package: "another")
+        doctor.diagnose(folder)
+    monkeypatch.setattr(doctor, "probe", lambda package, *_, **__: mac.Probe(Path(package), "did not load"))
+    found = doctor.diagnose(folder)
+    assert all(math.isnan(c.difference) and c.complaints == ["did not load"] for c in found.checkups)
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["well"] is False
+
+
+# ----------------------------------------------------------------------------------------------- time and energy
+
+def test_without_zeus_there_is_no_energy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zeus.monitor", None)
+    meter = energy.Meter()
+    assert "pip install" in meter.why
+    with meter.window() as joules:
+        pass
+    assert joules == {}
+    fake = SimpleNamespace(ZeusMonitor=lambda **_: SimpleNamespace(soc_is_present=False))
+    monkeypatch.setitem(sys.modules, "zeus.monitor", fake)
+    assert "no Apple chip" in energy.Meter().why
+
+
+@pytest.fixture
+def meter(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=fake_mac.Monitor))
+    return energy.Meter()
+
+
+def test_a_measurement_is_a_median_of_repeats_after_one_that_does_not_count(meter):
+    ticks, ran = iter([0, 1, 10, 17, 20, 22]), []
+    timing = measure(lambda: ran.append(1), 3, meter, clock=lambda: next(ticks))
+    assert len(ran) == 4 and timing.seconds == (1, 7, 2) and timing.median == 2
+    assert timing.mj == {"ane": 400 / 3, "cpu": 50.0, "dram": 50 / 3}
+
+
+def test_prefills_are_timed_by_length(folder, fakes, meter):
+    backend, _ = mac.coreml_backend(folder)
+    rows = time_prefill(moelab.open_model(backend.converted.checkpoint()), backend, (16, 40), repeats=2, meter=meter)
+    assert [(row["chunk"], row["prompt"]) for row in rows] == [(16, 16), (16, 40)]
+    for row, chunks in zip(rows, (1, 3)):
+        assert row["fastest, s"] <= row["TTFT, s"] <= row["slowest, s"]
+        assert row["ms a chunk"] == pytest.approx(1e3 * row["TTFT, s"] / chunks)
+        assert row["ane, mJ a token"] == pytest.approx(400 / 2 / row["prompt"])
+        assert 0 < row["launches a chunk"] <= 2 and 0 < row["padded"] < 1
+
+
+def test_the_grid_times_all_experts_of_a_layer(meter, tmp_path):
+    loaded, calls = [], []
+
+    def runner(path, function):
+        loaded.append(path)
+        assert sum(op.type == "silu" for op in read_package(path).function().ops) in (2, 4)
+
+        def run(inputs):
+            calls.append((len(loaded), tuple(inputs["x"].shape)))
+        return run
+    samples = time_grid([(2, 16), (4, 32)], experts=8, hidden=16, intermediate=24, repeats=3, meter=meter,
+                        runner=runner)
+    assert [(s.G, s.C, s.mode) for s in samples] == [(G, C, mode) for G, C in ((2, 16), (4, 32))
+                                                     for mode in ("serial", "parallel")]
+    assert len(loaded) == 4 + 2 and len(calls) == 2 * 4 * (4 + 2)
+    assert {shape for _, shape in calls} == {(1, 16, 1, 32), (1, 16, 1, 128)}
+    assert [s.mj for s in samples] == [pytest.approx(600 / 3 / (8 * C)) for C in (16, 16, 32, 32)]
+    path = save_samples(tmp_path / "samples.json", samples, "a Mac")
+    assert load_samples(path) == (samples, "a Mac")
+    with pytest.raises(ValueError, match="groups of 3"):
+        time_grid([(3, 16)], experts=8, meter=meter, runner=runner)
+
+
+def test_samples_of_table_5_refit_the_published_model(tmp_path):
+    samples, device = load_samples(save_samples(tmp_path / "s.json", TABLE_5, "again"))
+    assert DeviceModel.of("m2-ultra").refit(samples, device).rates == DeviceModel.of("m2-ultra").rates
+    assert set(GRID) == {(s.G, s.C) for s in TABLE_5}
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="ane calibrate"):
+        load_samples(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match="JSON"):
+        load_samples(tmp_path / "bad.json")

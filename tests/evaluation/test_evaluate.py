@@ -1,0 +1,203 @@
+import json
+import os
+import sys
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import moelab
+from moelab.__main__ import main
+from moelab.evaluation import accuracy, evaluate, lm_eval_adapter, scores
+from moelab.experts import make
+from moelab.experts.quantization import Quantized
+from moelab.models import plug, plugged
+from tests.evaluation.test_accuracy import wrong_experts
+
+QUICK = ["--limit", "4", "--tokens", "64"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return moelab.open_model()
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+def test_executors_are_modes(model, results, capsys):
+    assert main(["evaluate", *QUICK, "--tasks", "lookup", "--modes", "executor:capacity:factor=0.5"]) == 0
+    file, = (results / "runs" / "evaluate").glob("*")
+    found = json.loads(file.read_text())
+    assert list(found["scores"]["lookup"]) == ["baseline", "executor:capacity:factor=0.5"]
+    assert found["settings"]["batch"] == 1              # or texts, and their padding, would compete for places
+
+
+def test_the_executor_int8_quantises(model, results, capsys):
+    assert main(["evaluate", *QUICK, "--tasks", "loss", "--modes", "executor:int8,executor:sorted"]) == 0
+    file, = (results / "runs" / "evaluate").glob("*")
+    found = json.loads(file.read_text())
+    mode = partial(plugged, model, make("int8"), Quantized(plug(model), "int8"))
+    expected = accuracy.compare(model, {"int8": mode}, ["loss"], n=4, windows=4, tokens=64)["samples"]["loss"]["int8"]
+    baseline, int8, bf16 = found["samples"]["loss"].values()
+    assert int8 == pytest.approx(expected, abs=1e-6) and int8 != pytest.approx(bf16, abs=1e-4)
+    assert found["settings"]["batch"] == 8
+
+
+@pytest.mark.parametrize("text, word", [("executor:fsat", "there is no executor"), ("executor:capacity:2", "OPTION=VALUE"),
+                                        ("executor:capacity:colour=2", "colour")])
+def test_executors_that_cannot_be_made_are_refused(text, word):
+    with pytest.raises(ValueError, match=word):
+        evaluate.parse_mode(text)
+
+
+def test_it_writes_a_result_and_shows_it(results, capsys):
+    assert main(["evaluate", *QUICK, "--tasks", "loss,lookup", "--modes", "hint:router"]) == 0
+    file, = (results / "runs" / "evaluate").glob("*")
+    found = json.loads(file.read_text())
+    assert list(found["scores"]) == ["loss", "lookup"] and found["kind"] == "measured"
+    assert list(found["scores"]["loss"]) == ["baseline", "hint:router"]
+    assert found["samples"]["loss"]["baseline"] == found["samples"]["loss"]["hint:router"]
+    assert found["settings"]["limit"] == 4 and found["settings"]["model"] == "small"
+    shown = capsys.readouterr().out
+    assert str(file) in shown and "hint:router" in shown and "±" in shown
+
+
+def test_a_store_scores_as_the_checkpoint_does(tmp_path, capsys):
+    store = moelab.convert(None, tmp_path / "store").folder
+    for arguments, name in (([], "resident"), ([str(store), "--budget", "25%"], "store")):
+        assert main(["evaluate", *arguments, *QUICK, "--tasks", "loss,needle", "--output",
+                     str(tmp_path / f"{name}.json")]) == 0
+    resident, stored = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("resident", "store"))
+    assert resident["samples"] == stored["samples"]
+    assert [f.name for f in tmp_path.glob("*.part")] == []
+
+
+def test_decode_only_is_scored_in_decode_steps(tmp_path):
+    assert main(["evaluate", *QUICK, "--tasks", "loss", "--modes", "speculative:previous", "--decode-only", "--output",
+                 str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["settings"]["scored"] == "decode steps"
+    row = found["scores"]["loss"]["speculative:previous"]
+    assert row["difference"] != 0 and 0 < row["recall"] < 1
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("hint", ("hint", "quasi")), ("speculative:router", ("speculative", "router")),
+    ("router-free", ("router-free", "estimator"))])
+def test_modes_by_name(text, expected):
+    assert evaluate.parse_mode(text) == expected
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--modes", "guess"], "no mode 'guess'; there are baseline, hint"),
+    (["--modes", "hint:nobody"], "it can be router, quasi"),
+    (["--modes", "hint:oracle"], "an oracle must be told"),
+    (["--modes", "router-free:quasi"], "only the estimator"),
+    (["--modes", "speculative:hybrid"], "need --estimator FILE"),
+    (["--budget", "50%"], "--budget 50% is for an expert store")])
+def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
+    assert main(["evaluate", "--calibration", "1", "--tokens", "64", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told
+
+
+def test_options_of_an_executor_are_read_as_what_they_are():
+    """The text "false" is true in Python."""
+    made = evaluate.executor("blockwise:skip_tokens=false:skip_blocks=True:block_size=8")
+    assert made.skip_tokens is False and made.skip_blocks is True and made.block_size == 8
+
+
+def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.task", None)
+    assert main(["evaluate", "--tasks", "gsm8k"]) == 2
+    told = capsys.readouterr().err
+    assert "gsm8k" in told and "pip install 'moelab[peers]'" in told and "needle" in told
+
+
+# ----------------------------------------------------------------------------------------------------------- lm-eval
+
+def test_scores_a_question_are_taken_where_lm_eval_reports_their_mean():
+    def sample(doc, kind, **metrics):
+        return {"doc_id": doc, "filter": kind, "metrics": list(metrics), **metrics}
+    found = {"samples": {"gsm": [sample(1, "strict", hit=1.0), sample(0, "strict", hit=0.0),
+                                 sample(0, "loose", hit=1.0), sample(1, "loose", hit=1.0)],
+                         "text": [sample(0, "none", nats=0.5, perplexity=2.0, pair=(1.0, 2)),
+                                  sample(1, "none", nats=1.5, perplexity=4.0, pair=(1.0, 2))]},
+             "results": {"gsm": {"hit,strict": 0.5, "hit,loose": 1.0},
+                         "text": {"nats,none": 1.0, "perplexity,none": 20.0, "pair,none": 1.0}}}
+    taken = lm_eval_adapter.per_question(found)
+    assert {name: values.tolist() for name, values in taken.items()} == {
+        "gsm hit strict": [False, True], "gsm hit loose": [True, True], "text nats": [0.5, 1.5]}
+
+
+def test_lm_eval_gives_moelabs_verdicts_in_every_mode(model):
+    """What is plugged into the model is what lm-eval measures."""
+    pytest.importorskip("lm_eval")
+    names = ["moelab_needle_multikey", "moelab_yesno", "moelab_completion"]
+    tasks = lm_eval_adapter.load(names, model, n=8, tokens=64, seed=3)
+    modes = {"baseline": nullcontext, "damaged": lambda: wrong_experts(model)}
+    found = lm_eval_adapter.compare(model, modes, tasks, limit=6, batch_size=3)
+    assert list(found) == [f"{name} acc" for name in names]
+    verdicts = {mode: [] for mode in modes}
+    for mode, context in modes.items():
+        for name in names:
+            prompts = accuracy.task_prompts(model.tokenizer, lm_eval_adapter.LOCAL[name], 8, 64, 3)[:6]
+            with context():
+                own = scores.right_answers(model, prompts)
+            assert found[f"{name} acc"][mode].tolist() == own
+            verdicts[mode] += own
+    assert any(verdicts["baseline"]) and verdicts["damaged"] != verdicts["baseline"]
+
+
+class FakeManager:
+    """lm-eval's list of tasks, and data that cannot be had."""
+
+    all_tasks = ["gsm8k", "boolq", "humaneval"]
+
+    def __init__(self, **_):
+        pass
+
+    def load(self, names):
+        if names == ["humaneval"]:
+            raise ValueError("set the environment variable HF_ALLOW_CODE_EVAL")
+        raise ConnectionError(f"Couldn't reach {names[0]} on the Hub\nand much more")
+
+
+@pytest.mark.parametrize("tasks, message", [
+    ("gsm8k,BoolQ", "cannot be loaded here: gsm8k (ConnectionError: Couldn't reach gsm8k on the Hub); BoolQ"),
+    ("humaneval", "without a sandbox; --run-code"),
+    ("gsm9k", "neither moelab nor lm-eval has a task 'gsm9k'")])
+def test_what_lm_eval_cannot_do_is_told_in_a_line(tasks, message, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", FakeManager)
+    assert main(["evaluate", "--tasks", tasks]) == 2
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told and "much more" not in told
+
+
+def test_speculation_in_decode_steps_needs_tasks_that_generate(capsys):
+    pytest.importorskip("lm_eval")
+    assert main(["evaluate", *QUICK, "--tasks", "moelab_needle", "--decode-only"]) == 2
+    assert "moelab_needle generates nothing" in capsys.readouterr().err
+
+
+def test_tasks_that_run_code_are_refused_unless_allowed(monkeypatch):
+    pytest.importorskip("lm_eval")
+    task = SimpleNamespace(task_name="mbpp_plus", UNSAFE_CODE=True)
+    monkeypatch.setattr(FakeManager, "load", lambda *_: {"tasks": {"mbpp_plus": task}})
+    monkeypatch.setattr(FakeManager, "all_tasks", ["mbpp_plus"])
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", FakeManager)
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    model = SimpleNamespace(name_or_path="x", tokenizer=None)
+    with pytest.raises(ValueError, match="mbpp_plus: the code"):
+        lm_eval_adapter.load(["MBPP+"], model)
+    assert lm_eval_adapter.load(["MBPP+"], model, run_code=True) == [task]
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "1"
+
+
+def test_numbers_of_lm_eval_can_be_summarised():
+    rows = accuracy.summarise({"rouge": {"baseline": np.array([0.2, 0.4]), "mode": np.array([0.1, 0.4])}})["rouge"]
+    assert rows["mode"]["unit"] == "score" and rows["mode"]["relative"] == pytest.approx(100 * (0.25 / 0.3 - 1))

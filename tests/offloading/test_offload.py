@@ -1,0 +1,336 @@
+"""An offloaded model against transformers' own eager experts, bit for bit; what goes wrong, and what is left after it."""
+
+import gc
+import random
+import threading
+import time
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import convert, open_model
+from moelab.cache.policies import POLICIES
+from moelab.cache.pools import Pools
+from moelab.experts import make
+from moelab.models.seam import discover
+from moelab.offloading.engine import Cancelled
+from moelab.offloading.metrics import check
+from moelab.offloading.offload import offload
+from moelab.offloading.slots import Sizes
+from moelab.schedule.requests import Delays
+from moelab.specs import State
+from moelab.store.layout import ExpertStore, StoreError
+from tests.models import tiny
+
+DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 1e-5, N=2)
+
+
+def threads():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("moelab")}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not threads()
+
+
+def generate(model, seed=0, batch=2, prompt=9, new=5):
+    """Greedy generation from left-padded prompts: (tokens, logits of every step)."""
+    ids = torch.randint(3, 96, (batch, prompt), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    if prompt > 3:
+        side = slice(-3, None) if model.config.is_encoder_decoder else slice(0, 3)
+        ids[0, side], mask[0, side] = 0, 0
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                         output_logits=True, return_dict_in_generate=True)
+    return out.sequences, torch.stack(out.logits)
+
+
+#: what a resident model generates does not change, so it is asked once
+of_eager = lru_cache(maxsize=8)(generate)
+
+
+def assert_equal(model, reference, **options):
+    for got, wanted in zip(generate(model, **options), of_eager(reference, **options)):
+        assert torch.equal(got, wanted)
+
+
+@pytest.fixture(scope="module")
+def eager(qwen):
+    return open_model(qwen[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
+    reference = open_model(tiny.save(name, tmp_path / "model", dtype))
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
+    least = Sizes.of(store).in_flight
+    for budget in (least, 0.5, 1.0):
+        offloaded = offload(store, budget, delays=DELAYS)
+        with offloaded.moelab as offloading:
+            assert_equal(offloaded, reference)
+            assert check(offloading.timeline) == []
+            assert len(offloading.steps) == len(offloading.forwards)
+            assert {layer for forward in offloading.steps for layer, _ in forward} == set(range(len(store.layers)))
+    assert not threads()
+
+
+@pytest.mark.parametrize("name, executor", [(name, "fast") for name in tiny.ARCHITECTURES] + [("qwen3_moe", "sorted")])
+def test_another_executor_computes_the_same_but_for_rounding(name, executor, tmp_path):
+    reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
+    computing = make(executor)
+    for budget in (0.3, 1.0):
+        model = offload(store, budget, delays=DELAYS, executor=computing)
+        for got, wanted in zip(generate(model), of_eager(reference)):
+            torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+        model.moelab.close()
+    assert computing.tally.dropped == 0 and computing.tally.executed > 0
+
+
+@pytest.mark.parametrize("codec", ["raw", "lz4hc", "zstd", "zstd-huffman", "huffman"])
+@pytest.mark.parametrize("plan", [None, Pools(2, 3, 2, 4), Pools(0, 4, 0, 3), Pools(0, 0, 5, 0), Pools(3, 0, 0, 6)],
+                         ids=str)
+def test_every_codec_and_every_split_into_pools(qwen, eager, codec, plan, tmp_path):
+    store = convert(qwen[0], tmp_path / "store", codec=codec)
+    for policy in ("lru", "zipmoe"):
+        offloaded = offload(store, "10MB", plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS)
+        assert_equal(offloaded, eager, new=8)
+        offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"belady"}))
+def test_every_policy(qwen, eager, policy, scope):
+    offloaded = offload(qwen[1], 0.4, policy=policy, scope=scope, delays=DELAYS)
+    for seed in range(3):
+        assert_equal(offloaded, eager, seed=seed, batch=1)
+    counters = offloaded.moelab.residency.counters
+    assert counters.misses and counters.hits[State.FULL]
+    offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("batch, prompt", [(1, 1), (1, 2), (1, 600), (4, 37), (16, 5)])
+def test_prompts_and_batches(qwen, batch, prompt):
+    model, store = qwen
+    offloaded, reference = offload(store, "60kB", delays=DELAYS), open_model(model)
+    assert_equal(offloaded, reference, batch=batch, prompt=prompt, new=3)
+    offloaded.moelab.close()
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 1 << 30).map(random.Random), st.integers(1, 3), st.integers(1, 4),
+       st.tuples(*[st.integers(0, 4)] * 4), st.sampled_from(["lru", "zipmoe", "marking"]))
+def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
+    """Reads and workers are delayed at random; nothing hangs, nothing is wrong, decisions do not depend on it."""
+    model, store = qwen
+    reference, decisions = open_model(model), []
+    for round in range(2):
+        offloaded = offload(store, "10MB", plan=Pools(*pools), policy=policy, workers=workers, staging=staging,
+                            delays=DELAYS)
+        jitter(offloaded, chance)
+        for seed in range(3):
+            assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
+        decisions.append(offloaded.moelab.residency.counters)
+        assert check(offloaded.moelab.timeline) == []
+        offloaded.moelab.close()
+    assert decisions[0] == decisions[1]
+
+
+def jitter(model, chance):
+    reader, read = model.moelab.engine.pipeline.reader, model.moelab.engine.pipeline.reader.read_parts
+
+    def slow(*args, **kwargs):
+        time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
+        chunks = read(*args, **kwargs)
+        time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
+        return chunks
+    reader.read_parts = slow
+
+
+def test_what_the_budget_is_and_what_is_resident(qwen):
+    _, store = qwen
+    sizes = Sizes.of(ExpertStore(store))
+    offloaded = offload(store, 8 * sizes.in_flight, staging=2, delays=DELAYS)
+    slots = offloaded.moelab.engine.pipeline.slots
+    assert slots.nbytes <= 8 * sizes.in_flight
+    generate(offloaded)
+    held = offloaded.moelab.engine.pipeline.held
+    residency = offloaded.moelab.residency
+    assert {key for key, one in held.items() if "full" in one.slots} == set(residency.resident(State.FULL))
+    assert len(slots.free["full"]) == slots.count["full"] - len(held)
+    offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("budget, message", [("1kB", "the least that works"), ("much", "it must be bytes"),
+                                             (-1, "above 0"), (0, "above 0")])
+def test_budgets_that_cannot_be(qwen, budget, message):
+    with pytest.raises(ValueError, match=message):
+        offload(qwen[1], budget, delays=DELAYS)
+    assert not threads()
+
+
+def test_a_plan_beyond_the_budget_is_refused(qwen):
+    with pytest.raises(ValueError, match="of the budget"):
+        offload(qwen[1], "60kB", plan=Pools(F=16), delays=DELAYS)
+
+
+def test_an_error_of_the_disk_reaches_the_caller_and_the_model_goes_on(qwen):
+    model, store = qwen
+    offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
+    reader = offloaded.moelab.engine.pipeline.reader
+    read, calls = reader.read_parts, iter(range(10**6))
+
+    def failing(*args, **kwargs):
+        if next(calls) == 5:
+            raise OSError(5, "reading experts-00000.safetensors failed")
+        return read(*args, **kwargs)
+    reader.read_parts = failing
+    with pytest.raises(OSError, match="experts-00000"):
+        generate(offloaded)
+    assert_equal(offloaded, reference)
+    offloaded.moelab.close()
+    assert not threads()
+
+
+def damaged(folder, experts):
+    """The store of a small model in which a byte of each of these experts of layer 0 is another."""
+    tiny.save("qwen3_moe", folder / "model", torch.bfloat16)
+    store = convert(folder / "model", folder / "store")
+    for expert in experts:
+        chunk = store.entries(0, expert)["down_proj"].planes[1][1][0]
+        with open(store.folder / store.layers[0].file, "r+b") as f:
+            f.seek(chunk.offset + 7)
+            byte = f.read(1)[0]
+            f.seek(chunk.offset + 7)
+            f.write(bytes([byte ^ 1]))
+    return store.folder
+
+
+def test_a_damaged_chunk_is_named(tmp_path):
+    offloaded = offload(damaged(tmp_path, range(1, 8)), 1.0, delays=DELAYS)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"damaged: chunk 0\.\d\.down_proj"):
+            generate(offloaded)
+    offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("delays", [None, DELAYS], ids=["delays are measured", "delays are given"])
+def test_a_model_that_cannot_be_opened_leaves_no_thread(tmp_path, delays, monkeypatch):
+    """The first expert is read when a model is opened, to try it; with several threads, whatever is given."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(StoreError, match=r"damaged: chunk 0\.0\.down_proj"):
+        offload(damaged(tmp_path, [0]), 1.0, delays=delays)
+    assert not threads()
+
+
+def test_cancel_ends_a_generation_and_nothing_else(qwen):
+    model, store = qwen
+    offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
+    assert not offloaded.moelab.cancel()                        # nothing is running
+    jitter(offloaded, random.Random(0))
+    result = []
+
+    def run():
+        try:
+            generate(offloaded, new=400)
+        except Cancelled as error:
+            result.append(error)
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not offloaded.moelab.forwards:
+        time.sleep(1e-3)
+    assert offloaded.moelab.cancel()
+    thread.join(30)
+    assert not thread.is_alive() and result
+    assert_equal(offloaded, reference)
+    offloaded.moelab.close()
+
+
+def generate_interrupted(model, point):
+    """A generation in which Ctrl-C comes while layer 1 computes its `point`-th expert."""
+    experts, calls = discover(model)[1].experts, iter(range(10**6))
+    contribution = type(experts).contribution
+
+    def interrupted(*args):
+        if next(calls) == point:
+            raise KeyboardInterrupt
+        return contribution(experts, *args)
+    experts.contribution = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, seed=point)
+    del experts.contribution
+
+
+def test_an_interrupt_leaves_the_engine_usable(qwen):
+    model, store = qwen
+    offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
+    for point in range(1, 6):
+        generate_interrupted(offloaded, point)
+        assert_equal(offloaded, reference, seed=point)
+    slots, held = offloaded.moelab.engine.pipeline.slots, offloaded.moelab.engine.pipeline.held
+    for kind in ("full", "e", "sm"):
+        assert len(slots.free[kind]) + sum(kind in one.slots for one in held.values()) == slots.count[kind]
+    offloaded.moelab.close()
+
+
+def test_close_and_forgetting_a_model_end_the_threads(qwen):
+    _, store = qwen
+    offloaded = offload(store, 0.4, delays=DELAYS)
+    generate(offloaded)
+    offloaded.moelab.close()
+    offloaded.moelab.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        generate(offloaded)
+    assert not threads()
+    offloaded = offload(store, 0.4, delays=DELAYS)
+    generate(offloaded)
+    del offloaded
+    gc.collect()
+    assert not threads()
+
+
+def test_metrics_and_steps_of_a_run(qwen):
+    _, store = qwen
+    offloaded = offload(store, 0.4)                             # measures its delays itself
+    generate(offloaded, batch=2, prompt=9, new=5)
+    found, offloading = offloaded.moelab.metrics(), offloaded.moelab
+    assert found["prefill_tokens"] == 18 and found["decode_tokens"] == 2 * 4
+    assert len(offloading.steps) == len(offloading.forwards) == 5
+    assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
+    assert sum(offloading.steps[0][0][1].values()) == 18 * 3
+    assert found["read_bytes"] == offloading.engine.pipeline.reader.counters.bytes > 0
+    offloading.reset()
+    assert not offloading.steps and not len(offloading.timeline) and not offloading.residency.counters.requests
+    offloading.close()
+
+
+def test_sampling_and_streaming_work_as_usual(qwen):
+    from transformers import TextIteratorStreamer
+    model, store = qwen
+    offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
+    ids = torch.randint(3, 96, (1, 6))
+
+    class Tokenizer:
+        def decode(self, tokens, **_):
+            return " ".join(map(str, tokens)) + " "
+    streamer = TextIteratorStreamer(Tokenizer())
+    torch.manual_seed(0)
+    thread = threading.Thread(target=offloaded.generate, args=(ids,),
+                              kwargs={"max_new_tokens": 5, "min_new_tokens": 5, "streamer": streamer})
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    wanted = reference.generate(ids, max_new_tokens=5, min_new_tokens=5)
+    assert text.split() == [str(t) for t in wanted[0].tolist()]
+    sampled = []
+    for one in (offloaded, reference):
+        torch.manual_seed(1)
+        sampled.append(one.generate(ids, max_new_tokens=8, do_sample=True, temperature=1.3))
+    assert torch.equal(*sampled)
+    offloaded.moelab.close()

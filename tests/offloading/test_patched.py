@@ -1,0 +1,173 @@
+"""Everything that puts something on a model at once: in any order, exact meanwhile, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import offload, open_model
+from moelab.models import discover, eager, plug, plugged, unplug
+from moelab.models.patches import bare
+from moelab.models.stream import streams
+from moelab.recording import record
+from moelab.models.fast_decode import FastDecode
+from moelab.speculate import Speculation, default_vectors, make
+from tests.depth import depth
+from tests.models.test_patches import HOOKS, kinds, snapshot
+
+from .test_offload import DELAYS, generate
+
+PROMPT = [5, 9, 33, 12, 60, 7, 8]
+
+
+def estimator(model):
+    matrices = torch.randn(model.spec.L, model.spec.E, model.spec.H, generator=torch.Generator().manual_seed(0))
+    return lambda q, layer: q.float() @ matrices[layer].T
+
+
+def speculation(model, mode="hint"):
+    if mode == "hint":
+        return Speculation(model, make("router", model))
+    vectors = default_vectors(model, [PROMPT])                  # which puts on and takes off, too
+    return Speculation(model, make("estimator", model, vectors=vectors, estimator=estimator(model)), mode)
+
+
+PUT_ON = {"first": speculation, "second": speculation, "free": lambda model: speculation(model, "router-free"),
+          "fast": FastDecode, "plugged": lambda model: _entered(plugged(model))}
+INEXACT = {"free", "fast"}
+
+
+class _entered:
+    def __init__(self, context):
+        self.context = context
+        context.__enter__()
+
+    def close(self):
+        self.context.__exit__(None, None, None)
+
+
+def through(module, *args, **kwargs):
+    return args, kwargs
+
+
+@pytest.fixture(scope="module")
+def models(qwen):
+    return {"resident": open_model(qwen[0]), "offloaded": offload(qwen[1], "10MB", delays=DELAYS, ahead=2)}
+
+
+@pytest.mark.stress
+@kinds
+@pytest.mark.parametrize("which", ["resident", "offloaded"])
+def test_in_any_order(which, kind, models):
+    model, (add, remove) = models[which], HOOKS[kind]
+    exact, trace = generate(model), record(model, [PROMPT]).ids
+    before = snapshot(model)
+    modules = [module for stream in streams(model) for module in (stream.layer.router, stream.norm, stream.layer.block)]
+
+    @given(st.lists(st.sampled_from([*PUT_ON, "hooks"]), min_size=1, max_size=8))
+    @settings(max_examples=depth(8, 300))
+    def check(operations):
+        on, hooked = {}, False
+        for operation in [*operations, *"." * 6]:
+            operation = next(iter(on), "hooks" if hooked else None) if operation == "." else operation
+            if operation == "hooks":
+                for module in modules:
+                    remove(module) if hooked else add(module, through)
+                hooked = not hooked
+            elif operation in on:
+                on.pop(operation).close()
+            elif operation is not None:
+                on[operation] = PUT_ON[operation](model)
+            assert all(hasattr(module, "_hf_hook") == hooked for module in modules)
+            if not INEXACT & set(on):
+                assert all(torch.equal(*pair) for pair in zip(generate(model), exact))
+                assert torch.equal(record(model, [PROMPT]).ids, trace)
+            else:
+                generate(model)
+        for module in modules:                                  # accelerate leaves the module's own there
+            vars(module).pop("forward", None)
+        assert snapshot(model) == before
+    check()
+
+
+def test_two_speculations_end_in_the_other_order(qwen):
+    model = open_model(qwen[0])
+    exact, before = generate(model), snapshot(model)
+    first, second = speculation(model), speculation(model)
+    first.close()
+    assert all(torch.equal(*pair) for pair in zip(generate(model), exact))
+    assert second.requests.sum() > 0
+    second.close()
+    assert snapshot(model) == before and all(torch.equal(*pair) for pair in zip(generate(model), exact))
+
+
+@kinds
+def test_what_came_later_outlives_a_speculation(kind, qwen):
+    """Hooks of accelerate, a forward of the user's, FastDecode's routers, an executor."""
+    model, (add, remove) = open_model(qwen[0]), HOOKS[kind]
+    exact, calls = generate(model), []
+    speculating = speculation(model, "router-free")
+    for layer in discover(model):
+        add(layer.router, lambda module, *args, **kwargs: (calls.append(1), (args, kwargs))[1])
+    plug(model, executor=lambda *call: (calls.append(2), eager(*call))[1])
+    speculating.close()
+    calls.clear()
+    assert all(torch.equal(*pair) for pair in zip(generate(model), exact)) and set(calls) == {1, 2}
+    unplug(model)
+    for layer in discover(model):
+        remove(layer.router)
+    calls.clear()
+    assert all(torch.equal(*pair) for pair in zip(generate(model), exact)) and not calls
+    fast = FastDecode(model)
+    with speculation(model, "router-free"):
+        generate(model)
+    routers = [type(layer.router) for layer in discover(model)]
+    assert fast.routers == len(routers) and all("forward" in vars(layer.router) for layer in discover(model))
+    fast.close()
+    assert all(bare(module) for module in model.modules())
+
+
+def test_an_offloaded_models_generate_is_only_wrapped(qwen):
+    """Whoever wraps it later is still called after the offloading has ended, and before."""
+    model, calls = offload(qwen[1], "10MB", delays=DELAYS), []
+    assert not model.moelab.cancel()
+    inner = model.generate
+    model.generate = lambda *args, **kwargs: (calls.append(1), inner(*args, **kwargs))[1]
+    generate(model)
+    assert calls and not model.moelab.cancel()
+    mine = model.generate
+    model.moelab.close()
+    assert model.generate is mine                               # and what it calls passes on
+    with pytest.raises(Exception) as error:
+        generate(model)
+    assert "clos" in str(error.value)
+    other = offload(qwen[1], "10MB", delays=DELAYS)
+    speculating = speculation(other)
+    other.moelab.close()
+    speculating.close()
+    assert "generate" not in vars(other) and not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
+
+
+def test_a_copy_of_a_cache_grows_by_itself(qwen):
+    """A shallow copy of a layer shares its tensors, and must not share the room behind them."""
+    model = open_model(qwen[0], dtype=torch.float32)
+    tokens = torch.arange(3, 20)[None]
+
+    def walk():
+        def feed(cache, token):
+            return model(torch.tensor([[token]]), past_key_values=cache).logits
+        with torch.inference_mode():
+            cache = model(tokens, use_cache=True).past_key_values
+            feed(cache, 5)
+            other = copy.copy(cache)
+            other.layers = [copy.copy(layer) for layer in cache.layers]
+            return [feed(cache, 7), feed(other, 9), feed(cache, 8), feed(other, 8)]
+    wanted = walk()
+    with FastDecode(model) as fast:
+        assert fast.attentions
+        for got, plain in zip(walk(), wanted, strict=True):
+            torch.testing.assert_close(got, plain, rtol=1e-3, atol=1e-3)

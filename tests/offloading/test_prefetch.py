@@ -1,0 +1,200 @@
+"""Fetching ahead: it may change when things are read, and nothing else; and what becomes of wrong guesses and errors."""
+
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import convert, open_model
+from moelab.cache.pools import Pools
+from moelab.models import plug
+from moelab.offloading.metrics import check
+from moelab.offloading.offload import offload
+from moelab.offloading.slots import Sizes
+from moelab.speculate import Speculation, make
+from moelab.store.layout import ExpertStore
+from tests.models import tiny
+from tests.offloading.test_offload import DELAYS, assert_equal, generate_interrupted, jitter, threads
+
+
+def nothing_is_lost(model):
+    """Every slot is either free or held by an expert that residency keeps."""
+    pipeline = model.moelab.engine.pipeline
+    slots, held = pipeline.slots, pipeline.held
+    deadline = time.monotonic() + 10                    # what nobody wants any more is still read to its end
+    while sum(len(slots.free[k]) + sum(k in one.slots for one in held.values()) - slots.count[k]
+              for k in slots.free) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    for kind in ("full", "e", "sm"):
+        taken = [one.slots[kind] for one in held.values() if kind in one.slots]
+        assert sorted([*slots.free[kind], *taken]) == list(range(slots.count[kind]))
+
+
+@pytest.mark.parametrize("codec", ["huffman", "raw"])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
+    reference = open_model(tiny.save(name, tmp_path / "model", torch.bfloat16))
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", codec=codec).folder)
+    for budget, ahead, guess in ((4 * Sizes.of(store).in_flight, 3, "random"), (0.5, 2, "router")):
+        offloaded = offload(store, budget, ahead=ahead, delays=DELAYS)
+        jitter(offloaded, random.Random(0))
+        with offloaded.moelab as offloading, Speculation(offloaded, make(guess, offloaded), "hint"):
+            assert_equal(offloaded, reference)
+            assert check(offloading.timeline) == []
+            assert offloading.metrics()["fetched_ahead"]["begun"]
+            nothing_is_lost(offloaded)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 1 << 30).map(random.Random), st.sampled_from([None, Pools(2, 3, 2, 4), Pools(0, 0, 5, 0)]),
+       st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 2),
+       st.sampled_from(["router", "random", "previous"]))
+def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, distance, guess):
+    """Under random delays: equal output, equal hits and evictions, whether and whatever is guessed."""
+    model, store = qwen
+    reference, decisions = open_model(model), []
+    for room in (0, ahead):
+        offloaded = offload(store, "10MB", plan=plan or Pools(F=5), policy="zipmoe", workers=workers, staging=staging,
+                            ahead=room, delays=DELAYS)
+        jitter(offloaded, chance)
+        with Speculation(offloaded, make(guess, offloaded, ahead=distance), "hint"):
+            for seed in range(2):
+                assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
+        decisions.append(offloaded.moelab.residency.counters)
+        assert check(offloaded.moelab.timeline) == []
+        nothing_is_lost(offloaded)
+        offloaded.moelab.close()
+    assert decisions[0] == decisions[1]
+
+
+def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twice(qwen):
+    model, store = qwen
+    resident = open_model(model)
+    offloaded = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS)
+    with Speculation(resident, make("router", resident), "speculative"), \
+            Speculation(offloaded, make("router", offloaded), "speculative"):
+        for seed in range(4):
+            offloaded.moelab.reset()
+            assert_equal(offloaded, resident, seed=seed, batch=1, new=6)
+            found = offloaded.moelab.metrics()["fetched_ahead"]
+            for forward in offloaded.moelab.forwards[1:]:
+                reads = [(e.layer, e.expert) for e in offloaded.moelab.timeline
+                         if e.resource == "disk" and forward.start <= e.start < forward.end]
+                assert len(reads) == len(set(reads))
+            assert found["used"] and found["begun"] >= found["used"]
+    offloaded.moelab.close()
+
+
+def test_the_bytes_of_wrong_guesses_are_counted(qwen):
+    """All eight experts of layer 1 are announced; those that the layer didn't need have been read in vain."""
+    model, store = qwen
+    offloaded = offload(store, "10MB", plan=Pools(), ahead=8, delays=DELAYS)
+    engine, reader = offloaded.moelab.engine, offloaded.moelab.engine.pipeline.reader
+    inner, size = engine.__class__.__call__, {}
+
+    def announcing(x, ids, weights, experts):
+        if experts.layer == 0:
+            engine.prefetch(1, torch.arange(8)[None])
+        result = inner(engine, x, ids, weights, experts)
+        deadline = time.monotonic() + 10
+        while experts.layer == 0 and len(engine.pipeline._ahead[1].done) < 8 and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        return result
+    plug(offloaded, executor=announcing)
+    with torch.inference_mode():
+        offloaded(torch.tensor([[5]]))
+    found = offloaded.moelab.metrics()["fetched_ahead"]
+    needed = {request for layer, experts in offloaded.moelab.steps[0] if layer == 1 for request in experts}
+    for event in offloaded.moelab.timeline:
+        if event.resource == "disk":
+            size[event.layer, event.expert] = event.bytes
+    assert found["begun"] == 8 and found["used"] == found["early"] == len(needed)
+    assert found["nbytes"] == sum(size[1, expert] for expert in range(8))
+    assert found["wasted"] == sum(size[1, expert] for expert in range(8) if expert not in needed) > 0
+    assert reader.counters.bytes == sum(size.values())
+    nothing_is_lost(offloaded)
+    offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, needed):
+    model, store = qwen
+    offloaded, reference = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS), open_model(model)
+    engine = offloaded.moelab.engine
+    inner, reader = engine.__class__.__call__, engine.pipeline.reader
+    read, failed = reader.read_parts, []
+    wanted = {}
+    original = engine.residency.begin
+    engine.residency.begin = lambda layer, tokens: (wanted.__setitem__(layer, set(tokens)), original(layer, tokens))[1]
+    with torch.inference_mode():
+        offloaded(torch.tensor([[7, 8]]))
+    chosen = sorted(wanted[1] if needed else set(range(8)) - wanted[1])[0]
+    offloaded.moelab.residency.clear()
+    engine._sound = False                               # so the next layer holds what residency does
+
+    def failing(layer, expert, parts):
+        if (layer, expert) == (1, chosen) and not failed:
+            failed.append(expert)
+            raise OSError(5, "reading experts-00001.safetensors failed")
+        return read(layer, expert, parts)
+    reader.read_parts = failing
+
+    def announcing(x, ids, weights, experts):
+        if experts.layer == 0:
+            engine.prefetch(1, torch.tensor([[chosen]]))
+        result = inner(engine, x, ids, weights, experts)
+        while experts.layer == 0 and not failed:
+            time.sleep(1e-3)
+        return result
+    plug(offloaded, executor=announcing)
+    with torch.inference_mode():
+        if needed:
+            with pytest.raises(OSError, match="experts-00001"):
+                offloaded(torch.tensor([[7, 8]]))
+        else:
+            offloaded(torch.tensor([[7, 8]]))
+    assert failed
+    plug(offloaded, executor=engine)
+    assert_equal(offloaded, reference)
+    nothing_is_lost(offloaded)
+    offloaded.moelab.close()
+
+
+def test_interruptions_with_guesses_under_way(qwen):
+    model, store = qwen
+    offloaded, reference = offload(store, "10MB", plan=Pools(2, 2, 1, 1), ahead=6, delays=DELAYS), open_model(model)
+    jitter(offloaded, random.Random(1))
+    with Speculation(offloaded, make("random", offloaded), "hint"):
+        for point in range(0, 12, 3):
+            generate_interrupted(offloaded, point)
+            assert_equal(offloaded, reference, seed=point)
+            nothing_is_lost(offloaded)
+    offloaded.moelab.close()
+    assert not threads()
+
+
+def test_the_memory_for_it_is_part_of_the_budget(qwen):
+    store = ExpertStore(qwen[1])
+    sizes = Sizes.of(store)
+    with pytest.raises(ValueError, match="ahead is -1"):
+        offload(store, ahead=-1)
+    with pytest.raises(ValueError, match="the least that works"):
+        offload(store, 3 * sizes.in_flight, ahead=3, delays=DELAYS)
+    offloaded = offload(store, 9 * sizes.in_flight, ahead=3, staging=1, delays=DELAYS)
+    assert offloaded.moelab.engine.pipeline.slots.nbytes <= 9 * sizes.in_flight
+    offloaded.moelab.close()
+
+
+def test_a_prefill_needs_no_guesses(qwen):
+    """Where a layer's tokens want all experts anyway, the next layer's are fetched without anybody announcing them."""
+    model, store = qwen
+    offloaded, reference = offload(store, "10MB", plan=Pools(F=1), ahead=4, delays=DELAYS), open_model(model)
+    assert_equal(offloaded, reference, prompt=60, new=2)
+    prefill, *decode = offloaded.moelab.guesses
+    assert [(layer, sorted(experts)) for layer, experts in prefill] == [(1, list(range(8)))] and not any(decode)
+    assert offloaded.moelab.metrics()["fetched_ahead"]["used"]
+    nothing_is_lost(offloaded)
+    offloaded.moelab.close()

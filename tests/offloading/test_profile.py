@@ -1,0 +1,200 @@
+"""The profiler: everything is measured, on real experts, and nothing is left changed; what follows from the samples."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cache.planning import plan
+from moelab.models import discover, open_model
+from moelab.offloading import profile as profiling
+from moelab.models.convert import convert, open_store
+from moelab.offloading.limits import Rates
+from moelab.offloading.profile import MeasuredDelays, Profile, profile
+from moelab.offloading.microbenchmarks import EXPERT_TOKENS, FORWARD_TOKENS, Rounds
+from moelab.store.layout import run
+from moelab.store.reader import Reader, StoreExperts
+
+from tests.models import tiny
+from tests.models.test_seam import generate
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    return convert(tiny.save("qwen3_moe", folder / "m", torch.bfloat16), folder / "s")
+
+
+@pytest.fixture(scope="module")
+def measured(store):
+    return profile(store, seconds=0, mode="buffered")
+
+
+def test_everything_is_measured_as_often(measured, store):
+    names = {"read both", "read E", "read SM", "decompress", "recover", "decode", "copy", "matmul float32",
+             "matmul bfloat16", *(f"expert {n}" for n in EXPERT_TOKENS), *(f"{part} {n}" for n in FORWARD_TOKENS
+                                                                          for part in ("other", "head"))}
+    assert names <= set(measured.seconds)
+    assert {len(samples) for samples in measured.seconds.values()} == {profiling.MINIMUM}
+    assert min(map(min, measured.seconds.values())) > 0
+    lengths = {part: statistics.fmean(run(entries, part)[1] for layer in store.layers for entries in layer.experts)
+               for part in ("E", "SM")}
+    assert (measured.nbytes["e"], measured.nbytes["sm"]) == (round(lengths["E"]), round(lengths["SM"]))
+    assert (measured.mode, measured.dtype, measured.codec, measured.N) == ("buffered", "bfloat16", store.codec, 2)
+
+
+def test_a_raw_store_is_read_in_place_and_only_checked(store, tmp_path):
+    raw = convert(tiny.save("qwen3_moe", tmp_path / "m", torch.bfloat16), tmp_path / "s", codec="raw")
+    found = profile(raw, seconds=0, mode="buffered", workers=2)
+    delays = found.delays()
+    assert delays.sm_read == delays.recover == 0 < delays.decode_at_once
+    assert delays.e_read == statistics.median(found.seconds["read both"]) > 0
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool, Reader(raw) as reader:
+        rounds = Rounds(raw, open_store(raw, mode="buffered"), reader, pool, 1, np.random.default_rng(0))
+        rounds._read_in_place()
+        source = StoreExperts(raw)
+        for slot, layer in rounds.full.items():
+            held = rounds.slots.tensors(slot, layer)
+            assert any(all(torch.equal(held[name], tensor) for name, tensor in source(layer, expert).items())
+                       for expert in range(raw.spec.E))
+
+
+def test_reads_are_those_of_the_given_disk(store):
+    """At 1 MB a second a read of n bytes cannot take less than n / 1 MB."""
+    slow = profile(store, seconds=0, mode="buffered", bandwidth=1e6)
+    for part in ("E", "SM"):
+        assert min(slow.seconds[f"read {part}"]) >= 0.99 * slow.nbytes[part.lower()] / 1e6
+    assert all(seconds >= 0.99 * size / 1e6 for size, seconds in slow.points("read").items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"])
+def test_a_model_is_left_as_it_was(name, tmp_path):
+    source = tiny.save(name, tmp_path / "m", torch.bfloat16)
+    store = convert(source, tmp_path / "s", "zstd-huffman")
+    model = open_store(store, mode="buffered")
+    before = [(layer.experts.executor, layer.experts.source) for layer in discover(model)]
+    found = profile(store, model, workers=2, seconds=0, mode="buffered")
+    assert [(layer.experts.executor, layer.experts.source) for layer in discover(model)] == before
+    assert all(torch.equal(a, b) for a, b in zip(generate(model, 0), generate(open_model(source), 0)))
+    assert len(found.seconds["decode"]) == 2 * len(found.seconds["read both"])
+    assert found.workers == 2 and found.model == store.spec.name
+
+
+def test_a_model_is_left_as_it_was_after_an_error(store, monkeypatch):
+    model = open_store(store, mode="buffered")
+    before = [layer.experts.executor for layer in discover(model)]
+    monkeypatch.setattr(Rounds, "_forward", lambda self, tokens: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        profile(store, model, seconds=0, mode="buffered")
+    assert [layer.experts.executor for layer in discover(model)] == before
+
+
+def test_what_is_decoded_are_the_experts(store):
+    model, truth = open_model(store.folder, experts="external"), StoreExperts(store, mode="buffered")
+    with Reader(store, "buffered") as reader, ThreadPoolExecutor(2) as pool, torch.inference_mode():
+        rounds = Rounds(store, model, reader, pool, 2, np.random.default_rng(1))
+        for slot, layer in rounds.full.items():
+            for tensor in rounds.slots.tensors(slot, layer).values():
+                tensor.zero_()
+        for _ in range(rounds.kept // 2):
+            rounds.done += 1
+            rounds._read_and_decode()
+        rounds.pieces.close()
+    assert len(rounds.full) == rounds.kept == 16
+    for slot, layer in rounds.full.items():
+        found = rounds.slots.tensors(slot, layer)
+        experts = [truth(layer, expert) for expert in range(8)]
+        assert any(all(torch.equal(found[name], tensors[name]) for name in found) for tensors in experts)
+
+
+def test_delays_and_the_device_are_the_medians(measured):
+    delays = measured.delays()
+    for field, name in (("e_read", "read E"), ("sm_read", "read SM"), ("decompress", "decompress"),
+                        ("recover", "recover")):
+        assert getattr(delays, field) == statistics.median(measured.seconds[name])
+    assert all(delays.expert(n) == pytest.approx(measured.median(f"expert {n}")) for n in EXPERT_TOKENS)
+    assert (delays.e_bytes, delays.sm_bytes, delays.K) == (measured.nbytes["e"], measured.nbytes["sm"], 1)
+    device = measured.to_device()
+    assert {figure.kind for figure in device.figures.values()} == {"measured"}
+    assert all(measured.when in figure.source for figure in device.figures.values())
+    both = measured.nbytes["e"] + measured.nbytes["sm"]
+    assert device["storage_read_gbs"] == pytest.approx(both / statistics.median(measured.seconds["read both"]) / 1e9)
+    rates = Rates.of(device)
+    assert rates.read == pytest.approx(1e9 * device["storage_read_gbs"]) and rates.flops > 0
+
+
+def test_a_plan_can_be_made_of_it(measured, store):
+    sizes = measured.nbytes["full"], measured.nbytes["sm"], measured.nbytes["e"]
+    f = np.full(store.spec.E, store.spec.K / store.spec.E)
+    found = plan(f, 3 * sizes[0], sizes, store.spec.K, measured.delays(), 1, step=0.25)
+    assert found.pools.nbytes(*sizes) <= 3 * sizes[0] and found.seconds > 0
+
+
+# ----------------------------------------------------------------------------------------- what follows from samples
+
+positive = st.floats(1e-6, 10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 200), positive), min_size=1, max_size=6, unique_by=lambda p: p[0]).map(sorted))
+def test_a_fit_is_exact_for_the_fewest_tokens_and_the_best_slope_beyond(points):
+    made = replace_seconds({f"other {n}": [seconds] for n, seconds in points})
+    base, token = made.other
+    n0, once = points[0]
+    assert base >= 0 and token >= 0 and base + token * n0 == pytest.approx(once)
+
+    def error(slope):
+        return sum(((once + slope * (n - n0)) / y - 1) ** 2 for n, y in points)
+    assert all(error(token) <= error(other) * (1 + 1e-6) + 1e-9 for other in np.linspace(0, once / n0, 21))
+    assert made.fit_error("other") == pytest.approx(max(abs((base + token * n) / y - 1) for n, y in points))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 64), positive), min_size=2, max_size=6, unique_by=lambda p: p[0]).map(sorted),
+       st.integers(1, 64))
+def test_delays_between_measurements_are_on_straight_lines(points, tokens):
+    delays = MeasuredDelays(0, 0, 0, 0, 0, 0, computed=tuple(points))
+    if points[0][0] <= tokens <= points[-1][0]:
+        assert delays.expert(tokens) == pytest.approx(np.interp(tokens, *zip(*points)))
+    (n0, low), (n1, high) = points[-2:]
+    assert delays.expert(n1 + 10) == pytest.approx(max(0, high + 10 * (high - low) / (n1 - n0)), abs=1e-12)
+
+
+def replace_seconds(seconds):
+    return Profile(seconds, {"full": 1, "e": 1, "sm": 1}, [], 1, 3, "m", "raw", "float32", "direct", 1, 1, "now", "here")
+
+
+def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
+    path = measured.save(tmp_path / "new" / "profile.json")
+    assert Profile.load(path) == measured and [f.name for f in path.parent.iterdir()] == ["profile.json"]
+    assert Profile.load(replace(measured, workers=3).save(path)).workers == 3
+
+
+def test_errors_say_what_to_do(measured, store, tmp_path):
+    with pytest.raises(FileNotFoundError, match="python -m moelab profile"):
+        Profile.load(tmp_path / "none.json")
+    for content in ("{", "[]", '{"format": "other"}', '{"format": "moelab.profile/2"}'):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(ValueError, match="x.json is no profile"):
+            Profile.load(tmp_path / "x.json")
+    with pytest.raises(KeyError, match="expert 1"):
+        measured.median("expert 3")
+    with pytest.raises(ValueError, match="workers is 0"):
+        profile(store, workers=0)
+
+
+def test_the_command_prints_and_keeps(store, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    profiling.add_arguments(parser)
+    arguments = [str(store.folder), "--seconds", "0.001", "--output", str(tmp_path / "p")]
+    assert profiling.main(parser.parse_args(arguments)) == 0
+    printed = capsys.readouterr().out
+    assert "read both" in printed and "a token" in printed and Profile.load(tmp_path / "p").model == store.spec.name

@@ -1,0 +1,73 @@
+"""The compact timeline gives back what was put in."""
+
+import sys
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab.offloading import timeline as module
+from moelab.offloading.timeline import Timeline
+from moelab.specs import Event
+from tests.depth import depth
+
+EVENTS = st.lists(st.builds(Event, st.sampled_from(["disk", "worker 0", "compute"]),
+                            st.sampled_from(["read", "expert", "wait"]), st.integers(-1, 90), st.integers(-1, 500),
+                            st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 1 << 40)))
+
+
+@given(EVENTS, st.integers(1, 5))
+def test_events_come_back_in_their_order(events, batch):
+    old, module._BATCH = module._BATCH, batch
+    try:
+        timeline = Timeline()
+        for event in events:
+            timeline.add(event)
+            timeline.compact()
+        assert list(timeline) == events and len(timeline) == len(events)
+        assert timeline.since(10.0) == [event for event in events if event.end > 10.0]
+        timeline.clear()
+        assert not len(timeline) and list(timeline) == []
+    finally:
+        module._BATCH = old
+
+
+def test_a_packed_event_is_small():
+    timeline = Timeline()
+    for i in range(module._BATCH):
+        timeline.add(Event("disk", "read", 3, i, float(i), i + 0.5, 4096))
+    timeline.compact()
+    (rows,) = timeline._all
+    assert rows.nbytes <= 48 * module._BATCH and sys.getsizeof(rows) < 50 * module._BATCH
+
+
+def test_packing_drops_nothing_that_other_threads_report_meanwhile(monkeypatch):
+    """Three threads report 20,000 events each, while a fourth packs as often as it can."""
+    monkeypatch.setattr(module, "_BATCH", 5)
+    timeline, n, over = Timeline(), depth(20_000, 300_000), threading.Event()
+
+    def report(me):
+        for i in range(n):
+            timeline.add(Event(f"worker {me}", "decode", me, i, 0.0, 1.0))
+
+    def pack():
+        while not over.is_set():
+            timeline.compact()
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        writers = [threading.Thread(target=report, args=(me,)) for me in range(3)]
+        packers = [threading.Thread(target=pack) for _ in range(2)]
+        for thread in writers + packers:
+            thread.start()
+        for thread in writers:
+            thread.join()
+        over.set()
+        for thread in packers:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    found = list(timeline)
+    assert len(found) == len(timeline) == 3 * n
+    for me in range(3):
+        assert [event.expert for event in found if event.layer == me] == list(range(n))
