@@ -102,7 +102,7 @@ def ratios(ours: Mapping[str, Mapping[str, float]], paper: Mapping[str, Mapping[
 
 
 def systems(found: Study, metric: str, title: str) -> go.Figure:
-    """`ratios` of one metric of `moelab.ane.device.comparison.METRICS` in every run of PhiMoE's study, beside claims."""
+    """`ratios` of one metric of `moelab.ane.device.comparison.METRICS` in every run of PhiMoE's study."""
     name = {system: SYSTEMS[system].title for system in RIVALS}
     ours = {label(run): {name[s]: ratio(of, metric, s) for s in RIVALS} for run, of in found.items()}
     paper = {label(run): {name[s]: claim for s, claim in claimed("Phi-3.5-MoE", run, metric).items() if s in name}
