@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from moelab import tensorfile
+from moelab.files import load_tensors, save_tensors
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
@@ -139,7 +139,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> Path:
         """Write to `path` (a .safetensors file, written whole or not at all); returns the path."""
-        return tensorfile.save(path, {"counts": self.counts_by_phase}, {
+        return save_tensors(path, {"counts": self.counts_by_phase}, {
             "format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
             "tokens": json.dumps(self.tokens), "source": self.source})
 
@@ -151,7 +151,7 @@ class Calibration:
         ------
         FileNotFoundError, ValueError : no such file, or not a whole and readable calibration.
         """
-        tensors, about = tensorfile.load(path, FORMAT, "calibration", "moelab.calibrate(trace).save(path)")
+        tensors, about = load_tensors(path, FORMAT, "calibration", "moelab.calibrate(trace).save(path)")
         return cls(tensors["counts"], tuple(json.loads(about["tokens"])), MoESpec.from_dict(json.loads(about["spec"])),
                    about["model_id"], about["source"])
 

@@ -1,9 +1,11 @@
-"""Where moelab's own files are, and JSON that is written atomically."""
+"""Where moelab's own files are, and files that are written atomically: JSON, text, tensors."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,26 @@ def results_root(results: str | Path | None = None) -> Path:
     return Path(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path.cwd()) / "results").resolve()
 
 
-def write_json(path: Path, content: Any) -> Path:
-    """Write JSON atomically; returns the path. ValueError for NaN and infinities, which are no JSON."""
+@contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """A new file or folder beside `path` to write to; it takes `path`'s place when the block ends without an error."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    yield part
     os.replace(part, path)
-    return path
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write UTF-8 text atomically; returns the path."""
+    with atomic(path) as part:
+        part.write_text(text, encoding="utf-8")
+    return Path(path)
+
+
+def write_json(path: str | Path, content: Any) -> Path:
+    """Write JSON atomically; returns the path. ValueError for NaN and infinities, which are no JSON."""
+    return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -46,3 +61,34 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it or make it again") from error
+
+
+def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str]) -> Path:
+    """Write tensors and `about`, of which "format" says what the file is, atomically as safetensors; returns the path.
+    """
+    from safetensors.torch import save_file
+    with atomic(path) as part:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, about)
+    return Path(path)
+
+
+def load_tensors(path: str | Path, form: str, what: str, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(tensors, about) of a file of the format `form`.
+
+    what, remedy : what the file should hold and what makes one, in words, for the errors.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError : no such file; not a whole file, or of another format.
+    """
+    from safetensors import SafetensorError, safe_open
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one")
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            if about.get("format") != form:
+                raise ValueError(f"{path} is a safetensors file but no {what} ({form})")
+            return {name: file.get_tensor(name) for name in file.keys()}, about
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); {remedy} makes another") from error

@@ -13,12 +13,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {"specs", "progress", "table", "tensorfile", "cards", "datasets", "kernels", "arguments", "files",
-          "intervals"}
+COMMON = {"specs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
+          "registry"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
-    "specs": set(), "progress": set(), "table": set(), "tensorfile": set(), "cards": set(), "datasets": set(),
-    "kernels": set(), "arguments": set(), "files": set(), "intervals": set(),
+    "specs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
+    "kernels": set(), "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models"},
@@ -52,7 +52,7 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "table", "arguments", "files", "lab", "__main__", "__init__"}
+WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "lab", "__main__", "__init__"}
 
 
 def part_of(path):

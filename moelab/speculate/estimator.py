@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab import tensorfile
+from moelab.files import load_tensors, save_tensors
 from moelab.models import identity
 
 FORMAT = "moelab.estimator/1"
@@ -88,7 +88,7 @@ class Estimator(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file, whole or not at all; returns its path."""
-        return tensorfile.save(path, self.state_dict(), {"format": FORMAT, "model_id": self.model_id,
+        return save_tensors(path, self.state_dict(), {"format": FORMAT, "model_id": self.model_id,
                                                          "config": json.dumps(self.config)})
 
     @classmethod
@@ -99,7 +99,7 @@ class Estimator(nn.Module):
         ------
         FileNotFoundError, ValueError : no such file; not a whole file of an estimator, or another model's.
         """
-        tensors, about = tensorfile.load(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
+        tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
         if (mine := identity(model)) != about["model_id"]:
             raise ValueError(f"{path} was trained for another model (identity {about['model_id']}, this model's is "
                              f"{mine}); moelab.speculate.training.train trains one for this model")

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab import recording, tensorfile
+from moelab import recording
+from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, discover, identity, plugged, spec_of
 from moelab.models.patches import Patches, change
 from moelab.models.seam import Executor
@@ -76,7 +77,7 @@ class DefaultVectors:
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file, whole or not at all; returns its path."""
-        return tensorfile.save(path, {name: getattr(self, name) for name in ("d", "shared", "counts")}, {
+        return save_tensors(path, {name: getattr(self, name) for name in ("d", "shared", "counts")}, {
             "format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)})
 
     @classmethod
@@ -87,7 +88,7 @@ class DefaultVectors:
         ------
         FileNotFoundError, ValueError : no such file; not a whole file of default vectors, or another model's.
         """
-        tensors, about = tensorfile.load(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
+        tensors, about = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
         vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
         vectors.check(model)
         return vectors

@@ -1,0 +1,113 @@
+"""One registry of everything that has a name: executors, caches, predictors, codecs, schedulers, models, devices.
+
+    moelab.names("executor")                → every executor
+    moelab.describe("executor")             → name → (what it is for, "use" or "teaching")
+    make("cache", "lru")                    → what is registered, made with options
+
+Each kind is a dictionary, name → `Entry`, in the package that has the techniques; adding one is a line there. The
+command line, `evaluate --modes`, the notebooks and drop-downs read these dictionaries, and nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import signature
+from math import isfinite
+from typing import Any, NamedTuple
+
+
+class Entry(NamedTuple):
+    """home : "module:attribute", imported when it is made, or the class or function itself.
+    purpose : in a phrase.    teaching : whether it is there to explain or compare rather than for use.
+    """
+
+    home: Any
+    purpose: str
+    teaching: bool = False
+
+    def load(self) -> Any:
+        if not isinstance(self.home, str):
+            return self.home
+        module, _, attribute = self.home.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+#: kind → "module:dictionary"
+KINDS = {
+    "executor": "moelab.experts:EXECUTORS",
+    "cache": "moelab.cache.policies:POLICIES",
+    "predictor": "moelab.speculate.predictors:PREDICTORS",
+    "codec": "moelab.store.codecs:CODECS",
+    "scheduler": "moelab.schedule.affinity:SCHEDULERS",
+    "model": "moelab.cards:MODELS",
+    "device": "moelab.cards:DEVICES",
+}
+
+
+def entries(kind: str) -> dict[str, Entry]:
+    """The dictionary of a kind; a class without `Entry` is described by its docstring's first line.
+
+    Raises
+    ------
+    ValueError : an unknown kind; the message lists them.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"there is no kind {kind!r}; there are: {', '.join(KINDS)}")
+    module, _, name = KINDS[kind].partition(":")
+    known = getattr(import_module(module), name)
+    return {key: entry if isinstance(entry, Entry) else Entry(entry, (entry.__doc__ or "").split("\n")[0].rstrip("."))
+            for key, entry in known.items()}
+
+
+def names(kind: str) -> list[str]:
+    """The names of a kind, in the order in which they are listed."""
+    return list(entries(kind))
+
+
+def describe(kind: str) -> dict[str, tuple[str, str]]:
+    """Name → (what it is for, "use" or "teaching")."""
+    return {name: (entry.purpose, "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()}
+
+
+def find(kind: str, name: str) -> Any:
+    """What is registered under a name: a class or a function.
+
+    Raises
+    ------
+    ValueError : there is none of that name; the message lists those that there are.
+    """
+    known = entries(kind)
+    if name not in known:
+        raise ValueError(f"there is no {kind} {name!r}; there are: {', '.join(known)}")
+    return known[name].load()
+
+
+def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
+    """What is registered under a name, called with its options.
+
+    Raises
+    ------
+    ValueError : an unknown name, or options that it does not take; the message says which it takes.
+    """
+    made = find(kind, name)
+    takes = signature(made)
+    try:
+        takes.bind(*positional, **options)
+        for option, value in options.items():
+            if option in takes.parameters:
+                _check(option, value, str(takes.parameters[option].annotation))
+    except TypeError as error:
+        listed = ", ".join(str(option.replace(annotation=option.empty)) for option in takes.parameters.values())
+        raise ValueError(f"{kind} {name!r}: {error}; it takes {listed or 'no options'}") from None
+    return made(*positional, **options)
+
+
+def _check(option: str, value: Any, annotation: str) -> None:
+    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; others are not looked at."""
+    kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
+    wanted = [part.strip() for part in annotation.split("|")]
+    if not set(wanted) <= kinds.keys():
+        return
+    fits = any(isinstance(value, kinds[one]) and (one == "bool" or not isinstance(value, bool)) for one in wanted)
+    if not fits or isinstance(value, float) and not isfinite(value):
+        raise TypeError(f"{option}={value!r} is not of type {annotation}")
