@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from moelab.files import small_model
+
 ADJECTIVES = ("amber azure blue brave bright calm clear cold cool dark deep dry fast fine flat gold "
               "gray green high icy kind late lazy loud mild neat new odd old pale pink red").split()
 NOUNS = ("ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove "
@@ -95,7 +97,7 @@ def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split
         raise ValueError(f"n is {n}; ask for at least one prompt")
     if tokens < 64 and source in GENERATED:
         raise ValueError(f"tokens is {tokens}; a generated prompt needs at least 64 to hold its facts and question")
-    return list(SOURCES[source](source, n, tokens, seed, split, count or _small_token_count()))
+    return list(SOURCES[source](source, n, tokens, seed, split, count or small_token_count()))
 
 
 # ---------------------------------------------------------------------------------------------- invented facts
@@ -309,9 +311,12 @@ def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) ->
                      f"ask for fewer or allow more tokens")
 
 
-def _small_token_count() -> Callable[[str], int]:
-    from moelab.models.small import small_token_count
-    return small_token_count()
+@lru_cache(maxsize=1)
+def small_token_count() -> Callable[[str], int]:
+    """text → number of tokens of the shipped model's tokenizer; needs neither torch nor transformers' models."""
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_file(str(small_model() / "tokenizer.json"))
+    return lru_cache(maxsize=200_000)(lambda text: len(tokenizer.encode(text).ids))
 
 
 GENERATED = ("needle", "needle_multikey", "lookup", "yesno", "code", "prose")

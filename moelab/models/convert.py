@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from moelab.configs import spec_from_config
 from moelab.arguments import whole
 from moelab.models import opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
@@ -26,7 +27,6 @@ from moelab.models.identity import identity, of_checkpoint
 from moelab.models.guard import check_spec
 from moelab.progress import progress
 from moelab.models.restore import places, restore, small_files, source_files
-from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.layout import WEIGHT_MAP, ExpertStore
 from moelab.store.reader import StoreExperts
@@ -67,7 +67,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
         if getattr(method, "value", method) != "mxfp4":
             raise ValueError(f"{checkpoint.folder} is quantised with {getattr(method, 'value', method)!r}; only MXFP4 "
                              f"is converted. Take the bf16 checkpoint of the model, or dequantise it first")
-    spec = MoESpec.from_config(config, name=opening.model_name(source, checkpoint.folder))
+    spec = spec_from_config(config, name=opening.model_name(source, checkpoint.folder))
     experts = CheckpointExperts(checkpoint, config)
     check_spec(spec, experts.plan.layers)
     for layer in experts.plan.layers:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
 from moelab.models.completeness import COUNTS, Plan, blamed, complete
@@ -56,7 +57,7 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     config = compat.dequantising(load_config(checkpoint.folder))
     where = checkpoint.folder / "config.json"
     with blamed(where, "its values make no sense", passing=ValueError):
-        spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
+        spec = spec_from_config(config, name=model_name(name_or_path, checkpoint.folder))
     plan = complete(checkpoint, config)
     check_spec(spec, plan.layers)
     tokenizer = _load_tokenizer(checkpoint.folder)
@@ -180,7 +181,7 @@ def find(name_or_path: str | Path | None) -> Path:
 
 def spec_of(model: torch.nn.Module) -> MoESpec:
     """The spec that `open_model` left on the model, or one from its config."""
-    return getattr(model, "spec", None) or MoESpec.from_config(model.config)
+    return getattr(model, "spec", None) or spec_from_config(model.config)
 
 
 def load_config(folder: Path) -> Any:

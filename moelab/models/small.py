@@ -296,11 +296,3 @@ def _optimizers(model: torch.nn.Module, recipe: Recipe) -> tuple[torch.optim.Opt
 
 def _cached_ids(tokenizer) -> Callable[[str], list[int]]:
     return lru_cache(maxsize=200_000)(lambda text: tokenizer._tokenizer.encode(text).ids)
-
-
-@lru_cache(maxsize=1)
-def small_token_count() -> Callable[[str], int]:
-    """text → number of tokens of the shipped model's tokenizer; needs neither torch nor transformers' models."""
-    from tokenizers import Tokenizer
-    tokenizer = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
-    return lru_cache(maxsize=200_000)(lambda text: len(tokenizer.encode(text).ids))

@@ -24,9 +24,9 @@ import transformers
 from safetensors.torch import load_file
 
 import moelab
+from moelab.configs import spec_from_config
 from moelab.models import compat, deepseek, discover, open_model, plug
-from moelab.models.configs import REFUSED
-from moelab.specs import MoESpec
+from moelab.configs import REFUSED
 from moelab.store import codecs
 
 from . import tiny
@@ -81,7 +81,7 @@ class Case:
 
 def geometry(case: Case) -> None:
     """The spec says what the model has: L, E, H, I and the weights of an expert, K what a router chooses."""
-    spec, layers = MoESpec.from_config(case.model.config), discover(case.model)
+    spec, layers = spec_from_config(case.model.config), discover(case.model)
     chosen: list[int] = []
     hooks = [layer.router.register_forward_hook(
         lambda _m, _a, out, layer=layer: chosen.append(layer.routing(out)[0].shape[-1])) for layer in layers]
@@ -176,7 +176,7 @@ def refused(name: str) -> str | None:
     if not reasons:
         return None
     try:
-        MoESpec.from_config(config)
+        spec_from_config(config)
     except ValueError as error:
         assert reasons[0] in str(error)
         return reasons[0]

@@ -47,8 +47,8 @@ def test_the_weights_have_the_entropy_of_trained_ones():
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GPT-OSS-20B", "DeepSeek-V2-Lite", "Mixtral-8x7B", "Llama4-Maverick",
                                   "GLM-4.7-Flash", "Phi-tiny-MoE", "OLMoE-1B-7B", "DeepSeek-MoE-16B"])
 def test_the_experts_have_the_cards_geometry(name):
-    spec = scaled(MoESpec.from_card(name), 0.1)
-    assert spec.num_layers < MoESpec.from_card(name).num_layers
+    spec = scaled(cards.load_model(name), 0.1)
+    assert spec.num_layers < cards.load_model(name).num_layers
     twin = synthesizing.compat.meta_twin(config_of(spec))
     experts = {n: p for n, p in twin.named_parameters() if ".experts." in n}
     assert sum(p.numel() for p in experts.values()) == spec.L * spec.E * spec.expert_params
