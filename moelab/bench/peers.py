@@ -26,7 +26,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +195,11 @@ class Moelab(Transformers):
         records, decoded = layer_records(list(this.timeline), forwards)
         rates = self.rates | {"after": self.read_rate()} | delivered(this.timeline, forwards)
         rate = max(rates.values())
-        hits, misses = sum(metrics["hits"].values()) - self.before[0], metrics["misses"] - self.before[1]
+        hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
             whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.pools)), "workers": workers,
-                     "staging": this.staging, "found": [metrics[key] for key in FOUND]}
+                     "staging": this.staging, "found": [getattr(metrics, key) for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {
@@ -208,7 +208,7 @@ class Moelab(Transformers):
             "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_rates": rates,
-            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": metrics,
+            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": asdict(metrics),
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None}
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:

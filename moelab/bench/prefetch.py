@@ -30,7 +30,7 @@ from moelab.arguments import number, several, whole
 from moelab.bench.engine import SPEC
 from moelab.progress import progress
 from moelab.models.convert import convert
-from moelab.offloading.metrics import Forward
+from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.models.synthesize import synthesize
 from moelab.specs import Event, MoESpec
@@ -47,7 +47,7 @@ class Taken(NamedTuple):
 
     events: list[Event]
     forward: Forward
-    metrics: dict[str, Any]
+    metrics: Metrics
 
     @property
     def seconds(self) -> float:
@@ -114,7 +114,7 @@ class Contest:
 
     def slow_down(self, ratio: float, found: Sequence[Taken]) -> float:
         """Slow copying down to `ratio` × computing, as both were in `found`; returns bytes a second."""
-        rate = statistics.fmean(t.metrics["read_bytes"] for t in found) / (ratio * copy_and_compute(found)[1])
+        rate = statistics.fmean(t.metrics.read_bytes for t in found) / (ratio * copy_and_compute(found)[1])
         reader = self.model.moelab.engine.pipeline.reader
         reader.mode, reader.bandwidth = "buffered", rate            # the cache can be faster than the disk
         return rate
@@ -128,10 +128,10 @@ class Contest:
 
 def row(found: Sequence[Taken]) -> dict[str, float]:
     """An arm's line of the table."""
-    ahead = [t.metrics["fetched_ahead"] for t in found]
+    ahead = [t.metrics.prefetched for t in found]
     return {"TPOT s": statistics.median(t.seconds for t in found), "mean s": statistics.fmean(t.seconds for t in found),
             "best s": min(t.seconds for t in found),
-            "MB read": statistics.fmean(t.metrics["read_bytes"] for t in found) / 1e6,
+            "MB read": statistics.fmean(t.metrics.read_bytes for t in found) / 1e6,
             "MB wasted": statistics.fmean(a["wasted"] for a in ahead) / 1e6,
             "hidden reads": statistics.fmean(a["used"] for a in ahead)}
 

@@ -29,7 +29,7 @@ from moelab.progress import progress
 from moelab.offloading.prefetch_gate import Foresight
 from moelab.offloading.limits import Rates, Steps
 from moelab.offloading.loads import Fetched
-from moelab.offloading.metrics import Forward, metrics
+from moelab.offloading.metrics import Forward, Metrics, metrics
 from moelab.schedule.affinity import Order, given_order, scheduler_for
 from moelab.schedule.simulated_pipeline import SimulatedPipeline
 from moelab.schedule.requests import Delays
@@ -59,9 +59,9 @@ class Simulation:
     fetched: Fetched = field(default_factory=Fetched)
     kind: str = "simulated"
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
-        return metrics(self.events, self.forwards, asdict(self.counters) | {"fetched_ahead": asdict(self.fetched)})
+        return metrics(self.events, self.forwards, self.counters, asdict(self.fetched))
 
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,

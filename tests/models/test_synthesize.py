@@ -28,7 +28,7 @@ def card(monkeypatch):
     """A card of a few kilobytes under the name "card", and a pool to go with it."""
     spec = MoESpec("card", "qwen3_moe", 8, tuple(range(8)), E=4, K=2, H=64, I=48, vocab=96, heads=4, kv_heads=2,
                    head_dim=16)
-    monkeypatch.setattr(cards, "load_model", lambda name: spec)
+    monkeypatch.setattr(synthesize, "load_model", lambda name: spec)
     monkeypatch.setattr(synthesizing, "POOL", 1 << 16)
     return spec
 

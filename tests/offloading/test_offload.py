@@ -300,11 +300,11 @@ def test_metrics_and_steps_of_a_run(qwen):
     offloaded = offload(store, 0.4)                             # measures its delays itself
     generate(offloaded, batch=2, prompt=9, new=5)
     found, offloading = offloaded.moelab.metrics(), offloaded.moelab
-    assert found["prefill_tokens"] == 18 and found["decode_tokens"] == 2 * 4
+    assert found.prefill_tokens == 18 and found.decode_tokens == 2 * 4
     assert len(offloading.steps) == len(offloading.forwards) == 5
     assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
     assert sum(offloading.steps[0][0][1].values()) == 18 * 3
-    assert found["read_bytes"] == offloading.engine.pipeline.reader.counters.bytes > 0
+    assert found.read_bytes == offloading.engine.pipeline.reader.counters.bytes > 0
     offloading.reset()
     assert not offloading.steps and not len(offloading.timeline) and not offloading.residency.counters.requests
     offloading.close()

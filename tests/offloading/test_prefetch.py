@@ -44,7 +44,7 @@ def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
         with offloaded.moelab as offloading, Speculation(offloaded, make(guess, offloaded), "hint"):
             assert_equal(offloaded, reference)
             assert check(offloading.timeline) == []
-            assert offloading.metrics()["fetched_ahead"]["begun"]
+            assert offloading.metrics().prefetched["begun"]
             nothing_is_lost(offloaded)
 
 
@@ -79,7 +79,7 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
         for seed in range(4):
             offloaded.moelab.reset()
             assert_equal(offloaded, resident, seed=seed, batch=1, new=6)
-            found = offloaded.moelab.metrics()["fetched_ahead"]
+            found = offloaded.moelab.metrics().prefetched
             for forward in offloaded.moelab.forwards[1:]:
                 reads = [(e.layer, e.expert) for e in offloaded.moelab.timeline
                          if e.resource == "disk" and forward.start <= e.start < forward.end]
@@ -106,7 +106,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
     plug(offloaded, executor=announcing)
     with torch.inference_mode():
         offloaded(torch.tensor([[5]]))
-    found = offloaded.moelab.metrics()["fetched_ahead"]
+    found = offloaded.moelab.metrics().prefetched
     needed = {request for layer, experts in offloaded.moelab.steps[0] if layer == 1 for request in experts}
     for event in offloaded.moelab.timeline:
         if event.resource == "disk":
@@ -195,6 +195,6 @@ def test_a_prefill_needs_no_guesses(qwen):
     assert_equal(offloaded, reference, prompt=60, new=2)
     prefill, *decode = offloaded.moelab.guesses
     assert [(layer, sorted(experts)) for layer, experts in prefill] == [(1, list(range(8)))] and not any(decode)
-    assert offloaded.moelab.metrics()["fetched_ahead"]["used"]
+    assert offloaded.moelab.metrics().prefetched["used"]
     nothing_is_lost(offloaded)
     offloaded.moelab.close()

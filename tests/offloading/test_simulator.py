@@ -56,7 +56,7 @@ def test_decisions_are_those_of_the_residency(policy, pools, scope):
     assert all(inside.state(r.key) is alone.state(r.key) for step in decisions for r in step.requests)
     needed = sum((not r.state.has_e) * DELAYS.e_bytes + (not r.state.has_sm) * DELAYS.sm_bytes
                  for step in decisions for r in step.requests if r.state is not State.FULL)
-    assert simulation.metrics()["read_bytes"] == needed
+    assert simulation.metrics().read_bytes == needed
     assert not check(simulation.events) and simulation.kind == "simulated"
     computed = [(event.layer, event.expert) for event in simulation.events if event.kind == "expert"]
     assert sorted(computed) == sorted((layer, expert) for layer, experts in flat(steps) for expert in experts)
@@ -83,7 +83,7 @@ def test_one_worker_and_one_miss_by_hand():
     simulation = simulate([[(0, {3: 1})]], [(1, "decode")], Residency(L, E, Pools(F=1)), DELAYS, other=(1e-3, 0.0))
     read_both_then_decode = 1e-3 + 3e-4 + 5e-4 + 4e-4 + 1e-4 + 2.1e-4
     assert simulation.forwards[0].end == pytest.approx(read_both_then_decode)
-    assert simulation.metrics()["tpot_s"] == pytest.approx(read_both_then_decode)
+    assert simulation.metrics().tpot == pytest.approx(read_both_then_decode)
 
 
 def test_a_faster_disk_is_never_slower():
@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
                      scheduler=lambda requests, delays, workers: naive_order(requests))
     affine = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS)
     assert naive.counters == affine.counters
-    assert naive.metrics()["read_bytes"] == affine.metrics()["read_bytes"]
+    assert naive.metrics().read_bytes == affine.metrics().read_bytes
 
 
 def test_a_runs_own_forwards_are_accepted():
@@ -208,6 +208,6 @@ def test_the_bytes_are_each_experts_own(tmp_path, pools):
                 total[event.layer, event.expert] += event.bytes
         assert len({stored(store.entries(0, e), "E")[1] for e in range(8)}) > 2, "the experts compress alike"
         assert read[0] == read[1] and found.counters == engine.residency.counters
-        assert found.metrics()["read_bytes"] == engine.metrics()["read_bytes"]
+        assert found.metrics().read_bytes == engine.metrics().read_bytes
     took = {round((e.end - e.start) / e.bytes, 15) for e in found.events if e.kind == "read E"}
     assert len(took) <= 1, "a read takes as long as its bytes, relative to the mean expert's"
