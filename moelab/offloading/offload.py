@@ -30,7 +30,7 @@ from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.metrics import Forward, metrics, process
 from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
-from moelab.offloading.loads import Fetched
+from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.slots import Sizes, Slots
 from moelab.schedule.requests import Delays
 from moelab.store.layout import DTYPES, ExpertStore
@@ -93,10 +93,13 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)
         model = opening.open_model(store.folder, experts="external", device=device)
-        engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
-                        workers, ahead, make(executor) if isinstance(executor, str) else executor)
+        delays = delays or quick_delays(store, model)
+        run = EngineRun(Settings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays, others),
+                        residency)
+        engine = Engine(residency, Slots(store, count, sizes, device), reader, delays, run, workers, ahead,
+                        make(executor) if isinstance(executor, str) else executor,
+                        same_bits_on_one_thread(store, model))
         unless_open.callback(engine.close)
-        engine.one_thread = same_bits_on_one_thread(store, model)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
         cast = stored != {DTYPES[str(model.dtype).removeprefix("torch.")]}
         plug(model, executor=engine, source=EngineSource(engine, model.dtype, cast) if executor else None)
@@ -131,20 +134,17 @@ class Offloading:
     ----------
     store, pools, staging, budget : what it runs with; `budget` in bytes.
     residency : what is in memory, and the counts of hits and misses.
-    timeline : the `Event`s since the last `reset`.
-    forwards : start, end, tokens and phase of each forward pass since then.
-    steps : what they routed: for each forward a list of (layer, {expert: tokens}), which the simulator takes.
-    guesses : what was announced to be fetched ahead: for each forward a list of (layer, experts), for the simulator.
+    run : what happened since the last `reset`, see `EngineRun`; the simulator replays it.
+    timeline, forwards, steps, guesses : of the run.
     """
 
     def __init__(self, model: Any, engine: Engine, store: ExpertStore, pools: Pools, staging: int, budget: int) -> None:
         self.engine, self.store, self.pools, self.staging, self.budget = engine, store, pools, staging, budget
-        self.residency, self.timeline = engine.residency, engine.timeline
+        self.residency, self.run, self.timeline = engine.residency, engine.run, engine.timeline
         self._calls: dict[int, object] = {}             # thread → the generation, or the forward alone, that it runs
         self._alone: object = None                      # the latest of the latter
         self._cancelled: set[object] = set()
         self.reset()
-        engine.on_layer, engine.on_guess = self._on_layer, self._on_guess
         engine.cancelled = self._is_cancelled
         self._model = id(model)
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []        # `generate` calls it by itself
@@ -159,13 +159,20 @@ class Offloading:
 
     def reset(self) -> None:
         """Forget events, forwards and counts; what is in memory stays."""
-        self.timeline.clear()
-        self.residency.reset_counters()
-        self.engine.pipeline.fetched = Fetched()
-        self.forwards: list[Forward] = []
-        self.steps: list[list[tuple[int, dict[int, int]]]] = []
-        self.guesses: list[list[tuple[int, list[int]]]] = []
+        self.run.reset()
         self._forward: tuple[int, float, int, str] | None = None        # module, since when, tokens, phase
+
+    @property
+    def forwards(self) -> list[Forward]:
+        return self.run.forwards
+
+    @property
+    def steps(self) -> list[list[tuple[int, dict[int, int]]]]:
+        return self.run.steps
+
+    @property
+    def guesses(self) -> list[list[tuple[int, list[int]]]]:
+        return self.run.guesses
 
     def metrics(self) -> dict[str, Any]:
         """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see `moelab.offloading.metrics`."""
@@ -173,7 +180,7 @@ class Offloading:
         return metrics(list(self.timeline), self.forwards, {
             "hits": {state.value: n for state, n in counters.hits.items()}, "misses": counters.misses,
             "evictions": counters.evictions, "rereads": counters.rereads,
-            "fetched_ahead": asdict(self.engine.pipeline.fetched)}) | process()
+            "fetched_ahead": asdict(self.run.fetched)}) | process()
 
     def cancel(self) -> bool:
         """End the generations that run with `Cancelled`; False if none is running."""
@@ -229,9 +236,7 @@ class Offloading:
         seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         if self._calls.get(threading.get_ident()) in (None, self._alone):
             self._calls[threading.get_ident()] = self._alone = object()
-        del self.steps[len(self.forwards):], self.guesses[len(self.forwards):]
-        self.steps.append([])
-        self.guesses.append([])
+        self.run.begin_forward()
         phase = "prefill" if length > 1 or not seen else "decode"
         self._forward = id(module), self.engine.begin_forward(), tokens, phase
 
@@ -239,15 +244,6 @@ class Offloading:
         if self._forward is None or self._forward[0] != id(module):
             return
         (_, start, tokens, phase), self._forward = self._forward, None
-        self.forwards.append(Forward(start, self.engine.end_forward(), tokens, phase))
-        self.timeline.compact()
+        self.run.end_forward(Forward(start, self.engine.end_forward(), tokens, phase))
         if self._calls.get(threading.get_ident()) is self._alone:
             self._calls[threading.get_ident()] = None
-
-    def _on_layer(self, layer: int, tokens: dict[int, int]) -> None:
-        if self._forward is not None:                   # else a part of the model was called by itself
-            self.steps[-1].append((layer, tokens))
-
-    def _on_guess(self, layer: int, experts: list[int]) -> None:
-        if self._forward is not None:
-            self.guesses[-1].append((layer, experts))

@@ -12,10 +12,11 @@ from moelab import convert, offload
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward, check
-from moelab.offloading.simulator import delays_of, flat, simulate, steps_of
+from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.simulator import delays_of, flat, overheads, replay, simulate, steps_of
 from moelab.schedule.affinity import naive_order
 from moelab.schedule.requests import Delays
-from moelab.specs import DeviceSpec, Figure, MoESpec, State
+from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from tests.models import tiny
@@ -211,3 +212,33 @@ def test_the_bytes_are_each_experts_own(tmp_path, pools):
         assert found.metrics().read_bytes == engine.metrics().read_bytes
     took = {round((e.end - e.start) / e.bytes, 15) for e in found.events if e.kind == "read E"}
     assert len(took) <= 1, "a read takes as long as its bytes, relative to the mean expert's"
+
+
+def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
+    """The engine's decisions on its own run; the optimum hits at least as often; a card's clock is another clock."""
+    model = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 1), policy="lfu", staging=3)
+    with model.moelab as offloading:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        run, found = offloading.run, offloading.metrics()
+    played = replay(run)
+    assert played.counters == run.counters and played.hit_rate == found.hit_rate
+    assert played.metrics().read_bytes == found.read_bytes
+    assert (played.tpot, played.ttft) == (played.metrics().tpot, played.metrics().ttft)
+    whole = {name: replay(run, cache=name, pools=Pools(F=6)) for name in ("lru", "belady")}
+    assert whole["belady"].hit_rate >= whole["lru"].hit_rate
+    there = replay(run, device="jetson-agx-orin-32gb")
+    assert there.counters == run.counters and 0 < there.tpot < played.tpot
+
+
+def test_what_is_measured_besides_experts_is_fitted():
+    """(base, per token) before a layer's experts, from forwards of 1 and 5 tokens; after the last, from one only."""
+    residency = Residency(1, 2, Pools())
+    made = EngineRun(Settings(SPEC, Pools(), "lru", "model", None, 1, 1, 0, DELAYS, 0), residency)
+    for start, tokens, other in ((0.0, 5, 3.0), (10.0, 1, 1.0), (20.0, 1, 1.0)):
+        made.begin_forward()
+        made.timeline.add(Event("compute", "other", 0, -1, start, start + other))
+        made.timeline.add(Event("compute", "other", -1, -1, start + 5, start + 7))
+        made.end_forward(Forward(start, start + 7, tokens, "decode"))
+    other, head = overheads(made)
+    assert other == pytest.approx((0.5, 0.5)) and head == pytest.approx((2.0, 0.0))
