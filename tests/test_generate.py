@@ -12,7 +12,7 @@ import pytest
 
 from moelab.__main__ import main
 from moelab.parallel import launch
-from moelab.models import open_model
+from moelab import open_model
 from moelab.generate import generate, open_parallel
 
 ROOT = Path(__file__).parents[1]

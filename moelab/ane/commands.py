@@ -256,7 +256,7 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}. Model cards are: {', '.join(cards.MODELS)}") from None
     if with_identity:
-        opened = opening.open_model(model, experts="external")
+        opened = opening.open_checkpoint(model, experts="external")
         return opened.spec, identity(opened)
     return spec_from_config(opening.load_config(folder), name=opening.model_name(model, folder)), None
 
@@ -308,8 +308,8 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
     """The model whose other parts run on the CPU, in float32."""
     import torch
 
-    from moelab.models import open_model
-    return open_model(converted.checkpoint(checkpoint), dtype=torch.float32)
+    from moelab.models import open_checkpoint
+    return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
 
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:

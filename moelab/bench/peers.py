@@ -165,7 +165,7 @@ class Transformers(Contender):
 
 
 class Moelab(Transformers):
-    """Options: store, budget, and those of `moelab.offload` as "options"; "trace": a file for its steps and events;
+    """Options: store, budget, and those of `offload` as "options"; "trace": a file for its steps and events;
     "guess": a predictor whose guesses are fetched ahead, which changes no output; "compressed": the budget, a share, is
     divided into staging, which must be given, and experts kept compressed."""
 
@@ -198,8 +198,8 @@ class Moelab(Transformers):
         hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
-            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.pools)), "workers": workers,
-                     "staging": this.staging, "found": [getattr(metrics, key) for key in FOUND]}
+            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.run.settings.pools)), "workers": workers,
+                     "staging": this.run.settings.staging, "found": [getattr(metrics, key) for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {

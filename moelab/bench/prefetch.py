@@ -82,7 +82,7 @@ def copy_and_compute(found: Sequence[Taken]) -> tuple[float, float]:
 class Contest:
     """Ways of running an offloaded model that take turns on its tokens, so that all find the same cache.
 
-    model : with room for experts ahead and staging for a token's experts (`moelab.offload`).
+    model : with room for experts ahead and staging for a token's experts.
     ids : the tokens to decode [1, N], round and round.
     guess : makes the predictor of "hint" and "speculative".
     """

@@ -28,7 +28,7 @@ import torch
 
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
-from moelab.models import open_model
+from moelab import open_model
 from moelab.progress import progress
 from moelab.offloading.decoders import CpuDecoder
 from moelab.offloading.offload import offload

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     import torch
 
-    from moelab.models.opening import open_model
+    from moelab import open_model
     from moelab.evaluation.scores import score_small
     recipe = Recipe(seed=args.seed)
     if args.steps is not None:

@@ -127,7 +127,7 @@ def open_any(name: str | None, budget: str | None = None, device: str = "cpu") -
     ------
     ValueError : a budget for what is no store; and what `open_model` and `offload` raise.
     """
-    from moelab.models import open_model
+    from moelab import open_model
     from moelab.offloading.offload import offload
     from moelab.store.layout import INDEX
     if name is not None and (Path(name).expanduser() / INDEX).is_file():

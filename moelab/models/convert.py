@@ -55,7 +55,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     Raises
     ------
     FileExistsError : the destination exists, or another process is writing it.
-    FileNotFoundError, ValueError : as `open_model`; an unknown codec; a quantisation other than MXFP4; an unfinished
+    FileNotFoundError, ValueError : as `open_checkpoint`; an unknown codec; a quantisation other than MXFP4; an unfinished
         store of another source or codec.
     OSError : a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
@@ -124,12 +124,12 @@ def other_weights(checkpoint: Checkpoint, used: set[str]) -> dict[str, tuple[Pat
 
 
 def open_store(store: ExpertStore | str | Path, **options: Any) -> Any:
-    """Open the model of a store, its experts read from there one by one: `open_model` for stores.
+    """Open the model of a store, its experts read from there one by one: `open_checkpoint` for stores.
 
-    options : of `moelab.store.reader.Reader`. Raises what `ExpertStore` and `open_model` raise.
+    options : of `moelab.store.reader.Reader`. Raises what `ExpertStore` and `open_checkpoint` raise.
     """
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    model = opening.open_model(store.folder, experts="external")
+    model = opening.open_checkpoint(store.folder, experts="external")
     plug(model, source=StoreExperts(store, model.dtype, **options))
     return model
 

@@ -27,9 +27,9 @@ from moelab.specs import MoESpec
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
-def open_model(name_or_path: str | Path | None = None, experts: str = "resident", *,
-               dtype: torch.dtype | str = "auto", device: str | torch.device | None = None) -> Any:
-    """Open an MoE model for inference.
+def open_checkpoint(name_or_path: str | Path | None = None, *, experts: str = "resident",
+                    dtype: torch.dtype | str = "auto", device: str | torch.device | None = None) -> Any:
+    """A transformers MoE model for inference; `moelab.open_model` is this and offloading.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def find(name_or_path: str | Path | None) -> Path:
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:
-    """The spec that `open_model` left on the model, or one from its config."""
+    """The spec that `open_checkpoint` left on the model, or one from its config."""
     return getattr(model, "spec", None) or spec_from_config(model.config)
 
 

@@ -42,6 +42,9 @@ PREFILL = 2
 class Cancelled(RuntimeError):
     """A generation was ended by `cancel()`; the model can be used again."""
 
+    def __init__(self) -> None:
+        super().__init__("the generation was cancelled; the model can be used again")
+
 
 class Engine:
     """An executor: `(x [T, H], ids [T, K], weights [T, K], experts) → [T, H]`, equal to `eager` bit for bit.
@@ -90,13 +93,13 @@ class Engine:
         if not self._sound:
             self._recover()
         self._sound = False
-        counts = _counts(ids, experts.num_experts)
+        tokens = counts(ids, experts.num_experts)
         if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         self._other(clock(), experts.layer)
         compute = self._expert_by_expert if self.executor is None else self._with_executor
         try:
-            step, job = self._begin(experts.layer, counts)
+            step, job = self._begin(experts.layer, tokens)
             out = compute(x, ids, weights, experts, step, job)
         except BaseException:
             self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
@@ -158,7 +161,7 @@ class Engine:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
 
         They are made whole while the layer that runs next, and what follows it, is computed: behind its own reads, in
-        memory that is there for it (`ahead` of `moelab.offload`; without, this does nothing), and decided about only
+        memory that is there for it (`ahead`; without, this does nothing), and decided about only
         when their layer comes. So a guess changes when things are read, never what is kept or computed.
         """
         if self.pipeline.room_ahead and 0 <= layer < self.residency.L:
@@ -284,9 +287,9 @@ class Engine:
 
     def _check(self) -> None:
         if self.closed:
-            raise RuntimeError("this model's engine is closed; moelab.offload(store) opens it again")
+            raise RuntimeError("this model's engine is closed; moelab.open_model(store, memory=…) opens it again")
         if self.cancelled is not None and self.cancelled():
-            raise Cancelled("the generation was cancelled; the model can be used again")
+            raise Cancelled
 
     def _other(self, now: float, layer: int) -> None:
         if self._mark is not None:
@@ -302,7 +305,11 @@ class EngineSource:
         self.engine, self.dtype, self.cast = engine, dtype, cast
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+        try:
+            return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+        except KeyError:
+            raise ValueError(f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, so "
+                             f"it has not been loaded: use this executor on a model in memory") from None
 
     def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
         """Where the CPU's tensors of whole experts lie: parameter name → int64 [experts]; None if not of this dtype."""
@@ -312,7 +319,7 @@ class EngineSource:
         return pipeline.slots.addresses([pipeline.held[layer, expert].slots["full"] for expert in experts], layer)
 
 
-def _counts(ids: Tensor, E: int) -> dict[int, int]:
+def counts(ids: Tensor, E: int) -> dict[int, int]:
     """{expert: tokens} of the experts that are hit."""
     chosen = ids.flatten().tolist() if len(ids) == 1 else None          # a decode step: no choice comes twice, mostly
     if chosen is not None and len(once := dict.fromkeys(chosen, 1)) == len(chosen):

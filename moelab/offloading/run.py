@@ -21,7 +21,7 @@ class Settings:
 
     pools, policy, scope, margin : of its `Residency`.
     workers, staging, ahead : decode workers, loads in flight beyond what is kept, and of those prefetched.
-    delays : of one expert on this machine.
+    delays : of one expert on this machine; None for a resident model.
     dense_bytes : of all weights but the routed experts.
     """
 
@@ -33,8 +33,13 @@ class Settings:
     workers: int
     staging: int
     ahead: int
-    delays: Delays
+    delays: Delays | None
     dense_bytes: int
+
+    @classmethod
+    def resident(cls, spec: MoESpec, dense_bytes: int) -> Settings:
+        """Of a model with all its experts in memory, where nothing is read."""
+        return cls(spec, Pools(F=spec.L * spec.E), "lru", "model", None, 1, spec.K, 0, None, dense_bytes)
 
 
 class EngineRun:

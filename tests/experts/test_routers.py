@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 from moelab.experts.routers import (ARCHITECTURES, REFUSED, ROUTERS, Architecture, Groups, LinearRouter, Sparsemixer, Top1,
                                     TopK, outside_groups, router_for)
 from moelab.parallel.sequence_parallel import gather_volume, route_in_shards, smallest_ids
-from moelab.models import discover, eager, open_model, plugged, spec_of
+from moelab import open_model
+from moelab.models import discover, eager, plugged, spec_of
 from moelab.specs import MoESpec
 
 from tests.depth import depth

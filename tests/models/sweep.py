@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 
 import moelab
 from moelab.configs import spec_from_config
-from moelab.models import compat, deepseek, discover, open_model, plug
+from moelab import open_model
+from moelab.models import compat, deepseek, discover, plug
 from moelab.configs import REFUSED
 from moelab.store import codecs
 
@@ -150,8 +151,8 @@ def offload(case: Case) -> None:
     """Both stores, with memory for a third and for four fifths of the experts."""
     for store in case.stores:
         for budget in BUDGETS:
-            model = moelab.offload(store, budget)
-            with model.moelab:
+            model = moelab.open_model(store, memory=budget)
+            with model:
                 case.same(model)
 
 

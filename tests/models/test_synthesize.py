@@ -12,7 +12,7 @@ import torch
 
 from moelab import cards
 from moelab.__main__ import main
-from moelab.models import open_model
+from moelab import open_model
 from moelab.models import synthesize as synthesizing
 from moelab.models.convert import convert, open_store
 from moelab.generate import generate

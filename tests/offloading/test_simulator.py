@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from moelab.cards import load_model
-from moelab import convert, offload
+from moelab import convert
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward, check
+from moelab.offloading.offload import offload
 from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.simulator import delays_of, flat, overheads, replay, simulate, steps_of
 from moelab.schedule.affinity import naive_order

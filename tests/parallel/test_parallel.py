@@ -18,7 +18,8 @@ from moelab.parallel import VARIANTS, Placement, ShardedExperts, degree, launch,
 from moelab.parallel.eplb import balance
 from moelab.parallel.exchange import pack, share, unpack
 from moelab.parallel.sharding import on_hidden, on_intermediate
-from moelab.models import discover, eager, open_model, plug
+from moelab import open_model
+from moelab.models import discover, eager, plug
 from tests.models import tiny
 
 from tests.experts import toy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.models import open_model
+from moelab import open_model
 
 from tests.models import tiny
 

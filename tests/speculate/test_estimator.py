@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moelab.cards import load_model
-from moelab.models import identity, open_model
+from moelab import open_model
+from moelab.models import identity
 from moelab.speculate.estimator import Estimator
 
 from tests.models import tiny
