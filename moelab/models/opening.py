@@ -20,7 +20,7 @@ from moelab.models.completeness import COUNTS, Plan, blamed, complete
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
 from moelab.models.seam import banks, discover, external_class, plug
-from moelab.models.small import SMALL
+from moelab.files import small_model
 from moelab.specs import MoESpec
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -157,7 +157,7 @@ def _align(model: torch.nn.Module) -> None:
 def find(name_or_path: str | Path | None) -> Path:
     """The local folder of a model; a hub id is downloaded (config, tokenizer, safetensors) or found in the cache."""
     if name_or_path is None:
-        return SMALL
+        return small_model()
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
