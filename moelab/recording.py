@@ -8,6 +8,7 @@ sequences, which a batch computes in vain, are left out: a batched trace equals 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moelab.models.dialects import ROUTING
 from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress
 from moelab.specs import MoESpec
-from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path, temporary_folder
+from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path
 
 #: hidden states up to this size stay in memory, larger ones are streamed to disk
 HIDDEN_IN_MEMORY = 256 * 2**20
@@ -230,7 +231,7 @@ class _HiddenSink:
     """Rows of hidden states, in memory until they grow large, then in safetensors files."""
 
     def __init__(self, hidden: bool | str | Path) -> None:
-        self.folder = temporary_folder() if hidden is True else None
+        self.folder = tempfile.TemporaryDirectory(prefix="moelab-trace-") if hidden is True else None
         self.path = Path(self.folder.name) / "trace.safetensors" if self.folder else Path(str(hidden))
         self.spill = hidden is not True
         self.parts: dict[str, list[Tensor]] = {name: [] for name in HIDDEN}
