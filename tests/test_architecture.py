@@ -15,6 +15,8 @@ HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 #: what every part may use
 COMMON = {"specs", "configs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
           "registry"}
+#: what cards, configs and datasets may use of these
+BASE = {"specs", "progress", "files", "registry"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "configs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
@@ -97,7 +99,7 @@ def test_directions(path):
         other = rest.partition(".")[0]
         assert other, "import the part that is needed, not moelab as a whole, which would hide the direction"
         assert other in DIRECTIONS or part in FACADE_USERS, f"moelab.{other} is no part of DIRECTIONS"
-        common = {"specs", "progress", "files", "registry"} if part in ("cards", "configs", "datasets") else set() if part in COMMON else COMMON
+        common = BASE if part in ("cards", "configs", "datasets") else set() if part in COMMON else COMMON
         allowed = other in {part} | DIRECTIONS[part] | common or part in FACADE_USERS and other not in DIRECTIONS
         assert allowed, f"{part} must not import moelab.{rest}"
 
