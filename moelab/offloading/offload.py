@@ -25,6 +25,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.experts import make
 from moelab.models import opening, plug
+from moelab.models.direct import CheckpointStore
 from moelab.models.patches import Patches
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
@@ -37,7 +38,7 @@ from moelab.store.layout import DTYPES, ExpertStore
 from moelab.store.reader import Reader
 
 
-def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
+def offload(store: ExpertStore | str | Path | None, budget: str | float | int = "auto", *, policy: Any = "lru",
             plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, ahead: int = 0, delays: Delays | None = None,
             device: str | torch.device = "cpu", executor: Any = None, **reading: Any) -> Any:
@@ -45,7 +46,8 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
 
     Parameters
     ----------
-    store : an `ExpertStore` or its folder, see `moelab.convert`.
+    store : an `ExpertStore` or its folder, see `moelab.convert`; or a checkpoint's folder or hub id, whose experts are
+        then read from its own files (`moelab.models.direct`), or None for the small model.
     budget : memory for experts: bytes, a fraction of what all of them take, "2GB", "50%" or "auto" (`parse_budget`).
         It is allocated at once and never exceeded.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`; `policy` is a name of
@@ -71,7 +73,9 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     FileNotFoundError, StoreError : no store, or a damaged one.
     ValueError : a budget that is too small (the message says the least), a plan beyond the budget, unknown options.
     """
-    store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+    model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
+    if not isinstance(store, ExpertStore):
+        store = model.checkpoint.store or CheckpointStore(model, model.dtype())
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     if ahead < 0:
@@ -81,10 +85,9 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     whole_only = pools is None or not (pools.C or pools.S or pools.E)
     sizes = Sizes.of(store, None if whole_only and torch.device(device).type == "cpu" else False)
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
-    everything = L * E * sizes.full + (ahead + (staging or workers + 2)) * sizes.in_flight
-    others = sum(size for _, _, _, size, _ in store.weights.values())
-    room = parse_budget(budget, everything, others)
-    pools, staging = divide(room - ahead * sizes.in_flight, sizes, L, E, pools, scope, workers, staging)
+    everything = L * E * sizes.full + (ahead + (staging or workers + 2)) * sizes.in_flight + store.scratch
+    room = parse_budget(budget, everything, store.weights_bytes)
+    pools, staging = divide(room - ahead * sizes.in_flight - store.scratch, sizes, L, E, pools, scope, workers, staging)
     copies, moving = L if scope == "layer" else 1, staging + ahead
     count = {"full": copies * pools.F + moving, "e": copies * (pools.C + pools.E) + moving,
              "sm": copies * (pools.C + pools.S) + moving}
@@ -92,7 +95,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)
-        model = opening.open_model(store.folder, experts="external", device=device)
+        model = opening.open_model(model, experts="external", device=device)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
                         workers, ahead, make(executor) if isinstance(executor, str) else executor)
         unless_open.callback(engine.close)

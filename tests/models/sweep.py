@@ -147,10 +147,10 @@ def convert(case: Case) -> None:
 
 
 def offload(case: Case) -> None:
-    """Both stores, with memory for a third and for four fifths of the experts."""
-    for store in case.stores:
+    """Both stores and the checkpoint itself, with memory for a third and for four fifths of the experts."""
+    for source in (case.source, *case.stores):
         for budget in BUDGETS:
-            model = moelab.offload(store, budget)
+            model = moelab.offload(source, budget)
             with model.moelab:
                 case.same(model)
 
