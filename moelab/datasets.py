@@ -97,7 +97,7 @@ def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split
         raise ValueError(f"n is {n}; ask for at least one prompt")
     if tokens < 64 and source in GENERATED:
         raise ValueError(f"tokens is {tokens}; a generated prompt needs at least 64 to hold its facts and question")
-    return list(SOURCES[source](source, n, tokens, seed, split, count or small_token_count()))
+    return list(SOURCES[source](source, n, tokens, seed, split, count or _small_token_count()))
 
 
 # ---------------------------------------------------------------------------------------------- invented facts

@@ -205,7 +205,7 @@ class Moelab(Transformers):
         return {
             "imports_rss_bytes": self.imports, "peak_rss_bytes": peak, "anonymous_bytes": anonymous,
             "budget_bytes": this.budget,
-            "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
+            "others_bytes": this.store.weights_bytes,
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_rates": rates,
             "decode_hit_rate": hits / max(hits + misses, 1), "metrics": asdict(metrics),

@@ -1,4 +1,4 @@
-"""A transformers model whose experts stay on disk, all but what a budget holds: what `open_model(memory=…)` builds.
+"""A transformers model whose experts stay on disk, all but what a budget holds: what `open_checkpoint(memory=…)` builds.
 
 Source: ZipMoE §3.1 (real-time inference). Everything of the model but its routed experts is loaded; the experts'
 modules hand each call to the engine. `generate`, streaming, batches, sampling and padding are transformers' own.
@@ -18,6 +18,7 @@ from moelab.cache.planning import Plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.models import opening, plug
+from moelab.models.direct import CheckpointStore
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
@@ -30,15 +31,17 @@ from moelab.store.layout import DTYPES, ExpertStore
 from moelab.store.reader import Reader
 
 
-def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
+def offload(store: ExpertStore | str | Path | None, budget: str | float | int = "auto", *, policy: Any = "lru",
             plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, ahead: int | None = 0, delays: Delays | None = None,
-            device: str | torch.device = "cpu", dtype: torch.dtype | str = "auto", executor: Any = None, **reading: Any) -> Any:
+            device: str | torch.device = "cpu", dtype: torch.dtype | str = "auto", executor: Any = None,
+            **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
     Parameters
     ----------
-    store : an `ExpertStore` or its folder, see `moelab.convert`.
+    store : an `ExpertStore` or its folder, see `moelab.convert`; or a checkpoint's folder or hub id, whose experts are
+        then read from its own files (`moelab.models.direct`), or None for the small model.
     budget : memory for experts: bytes, a fraction of what all of them take, "2GB", "50%" or "auto" (`parse_budget`).
         It is allocated at once and never exceeded.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`; `policy` is a name of
@@ -66,7 +69,9 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     FileNotFoundError, StoreError : no store, or a damaged one.
     ValueError : a budget that is too small (the message says the least), a plan beyond the budget, unknown options.
     """
-    store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+    model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
+    if not isinstance(store, ExpertStore):
+        store = model.checkpoint.store or CheckpointStore(model, model.dtype(dtype))
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     if ahead is not None and ahead < 0:
@@ -77,11 +82,10 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     sizes = Sizes.of(store, None if whole_only and torch.device(device).type == "cpu" else False)
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
     most_ahead = store.spec.K if ahead is None else ahead
-    everything = L * E * sizes.full + (most_ahead + (staging or workers + 2)) * sizes.in_flight
-    others = sum(size for _, _, _, size, _ in store.weights.values())
-    room = parse_budget(budget, everything, others)
+    everything = L * E * sizes.full + (most_ahead + (staging or workers + 2)) * sizes.in_flight + store.scratch
+    room = parse_budget(budget, everything, store.weights_bytes)
     ahead = min(most_ahead, room // (4 * sizes.in_flight)) if ahead is None else ahead
-    pools, staging = divide(room - ahead * sizes.in_flight, sizes, L, E, pools, scope, workers, staging)
+    pools, staging = divide(room - ahead * sizes.in_flight - store.scratch, sizes, L, E, pools, scope, workers, staging)
     copies, moving = L if scope == "layer" else 1, staging + ahead
     count = {"full": copies * pools.F + moving, "e": copies * (pools.C + pools.E) + moving,
              "sm": copies * (pools.C + pools.S) + moving}
@@ -89,9 +93,10 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)
-        model = opening.open_checkpoint(store.folder, experts="external", dtype=dtype, device=device)
+        model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
         delays = delays or quick_delays(store, model)
-        run = EngineRun(Settings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays, others),
+        run = EngineRun(Settings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
+                                 store.weights_bytes),
                         residency)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,

@@ -148,11 +148,10 @@ def convert(case: Case) -> None:
 
 
 def offload(case: Case) -> None:
-    """Both stores, with memory for a third and for four fifths of the experts."""
-    for store in case.stores:
+    """Both stores and the checkpoint itself, with memory for a third and for four fifths of the experts."""
+    for source in (case.source, *case.stores):
         for budget in BUDGETS:
-            model = moelab.open_model(store, memory=budget)
-            with model:
+            with moelab.open_model(source, memory=budget) as model:
                 case.same(model)
 
 
