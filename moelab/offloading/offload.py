@@ -23,7 +23,6 @@ import torch
 from moelab.cache.planning import Plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.experts import make
 from moelab.models import opening, plug
 from moelab.models.patches import Patches
 from moelab.offloading.budget import parse_budget
@@ -32,6 +31,7 @@ from moelab.offloading.metrics import Forward, metrics, process
 from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
 from moelab.offloading.loads import Fetched
 from moelab.offloading.slots import Sizes, Slots
+from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.store.layout import DTYPES, ExpertStore
 from moelab.store.reader import Reader
@@ -94,7 +94,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
         unless_open.callback(reader.close)
         model = opening.open_model(store.folder, experts="external", device=device)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays or quick_delays(store, model),
-                        workers, ahead, make(executor) if isinstance(executor, str) else executor)
+                        workers, ahead, make("executor", executor) if isinstance(executor, str) else executor)
         unless_open.callback(engine.close)
         engine.one_thread = same_bits_on_one_thread(store, model)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
