@@ -18,7 +18,7 @@ EXECUTORS = {
     "int8": Entry("moelab.experts.quantization:Int8", "INT8 weights multiplied without dequantising them"),
     "gemv_planes": Entry("moelab.experts.gemv:PlanesGEMV", "GEMV on a store's split bf16 bytes, never joined"),
     "selective": Entry("moelab.experts.neuron:Selective", "only the experts that a step chose (Neuron guide)", True),
-    "all_experts": Entry("moelab.experts.neuron:AllExperts", "every expert on every token, masked (Neuron guide)", True),
+    "all_experts": Entry("moelab.experts.neuron:AllExperts", "every expert on every token (Neuron guide)", True),
     "blockwise": Entry("moelab.experts.blockwise:Blockwise", "blocks of fixed size, dropless (Neuron guide)", True),
     "neuron": Entry("moelab.experts.neuron:NeuronRule", "the Neuron SDK's choice among its algorithms, by sizes", True),
     "capacity": Entry("moelab.experts.static:CapacityFactor", "one capacity for all experts, drops tokens", True),
