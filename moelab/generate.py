@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from moelab import datasets
 from moelab.arguments import number, whole
-from moelab.experts import EXECUTORS, make
+from moelab.experts import EXECUTORS
 from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 from moelab.experts.quantization import Quantized
 from moelab.models import discover, eager, open_checkpoint, plug
 from moelab.models.opening import require_tokenizer
+from moelab.registry import make
 
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -108,7 +109,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
     require_tokenizer(model)
-    inner = make(executor) if executor else eager
+    inner = make("executor", executor) if executor else eager
     if parallel is None:
         network = open_checkpoint(model, dtype=_dtype(dtype), device=device)
         if executor:

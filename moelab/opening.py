@@ -1,6 +1,6 @@
-"""The one way in: `open_checkpoint` opens any MoE model, resident or within a memory budget, and `using` changes how it runs.
+"""The one way in: `open_model` opens any MoE model, resident or within a memory budget, and `using` changes how it runs.
 
-    with moelab.open_checkpoint("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router") as lm: …
+    with moelab.open_model("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router") as lm: …
     with moelab.using(lm, executor="gemv"): …
 
 Names are those of the registry (`moelab.names`, `moelab.describe`); wherever one is taken, an object of one's own is, too.
@@ -33,7 +33,7 @@ from moelab.store.planes import StorePlanes
 PROMPTS = 4
 
 
-def open_checkpoint(source: str | Path | ExpertStore | None = None, *, memory: str | float | int | None = None,
+def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | float | int | None = None,
                cache: Any = "lru", executor: Any = "exact", prefetch: Any = None, calibration: Calibration | None = None,
                dtype: torch.dtype | str = "auto", device: str | torch.device | None = None, workers: int = 1,
                experts: str = "resident", **options: Any) -> Any:
@@ -102,7 +102,7 @@ def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration
     Parameters
     ----------
     model : an opened model, resident or offloaded.
-    executor, prefetch, calibration : as of `open_checkpoint`; None leaves what is there.
+    executor, prefetch, calibration : as of `open_model`; None leaves what is there.
     options : of the executor, if it is a name.
     """
     with ExitStack() as stack:

@@ -55,7 +55,6 @@ def entries(kind: str) -> dict[str, Entry]:
         raise ValueError(f"there is no kind {kind!r}; there are: {', '.join(KINDS)}")
     module, _, name = KINDS[kind].partition(":")
     known = getattr(import_module(module), name)
-    known = {key: Entry(":".join(entry), "") if type(entry) is tuple else entry for key, entry in known.items()}
     return {key: entry if isinstance(entry, Entry) else Entry(entry, (entry.__doc__ or "").split("\n")[0].rstrip("."))
             for key, entry in known.items()}
 

@@ -31,11 +31,12 @@ from torch import Tensor
 from moelab.arguments import number, whole
 from moelab.bench import limit
 from moelab.bench.store import Samples, speed_up
-from moelab.experts import EXECUTORS, make
+from moelab.experts import EXECUTORS
+from moelab.experts.gemm import Packed
 from moelab.experts.gemv import PlanesGEMV
-from moelab.experts.packed import Packed
 from moelab.models.seam import seam_class
 from moelab.progress import progress
+from moelab.registry import make
 from moelab.store import bits
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
@@ -88,7 +89,7 @@ class Layers:
             if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
         for name in lossless():
-            arms[name] = self._arm(make(name), steps)
+            arms[name] = self._arm(make("executor", name), steps)
         if T == 1 and self.dtype == torch.bfloat16:
             planes = [[{name: bits.split(w) for name, w in seam.own(e).items()} for e in range(seam.num_experts)]
                       for seam in self.seam]
@@ -118,7 +119,7 @@ def lossless() -> list[str]:
     found = []
     for name in EXECUTORS:
         with suppress(ValueError):              # it cannot be made without options
-            if make(name).lossless:
+            if make("executor", name).lossless:
                 found.append(name)
     return found
 

@@ -245,9 +245,9 @@ class MoelabFast(Moelab):
     """The same engine with executors and kernels that are equal to eager but for rounding."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from moelab.models.fast_decode import fast_decode
+        from moelab.models.fast_decode import FastDecode
         super().__init__(options | {"options": options.get("options", {}) | {"executor": "fast"}})
-        fast_decode(self.model)
+        FastDecode(self.model)
 
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float]:

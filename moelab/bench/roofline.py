@@ -27,7 +27,7 @@ from moelab.experts import EXECUTORS
 from moelab.specs import DeviceSpec, Figure
 
 #: lossless executors that take no part: a naive loop, a choice of others
-LEFT_OUT = ("reference", "neuron")
+LEFT_OUT = ("exact", "neuron")
 LOADING = ("selective", "all_experts")
 
 

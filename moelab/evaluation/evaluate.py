@@ -28,8 +28,7 @@ from moelab import datasets
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.files import results_root, write_json
-from moelab.experts.int8 import Int8
-from moelab.experts.quantization import Quantized
+from moelab.experts.quantization import Int8, Quantized
 from moelab.models import plug, plugged
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
@@ -172,7 +171,7 @@ def executor(text: str) -> Any:
     ------
     ValueError : no such executor, or an option that it does not take.
     """
-    from moelab.experts import make
+    from moelab.registry import make
     name, *options = text.split(":")
     given = {}
     for option in options:
@@ -184,7 +183,7 @@ def executor(text: str) -> Any:
         except (ValueError, SyntaxError):
             given[key] = value
     try:
-        return make(name, **given)
+        return make("executor", name, **given)
     except TypeError as error:
         raise ValueError(f"{EXECUTOR}:{text}: {error}") from None
 

@@ -214,7 +214,7 @@ class SeamExperts(Dressed, nn.Module):
             return self.source(self.layer, expert)
         if not self.resident:
             raise RuntimeError("this model was opened with external experts and nothing supplies them: "
-                               "moelab.models.plug(model, source=…), or moelab.open_checkpoint(path)")
+                               "moelab.models.plug(model, source=…), or moelab.open_model(path)")
         return self.own(expert)
 
     def own(self, expert: int) -> Weights:

@@ -1,4 +1,4 @@
-"""A transformers model whose experts stay on disk, all but what a budget holds: what `open_checkpoint(memory=…)` builds.
+"""A transformers model whose experts stay on disk, all but what a budget holds: what `open_model(memory=…)` builds.
 
 Source: ZipMoE §3.1 (real-time inference). Everything of the model but its routed experts is loaded; the experts'
 modules hand each call to the engine. `generate`, streaming, batches, sampling and padding are transformers' own.
@@ -25,8 +25,8 @@ from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
 from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots
-from moelab.schedule.requests import Delays
 from moelab.registry import make
+from moelab.schedule.requests import Delays
 from moelab.store.layout import DTYPES, ExpertStore
 from moelab.store.reader import Reader
 
@@ -96,8 +96,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
         delays = delays or quick_delays(store, model)
         run = EngineRun(Settings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
-                                 store.weights_bytes),
-                        residency)
+                                 store.weights_bytes), residency)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,
                         same_bits_on_one_thread(store, model))

@@ -20,7 +20,7 @@ from moelab.experts.blockwise import BlockMap
 from moelab.parallel.advice import Advice
 from moelab.parallel.eplb import Balance
 from moelab.experts.quantization import Quantized
-from moelab.experts.selective import expected_unique
+from moelab.experts.neuron import expected_unique
 from moelab.viz.markdown import ms, percent
 
 Row = dict[str, Any]

@@ -120,7 +120,7 @@ def test_expected_rows_are_the_mean_over_all_routings(E, K, W):
     n = len(ids) * W
     even = E % W == 0
     assert volumes.deduplicated(E, K, W) == pytest.approx(deduplicated / n)
-    assert volumes.all_to_all(K, W) == pytest.approx(pairs / n)
+    assert volumes.expected("ep-a2a", 64, K, W) == pytest.approx(pairs / n)
     if even:                            # the formula as it is usually written
         from math import comb
         assert volumes.deduplicated(E, K, W) == pytest.approx((W - 1) * (1 - comb(E - E // W, K) / comb(E, K)))
@@ -129,8 +129,9 @@ def test_expected_rows_are_the_mean_over_all_routings(E, K, W):
 def test_sending_every_choice_loses_to_all_gather_when_k_exceeds_w():
     for K in range(1, 9):
         for W in range(2, 9):
-            assert (volumes.all_to_all(K, W) > volumes.all_gather(W)) == (K > W)
-            assert volumes.deduplicated(64, K, W) <= min(volumes.all_to_all(K, W), volumes.all_gather(W)) + 1e-9
+            gathered, all_to_all = (volumes.expected(variant, 64, K, W) for variant in ("ep", "ep-a2a"))
+            assert (all_to_all > gathered) == (K > W)
+            assert volumes.deduplicated(64, K, W) <= min(all_to_all, gathered) + 1e-9
 
 
 # ------------------------------------------------------------------------------------------------------------- advice
