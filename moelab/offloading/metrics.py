@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moelab.cache.residency import Counters
+from moelab.cache.residency import CacheCounters
 from moelab.specs import Event
 
 
@@ -86,7 +86,7 @@ class Metrics:
     compute_share : {kind: share of the forwards' time}, of what compute does; "unaccounted" is the rest: gaps
         between events. The shares sum to 1.
     hits, misses, evictions, rereads : requests for experts by the state they were found in ({"F": …}), and counts of
-        `moelab.cache.residency.Counters`; hit_rate : found whole (F); any_hit_rate : found at least in part.
+        `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F); any_hit_rate : found at least in part.
     prefetched : counts and bytes of the experts read ahead, and what became of them.
     peak_rss_bytes, major_faults : of the process, see `process`; None for a simulation.
     """
@@ -122,7 +122,7 @@ class Metrics:
     major_faults: int | None = None
 
 
-def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counters: Counters | None = None,
+def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counters: CacheCounters | None = None,
             prefetched: dict[str, int] | None = None, **process: int | None) -> Metrics:
     """The `Metrics` of a run.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moelab.cache.planning import Plan
+from moelab.cache.planning import CachePlan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.models import opening, plug
@@ -32,7 +32,7 @@ from moelab.store.reader import Reader
 
 
 def offload(store: ExpertStore | str | Path | None, budget: str | float | int = "auto", *, policy: Any = "lru",
-            plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
+            plan: Pools | CachePlan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, ahead: int | None = 0, delays: Delays | None = None,
             device: str | torch.device = "cpu", dtype: torch.dtype | str = "auto", executor: Any = None,
             **reading: Any) -> Any:

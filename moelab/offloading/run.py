@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Counters, Residency
+from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading.loads import Fetched
 from moelab.offloading.metrics import Forward
 from moelab.offloading.timeline import Timeline
@@ -61,7 +61,7 @@ class EngineRun:
         self.reset()
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> CacheCounters:
         """Hits, misses and evictions."""
         return self._residency.counters
 

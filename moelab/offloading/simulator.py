@@ -31,7 +31,7 @@ import numpy as np
 
 from moelab.cache.policies import Belady
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Counters, Residency
+from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.progress import progress
 from moelab.offloading.prefetch_gate import Foresight
@@ -64,7 +64,7 @@ class Simulation:
 
     events: list[Event]
     forwards: list[Forward]
-    counters: Counters
+    counters: CacheCounters
     fetched: Fetched = field(default_factory=Fetched)
     kind: str = "simulated"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.cache.residency import Counters
+from moelab.cache.residency import CacheCounters
 from moelab.offloading.metrics import Forward, check, metrics, process
 from moelab.specs import Event, State
 
@@ -51,10 +51,10 @@ def test_decoding_without_a_prefill_and_reads_before_the_first_forward():
 
 
 def test_counters_are_merged_with_the_rates_that_follow():
-    found = metrics([], [], Counters(hits={State.FULL: 6, State.COMPRESSED: 3}, misses=3, evictions=2))
+    found = metrics([], [], CacheCounters(hits={State.FULL: 6, State.COMPRESSED: 3}, misses=3, evictions=2))
     assert found.hits == {"F": 6, "C": 3} and found.evictions == 2
     assert found.hit_rate == 0.5 and found.any_hit_rate == 0.75
-    assert metrics([], [], Counters()).hit_rate is None
+    assert metrics([], [], CacheCounters()).hit_rate is None
 
 
 @pytest.mark.parametrize("forwards, message", [
