@@ -47,7 +47,7 @@ def test_an_unknown_command_is_refused(capsys):
 
 
 def test_train_small_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
-    card = pytest.importorskip("moelab.bench.train_small")
+    card = pytest.importorskip("moelab.evaluation.small_model")
     seen = []
 
     def train(destination, recipe):
