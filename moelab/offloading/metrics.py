@@ -12,6 +12,7 @@ and counts in the totals only. Left out: time to convert or open a store, and en
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -200,8 +201,8 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
 def process() -> dict[str, int | None]:
     """Peak memory and page faults of this process since it began; None where the system does not tell.
 
-    peak_rss_bytes is VmHWM of /proc/self/status, file-backed pages included; major_faults are those that had to
-    wait for a disk.
+    peak_rss_bytes is VmHWM of /proc/self/status, file-backed pages included (on Linux, ru_maxrss would include the
+    parent's memory before exec); major_faults are those that had to wait for a disk.
     """
     peak = faults = None
     try:
@@ -210,7 +211,10 @@ def process() -> dict[str, int | None]:
         pass                                    # no /proc (macOS, Windows), or one that lacks the line
     try:
         import resource
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        faults = usage.ru_majflt
+        if peak is None and sys.platform == "darwin":
+            peak = usage.ru_maxrss
     except ImportError:
         pass                                    # Windows
     return {"peak_rss_bytes": peak, "major_faults": faults}

@@ -40,7 +40,7 @@ def slug(name: str) -> str:
 
 
 def percent(share: float | str, digits: int = 1) -> str:
-    """A share from 0 to 1 in per cent; words that stand for one (`moelab.bench.limit.share`) as they are."""
+    """A share from 0 to 1 in per cent; words that stand for one (`moelab.bench.measure.share`) as they are."""
     return share if isinstance(share, str) else f"{100 * share:.{digits}f} %"
 
 

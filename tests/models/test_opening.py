@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -69,11 +67,11 @@ def test_external_never_reads_the_experts(tmp_path):
 
 def test_peak_memory_of_external_experts_does_not_hold_them(tmp_path):
     """400 MB of experts: opening the model without them takes the 110 MB that any model takes, not those."""
-    from moelab.bench.foundation import _OPEN, write_checkpoint
-    size = write_checkpoint(tmp_path, 0.4e9)
-    done = subprocess.run([sys.executable, "-c", _OPEN, str(tmp_path), "external"], capture_output=True, text=True)
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["peak"] - said["imports"] < size / 2
+    from moelab.bench.foundation import OPEN, write_checkpoint
+    from moelab.bench.measure import in_process
+    size = write_checkpoint(tmp_path / "model", 0.4e9)
+    found = in_process(OPEN, tmp_path / "model", "external")
+    assert found["peak"] - found["imports"] < size / 2
 
 
 def test_unplug_gives_the_stock_classes_back(tmp_path):
