@@ -1,4 +1,4 @@
-"""The tables of the Neural Engine, as rows for `moelab.viz.markdown.table`: plans, conversions, drops, modelled costs.
+"""The tables of the Neural Engine, as rows for `moelab.viz.notebook.table`: plans, conversions, drops, modelled costs.
 
 Nothing is computed here beyond what a cell shows; where a row quotes the paper, it says so.
 """
@@ -23,7 +23,7 @@ from moelab.bench.ane import cpu_share
 from moelab.bench.ane_accuracy import Answers, LossByOrder
 from moelab.bench.ane_conversion import Conversion
 from moelab.cards import load_device, load_model
-from moelab.viz.markdown import span
+from moelab.table import span
 
 Row = dict[str, Any]
 #: name of a plan of `moelab.bench.ane_accuracy.candidates` → what it is
