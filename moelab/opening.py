@@ -1,9 +1,9 @@
-"""The one way in: `open_model` opens any MoE model, resident or within a memory budget, and `using` changes how it runs.
+"""The one way in: `open_model` opens any MoE model, in memory or within a budget; `using` changes how it runs.
 
     with moelab.open_model("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router") as lm: …
     with moelab.using(lm, executor="gemv"): …
 
-Names are those of the registry (`moelab.names`, `moelab.describe`); wherever one is taken, an object of one's own is, too.
+Names are those of the registry (`moelab.names`, `moelab.describe`); in place of a name, an object of your own will do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moelab.models.fast_decode import FastDecode
 from moelab.models.patches import Patches, put
 from moelab.offloading.offload import offload
 from moelab.offloading.session import Session
-from moelab.speculate import Predictor, Speculation, default_vectors
+from moelab.speculate import Predictor, Speculation, default_vectors, takes
 from moelab.store.bits import split
 from moelab.store.layout import ExpertStore
 from moelab.store.planes import StorePlanes
@@ -34,9 +34,10 @@ PROMPTS = 4
 
 
 def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | float | int | None = None,
-               cache: Any = "lru", executor: Any = "exact", prefetch: Any = None, calibration: Calibration | None = None,
-               dtype: torch.dtype | str = "auto", device: str | torch.device | None = None, workers: int = 1,
-               experts: str = "resident", **options: Any) -> Any:
+               cache: Any = "lru", executor: Any = "exact", prefetch: Any = None,
+               calibration: Calibration | None = None, dtype: torch.dtype | str = "auto",
+               device: str | torch.device | None = None, workers: int = 1, experts: str = "resident",
+               **options: Any) -> Any:
     """Open a mixture-of-experts model for inference: everything in memory or, with `memory`, its experts on disk.
 
     Parameters
@@ -61,8 +62,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
 
     Returns
     -------
-    A transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the checkpoint has
-    none), `.spec`, and `.moelab`: metrics, run, `cancel()`, `close()` (`moelab.offloading.session.Session`).
+    A transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the checkpoint
+    has none), `.spec`, and `.moelab`: metrics, run, `cancel()`, `close()` (`moelab.offloading.session.Session`).
 
     Raises
     ------
@@ -73,7 +74,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     if memory is None:
         wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):
-            raise ValueError(f"{', '.join(given)} is for experts that are loaded when they are needed: give memory= too")
+            raise ValueError(f"{', '.join(given)}: for experts that are loaded when they are needed; give memory=, too")
         folder = source.folder if isinstance(source, ExpertStore) else source
         model = open_checkpoint(folder, experts=experts, dtype=dtype, device=device)
         Session(model)
@@ -123,8 +124,8 @@ def _executing(model: Any, executor: Any, calibration: Calibration | None = None
             patches.enter_context(plugged(model, run or eager, source))
         else:
             if executor == "int8":
-                raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: open the "
-                                 "model without memory=")
+                raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: open "
+                                 "the model without memory=")
             put(patches, engine, "executor", run)
             patches.enter_context(plugged(model, source=session.source))
         if executor == "fast":
@@ -135,8 +136,8 @@ def _executing(model: Any, executor: Any, calibration: Calibration | None = None
 def make_executor(model: Any, name: str, calibration: Calibration | None = None, **options: Any) -> Any:
     """An executor by its name, with what it needs of the model where it is not among the options; None for "exact".
 
-    Static capacities ("tiered", "grouped") follow from the calibration or, without, are those of a uniform popularity,
-    and pad rather than drop; "gemv_planes" multiplies the store's byte planes or, without a store, those of the weights.
+    Static capacities ("tiered", "grouped") follow from the calibration or, without, from a uniform popularity, and pad
+    rather than drop; "gemv_planes" multiplies the store's byte planes or, without a store, those of the weights.
     """
     if name == "exact":
         return None
@@ -160,15 +161,15 @@ def _planes(model: Any) -> Any:
 
 
 @contextmanager
-def _prefetching(model: Any, prefetch: Any) -> Iterator[Speculation]:
+def _prefetching(model: Any, prefetch: Any) -> Iterator[None]:
     session = model.moelab
     if session.engine is None:
-        raise ValueError("all experts of this model are in memory, so there is nothing to prefetch: open it with memory=")
+        raise ValueError("all experts of this model are in memory, so nothing can be prefetched: open it with memory=")
     before = session.speculation
     with Speculation(model, make_predictor(model, prefetch), mode="hint") as speculation:
         session.speculation = speculation
         try:
-            yield speculation
+            yield
         finally:
             session.speculation = before
 
@@ -179,7 +180,6 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
         return predictor
     if not isinstance(predictor, str):
         return predictor(model)
-    if predictor in ("quasi", "estimator", "hybrid") and "vectors" not in ingredients:
-        texts = datasets.prompts("prose", PROMPTS, tokens=128)
-        ingredients["vectors"] = default_vectors(model, [prompt.text for prompt in texts])
+    if "vectors" in takes(predictor) and "vectors" not in ingredients:
+        ingredients["vectors"] = default_vectors(model, datasets.prompts("prose", PROMPTS, tokens=128))
     return registry.make("predictor", predictor, model, **ingredients)

@@ -32,7 +32,8 @@ DIRECTIONS = {
     "schedule": {"trace"},
     "speculate": {"models", "trace", "recording"},
     "offloading": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
-    "generate": {"models", "experts", "parallel", "offloading"},
+    "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
+    "generate": {"models", "experts", "parallel", "offloading", "opening"},
     "ane": {"models", "trace", "calibration", "experts"},
     "ndp": {"trace", "experts", "parallel"},
 }

@@ -184,7 +184,8 @@ class Moelab(Transformers):
         hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
-            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.run.settings.pools)), "workers": workers,
+            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.run.settings.pools)),
+                     "workers": workers,
                      "staging": this.run.settings.staging, "found": [getattr(metrics, key) for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()

@@ -55,8 +55,8 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     Raises
     ------
     FileExistsError : the destination exists, or another process is writing it.
-    FileNotFoundError, ValueError : as `open_checkpoint`; an unknown codec; a quantisation other than MXFP4; an unfinished
-        store of another source or codec.
+    FileNotFoundError, ValueError : as `open_checkpoint`; an unknown codec; a quantisation other than MXFP4; an
+        unfinished store of another source or codec.
     OSError : a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
     checkpoint = _Noted.at(opening.find(source))

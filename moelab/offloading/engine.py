@@ -308,8 +308,8 @@ class EngineSource:
         try:
             return self.engine.weights(layer, expert, self.dtype if self.cast else None)
         except KeyError:
-            raise ValueError(f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, so "
-                             f"it has not been loaded: use this executor on a model in memory") from None
+            raise ValueError(f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
+                             f"so it has not been loaded: use this executor on a model in memory") from None
 
     def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
         """Where the CPU's tensors of whole experts lie: parameter name → int64 [experts]; None if not of this dtype."""

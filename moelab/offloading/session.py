@@ -131,7 +131,7 @@ class Session:
         return bool(self._cancelled)
 
     def close(self) -> None:
-        """Take everything off the model; an offloaded one loses its threads and its experts, and cannot run any more."""
+        """Take everything off the model; an offloaded one loses its threads and experts and cannot run any more."""
         self._parts.close()
         self._patches.close()
         if self.engine is not None:

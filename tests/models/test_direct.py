@@ -64,7 +64,7 @@ def test_offloaded_it_is_exact_and_counts_its_bytes(name, pools, tmp_path):
         assert torch.equal(truth(IDS).logits, model(IDS).logits)
         metrics, reads = offloading.metrics(), [event for event in offloading.timeline if event.resource == "disk"]
         expert = offloading.store.stored_bytes(0, 0, "both")
-        assert sum(event.bytes for event in reads) == metrics["misses"] * expert
+        assert sum(event.bytes for event in reads) == metrics.misses * expert
         assert offloading.store.identity == identity(truth)
 
 

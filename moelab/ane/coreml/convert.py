@@ -102,8 +102,8 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
     ------
     FileExistsError : the destination exists, another process converts into it, or an unfinished conversion with other
         settings lies beside it.
-    FileNotFoundError, ValueError : as `open_checkpoint`; a plan of another model; experts that have no graphs; a chunk that
-        is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
+    FileNotFoundError, ValueError : as `open_checkpoint`; a plan of another model; experts that have no graphs; a
+        chunk that is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
     ImportError : coremltools is not installed.
     """
     coremltools()
