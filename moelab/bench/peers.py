@@ -185,8 +185,8 @@ class Moelab(Transformers):
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
             whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.run.settings.pools)),
-                     "workers": workers,
-                     "staging": this.run.settings.staging, "found": [getattr(metrics, key) for key in FOUND]}
+                     "workers": workers, "staging": this.run.settings.staging,
+                     "found": [getattr(metrics, key) for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {
