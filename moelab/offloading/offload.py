@@ -31,7 +31,7 @@ from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.metrics import Forward, metrics, process
 from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
 from moelab.offloading.run import EngineRun, Settings
-from moelab.offloading.slots import Sizes, Slots
+from moelab.offloading.slots import Sizes, Slots, slot_counts
 from moelab.schedule.requests import Delays
 from moelab.store.layout import DTYPES, ExpertStore
 from moelab.store.reader import Reader
@@ -85,9 +85,7 @@ def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto",
     others = sum(size for _, _, _, size, _ in store.weights.values())
     room = parse_budget(budget, everything, others)
     pools, staging = divide(room - ahead * sizes.in_flight, sizes, L, E, pools, scope, workers, staging)
-    copies, moving = L if scope == "layer" else 1, staging + ahead
-    count = {"full": copies * pools.F + moving, "e": copies * (pools.C + pools.E) + moving,
-             "sm": copies * (pools.C + pools.S) + moving}
+    count = slot_counts(pools, L if scope == "layer" else 1, staging + ahead)
     residency = Residency(L, E, pools, policy, scope, margin)
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)

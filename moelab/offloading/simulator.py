@@ -4,7 +4,7 @@
 simulator does too; only the clock differs. A layer costs what comes before its experts (attention, norms, router), then
 the schedule of its reads, decompression and computation under given delays (`schedule.simulated_pipeline`); the delays
 are measured on this machine, or follow from the figures of a device card. Experts that are announced for the next layer
-are fetched ahead as by the engine, if the engine's own `Foresight` finds it worth a read. Numbers that come out are
+are fetched ahead as by the engine, if the engine's own `PrefetchGate` finds it worth a read. Numbers that come out are
 *simulated*.
 
     steps     forwards, each a list of (layer, {expert: tokens}) in the order of execution: `model.moelab.steps`
@@ -30,17 +30,18 @@ from typing import Any
 import numpy as np
 
 from moelab.cache.policies import Belady
-from moelab.cache.pools import Pools
+from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Counters, Residency
 from moelab.cards import load_device
 from moelab.progress import progress
-from moelab.offloading.prefetch_gate import Foresight
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.limits import Rates, Steps
-from moelab.offloading.loads import Fetched
 from moelab.offloading.metrics import Forward, metrics
 from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.slots import slot_counts
 from moelab.schedule.affinity import Order, given_order, scheduler_for
-from moelab.schedule.simulated_pipeline import SimulatedPipeline
+from moelab.schedule.execution import SimulatedMachine
+from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, MoESpec
 from moelab.trace import PREFILL, RoutingTrace
@@ -65,7 +66,7 @@ class Simulation:
     events: list[Event]
     forwards: list[Forward]
     counters: Counters
-    fetched: Fetched = field(default_factory=Fetched)
+    fetched: PrefetchCounts = field(default_factory=PrefetchCounts)
     kind: str = "simulated"
 
     @property
@@ -91,7 +92,7 @@ class Simulation:
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
              scheduler: Callable[[Sequence[Any], Delays, int], Order] | None = None, guesses: Guesses | None = None,
-             ahead: int = 0, distance: int = 1, foresight: Foresight | None = None) -> Simulation:
+             ahead: int = 0, distance: int = 1, gate: PrefetchGate | None = None) -> Simulation:
     """Play a run in simulated time.
 
     Parameters
@@ -109,7 +110,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     guesses : of every forward; they change when experts are read, never what is kept or computed.
     ahead : experts that may be fetched ahead, in memory beyond `staging`; without guesses there is none of it.
     distance : how many layers before its own an expert is announced.
-    foresight : decides whether guesses are worth fetching, and learns; None for a new one.
+    gate : decides whether guesses are worth fetching, and learns; None for a new one.
 
     Raises
     ------
@@ -124,12 +125,19 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    choose, foresight, done = scheduler or scheduler_for(delays), foresight or Foresight(), []
-    machine = SimulatedPipeline(delays, workers, staging, ahead if guesses is not None else 0, start)
+    choose, gate, done = scheduler or scheduler_for(delays), gate or PrefetchGate(), []
+    ahead = ahead if guesses is not None else 0
+    if staging is None:
+        staging = residency.E                                   # a layer's demand at most
+    elif staging < 1:
+        raise ValueError(f"staging is {staging}; at least one expert must have slots to be loaded into")
+    slots = slot_counts(residency.pools, residency.L if residency.scope == "layer" else 1, staging + ahead)
+    resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
+    machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
 
     def spend(layer: int, cost: Linear, tokens: int) -> None:
         begun, end = machine.now, machine.now + cost[0] + cost[1] * tokens
-        foresight.pause(end - begun)
+        gate.pause(end - begun)
         machine.spend(layer, end)
 
     for forward, (tokens, phase), guessed in progress(list(zip(steps, kinds, guesses or [()] * len(steps))),
@@ -138,17 +146,18 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         for layer, experts in forward:
             spend(layer, other, tokens)
             step = residency.begin(layer, experts)
-            foresight.came(layer, experts)
-            left = machine.start(layer, step.requests, (key for key, _ in step.evicted))
-            machine.load(left, choose(left, delays, workers))
-            fetch = foresight.requests(residency, layer + distance, announced.get(layer + distance, ()),
-                                       machine.read_s / max(1, machine.reads))
-            machine.fetch(layer + distance, fetch, given_order(fetch))
+            gate.came(layer, experts)
+            left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
+            machine.demand(left, choose(left, delays, workers))
+            prefetch = gate.requests(residency, layer + distance, announced.get(layer + distance, ()),
+                                     machine.read_s / max(1, machine.reads))
+            machine.queue.prefetch(layer + distance, prefetch, given_order(prefetch))
             machine.run()
         spend(-1, head, tokens)
-        machine.drop_ahead()
+        machine.queue.drop_prefetched()
         done.append(Forward(begun, machine.now, tokens, phase))
-    return Simulation(machine.timeline(), done, residency.counters, Fetched(**machine.fetched))
+    machine.finish()
+    return Simulation(machine.timeline(), done, residency.counters, machine.queue.counts)
 
 
 def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None = None, pools: Pools | None = None,
