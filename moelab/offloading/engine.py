@@ -270,7 +270,7 @@ class Engine:
     def _as_ready(self, ready: Ready, step: Step) -> Iterator[Request]:
         """The step's requests as they can be executed: hits first, in ascending order."""
         loads = {request.key: request for request in step.requests if request.state is not State.FULL}
-        if self.serial and not self.pipeline.queue.running.waiting:         # all have their memory, so all of them will come
+        if self.serial and not self.pipeline.queue.running.waiting:     # all have slots, so all of them will come
             for _ in loads:
                 self.pipeline.next_ready(ready, self._check)
             yield from step.requests

@@ -29,7 +29,7 @@ from moelab.models.patches import Patches
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.metrics import Forward, metrics, process
-from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
+from moelab.offloading.profile import quick_delays, same_bits_on_one_thread
 from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.slots import Sizes, Slots, slot_counts
 from moelab.schedule.requests import Delays
