@@ -28,7 +28,7 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.slots import Slots
 from moelab.offloading.run import EngineRun
-from moelab.schedule.affinity import given_order, scheduler_for
+from moelab.schedule.affinity import default_order, given_order
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, State
 from moelab.store.reader import Reader
@@ -76,13 +76,12 @@ class Engine:
         self.cancelled: Callable[[], bool] | None = None
         self.serial = False
         self._nothing = Ready()
-        self._scheduler = scheduler_for(delays)
         self.gate, self._announced = PrefetchGate(), None     # (layer, experts)
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before a layer took one
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-        with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline.change`
+        with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`
 
     def _layer(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         self._check()
@@ -183,7 +182,7 @@ class Engine:
     def _forget_ahead(self) -> None:
         self._announced = None
         if self._sound and self.pipeline.queue.prefetched:
-            with self._one: self._drop_ahead()                                  # one line: see `Pipeline.change`
+            with self._one: self._drop_ahead()                                  # one line: see `Pipeline._locked`
 
     def _drop_ahead(self) -> None:
         self._sound = False
@@ -251,7 +250,7 @@ class Engine:
             return step, self._nothing
         ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
-            pipeline.change(queue.demand, left, self._scheduler(left, self.delays, self.workers))
+            pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
         self._fetch()
         return step, ready
 

@@ -35,7 +35,7 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, metrics
 from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.slots import slot_counts
-from moelab.schedule.affinity import Order, given_order, scheduler_for
+from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine
 from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
@@ -82,7 +82,7 @@ class Simulation:
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
-             scheduler: Callable[[Sequence[Any], Delays, int], Order] | None = None, guesses: Guesses | None = None,
+             scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order, guesses: Guesses | None = None,
              ahead: int = 0, distance: int = 1, gate: PrefetchGate | None = None) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
@@ -96,8 +96,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     workers, staging : decode workers; loads in flight beyond what is kept (None: any number).
     other : seconds per layer before its experts can be read.
     head : seconds per forward after the last layer.
-    scheduler : makes the order of reading from (requests, delays, workers); None takes `scheduler_for(delays)`, which
-        is the engine's.
+    scheduler : one of `moelab.schedule.affinity.SCHEDULERS` or your own; by default the engine's.
     guesses : of every forward; they change when experts are read, never what is kept or computed.
     ahead : experts that may be prefetched, in memory beyond `staging`; without guesses there is none of it.
     distance : how many layers before its own an expert is announced.
@@ -116,7 +115,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    choose, gate, done = scheduler or scheduler_for(delays), gate or PrefetchGate(), []
+    gate, done = gate or PrefetchGate(), []
     ahead = ahead if guesses is not None else 0
     if staging is None:
         staging = residency.E                                   # a layer's demand at most
@@ -139,7 +138,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
             step = residency.begin(layer, experts)
             gate.came(layer, experts)
             left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
-            machine.demand(left, choose(left, delays, workers))
+            machine.demand(left, scheduler(left, delays, workers))
             prefetch = gate.requests(residency, layer + distance, announced.get(layer + distance, ()),
                                      machine.read_s / max(1, machine.reads))
             machine.queue.prefetch(layer + distance, prefetch, given_order(prefetch))

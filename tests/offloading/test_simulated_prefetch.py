@@ -15,7 +15,7 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.simulator import flat, guesses_of, simulate, steps_of
-from moelab.schedule.affinity import scheduler_for
+from moelab.schedule.affinity import default_order
 from moelab.schedule.execution import execute
 from moelab.schedule.requests import Delays
 from moelab.specs import State
@@ -60,7 +60,7 @@ def test_without_guesses_layers_are_executed_one_by_one(run, machine):
         for layer, experts in forward:
             now += options["other"][0]
             requests = asked.begin(layer, experts).requests
-            plan = scheduler_for(machine)(requests, machine, options["workers"])
+            plan = default_order(requests, machine, options["workers"])
             found, now = execute(requests, plan, machine, options["workers"], now, layer)
             events += found
         now += options["head"][0]

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab import cards, convert, offload
+from moelab import cards, convert, offload, registry
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward, check
 from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.simulator import MachineRates, delays_of, flat, overheads, replay, simulate, steps_of
-from moelab.schedule.affinity import naive_order
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
 from moelab.store.layout import run as stored
@@ -104,7 +103,7 @@ def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
     cold, warm = (simulate(steps, forwards, residency, DELAYS) for _ in range(2))
     assert cold.counters.misses > 0 == warm.counters.misses
     naive = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS,
-                     scheduler=lambda requests, delays, workers: naive_order(requests))
+                     scheduler=registry.find("scheduler", "naive"))
     affine = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS)
     assert naive.counters == affine.counters
     assert naive.metrics()["read_bytes"] == affine.metrics()["read_bytes"]
