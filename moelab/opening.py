@@ -78,6 +78,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         folder = source.folder if isinstance(source, ExpertStore) else source
         model = open_checkpoint(folder, experts=experts, dtype=dtype, device=device)
         Session(model)
+    elif executor == "int8":
+        raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: leave out memory=")
     else:
         ahead = options.pop("ahead", None if prefetch is not None else 0)
         model = offload(source, memory, policy=cache, workers=workers, ahead=ahead, dtype=dtype,
@@ -123,9 +125,6 @@ def _executing(model: Any, executor: Any, calibration: Calibration | None = None
             source = Quantized(plug(model), "int8") if executor == "int8" else None
             patches.enter_context(plugged(model, run or eager, source))
         else:
-            if executor == "int8":
-                raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: open "
-                                 "the model without memory=")
             put(patches, engine, "executor", run)
             patches.enter_context(plugged(model, source=session.source))
         if executor == "fast":
@@ -181,5 +180,6 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
     if not isinstance(predictor, str):
         return predictor(model)
     if "vectors" in takes(predictor) and "vectors" not in ingredients:
-        ingredients["vectors"] = default_vectors(model, datasets.prompts("prose", PROMPTS, tokens=128))
+        with _executing(model, "exact"):                # which sums expert by expert
+            ingredients["vectors"] = default_vectors(model, datasets.prompts("prose", PROMPTS, tokens=128))
     return registry.make("predictor", predictor, model, **ingredients)

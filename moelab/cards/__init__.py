@@ -45,7 +45,8 @@ def load_device(name: str) -> DeviceSpec:
     return DeviceSpec(card["name"], {key: Figure(**figure) for key, figure in card["figures"].items()})
 
 
-def _entries(kind: str, load: Any) -> dict[str, Entry]:
+def entries_of(kind: str, load: Any) -> dict[str, Entry]:
+    """Card name → what loads it, of the folder `kind`."""
     names = sorted(file.name.removesuffix(".toml") for file in (files(__name__) / kind).iterdir()
                    if file.name.endswith(".toml"))
     return {name: Entry(partial(load, name), f"{kind.removesuffix('s')} card {name}.toml") for name in names}
@@ -63,4 +64,4 @@ def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
 
 
 #: card name → what loads its spec
-MODELS, DEVICES = _entries("models", load_model), _entries("devices", load_device)
+MODELS, DEVICES = entries_of("models", load_model), entries_of("devices", load_device)
