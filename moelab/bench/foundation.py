@@ -23,7 +23,7 @@ from moelab.trace import RoutingTrace
 
 OPEN = """
 import json, sys, time
-import moelab, torch, transformers
+import moelab.opening, torch, transformers
 from moelab.offloading.metrics import process
 base, start = process()["peak_rss_bytes"], time.perf_counter()
 model = moelab.open_model(sys.argv[1], experts=sys.argv[2])
