@@ -75,6 +75,11 @@ class EngineRun:
         self.guesses: list[list[tuple[int, list[int]]]] = []
         self._in_forward = False
 
+    def forget(self, forwards: int) -> None:
+        """Forget the oldest forward passes, but for their events and counts."""
+        for kept in (self.forwards, self.steps, self.guesses):
+            del kept[:forwards]
+
     # An interruption may leave out any of the calls below: so what begins removes what was left unfinished.
 
     def begin_forward(self) -> None:

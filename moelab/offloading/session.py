@@ -1,12 +1,13 @@
 """`lm.moelab`: what a model that `moelab.open_model` has opened tells about itself, and how it is closed.
 
 It follows the model's forward passes: when, over how many tokens, which experts they were routed to. Of an offloaded
-model the engine reports the rest (reads, decoding, waiting); of a resident one, hooks on each layer's experts do.
+model the engine reports the rest: reads, decoding, waiting. Of a resident one only the latest passes are kept.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 import weakref
@@ -26,8 +27,10 @@ from moelab.offloading.metrics import Forward, Metrics, metrics, process
 from moelab.offloading.pipeline import clock
 from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.timeline import Timeline
-from moelab.specs import Event
 from moelab.store.layout import ExpertStore
+
+#: forward passes of a resident model that are kept, at most
+LONGEST = 4096
 
 
 class OpenedModel(Dressed):
@@ -177,48 +180,44 @@ class Session:
             raise Cancelled
         ids = next((x for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"),
                                 *args[:1]) if x is not None), None)
-        tokens, length = (ids.shape[0] * ids.shape[1], ids.shape[1]) if ids is not None else (0, 0)
+        shape = ids.shape[:2] if ids is not None else (0,)
+        tokens, length = math.prod(shape), shape[-1]
         cache = kwargs.get("past_key_values")
         seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         if self._calls.get(threading.get_ident()) in (None, self._alone):
             self._calls[threading.get_ident()] = self._alone = object()
         self.run.begin_forward()
         phase = "prefill" if length > 1 or not seen else "decode"
-        self._mark = clock() if self.engine is None else self.engine.begin_forward()
-        self._forward, self._routed = (id(module), self._mark, tokens, phase), []
+        start = clock() if self.engine is None else self.engine.begin_forward()
+        self._forward, self._routed = (id(module), start, tokens, phase), []
 
     def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
         (_, start, tokens, phase), self._forward = self._forward, None
-        if self.engine is None:
-            for layer, ids in self._routed:
-                self.run.layer(layer.index, counts(ids, layer.E))
-            self._compute("other", -1)
-        end = self._mark if self.engine is None else self.engine.end_forward()
+        end = clock() if self.engine is None else self.engine.end_forward()
+        for layer, routed in self._routed:              # of a resident model; where no engine has counted
+            self.run.layer(layer.index, counts(routed, layer.E))
         self.run.end_forward(Forward(start, end, tokens, phase))
+        if self.engine is None and len(self.forwards) > LONGEST:
+            self.run.forget(LONGEST // 2)
         if self._calls.get(threading.get_ident()) is self._alone:
             self._calls[threading.get_ident()] = None
 
     # ------------------------------------------------------------------------- experts in memory: no engine counts them
 
     def _listen(self, layer: MoELayer, patches: Patches) -> None:
-        """Note what a resident layer's experts are asked for, and how long they take."""
+        """Note which experts a resident layer is asked for."""
         if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
             patches.hook(layer.router.register_forward_hook,
-                         lambda _m, _a, out: self._routed.append((layer, layer.routing(out)[0])))
-            before = lambda *_: self._compute("other", layer.index)                                     # noqa: E731
-        else:
-            def before(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-                self._routed.append((layer, [*args, *kwargs.values()][1]))      # (hidden states, ids, weights)
-                self._compute("other", layer.index)
-        patches.hook(layer.experts.register_forward_pre_hook, before, with_kwargs=True)
-        patches.hook(layer.experts.register_forward_hook, lambda *_: self._compute("expert", layer.index))
+                         lambda _m, _args, out: self._note(layer, layer.routing(out)[0]))
+        else:                                           # experts(hidden states, ids, weights)
+            patches.hook(layer.experts.register_forward_pre_hook,
+                         lambda _m, args, kwargs: self._note(layer, [*args, *kwargs.values()][1]), with_kwargs=True)
 
-    def _compute(self, kind: str, layer: int) -> None:
-        if self._forward is not None:
-            since, self._mark = self._mark, clock()
-            self.run.timeline.add(Event("compute", kind, layer, -1, since, self._mark))
+    def _note(self, layer: MoELayer, ids: Any) -> None:
+        if self._forward is not None:                   # else a part of the model was called by itself
+            self._routed.append((layer, ids))
 
 
 def _dense_bytes(model: Any) -> int:

@@ -1,0 +1,159 @@
+"""The one way in: what an opened model is, resident and offloaded, and how it is run otherwise for a while."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+
+import moelab
+from moelab import opening
+from moelab.models import discover
+from moelab.offloading import session
+from moelab.speculate import Predictor
+from tests.models import tiny
+
+IDS = torch.tensor([[5, 9, 33, 12, 60, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("opening") / "model", torch.bfloat16)
+
+
+def tokens(model, new=4):
+    return model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=new, min_new_tokens=new,
+                          do_sample=False)
+
+
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_an_opened_model_is_transformers_and_closes_itself(folder, memory, tmp_path):
+    with moelab.open_model(folder, memory=memory) as lm:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+        assert isinstance(lm, type(theirs)) and type(lm).__name__ == type(theirs).__name__
+        assert torch.equal(tokens(lm), tokens(theirs))
+        found, run = lm.moelab.metrics(), lm.moelab.run
+        assert found.tpot > 0 and found.prefill_tokens == IDS.numel() and found.decode_tokens == 3
+        assert (found.hit_rate is None) == (memory is None)
+    assert len(run.steps) == len(run.forwards) == 4
+    tokens(theirs)
+    if memory is None:                                  # its hooks are gone, and it is a model as before
+        tokens(lm)
+        assert len(run.steps) == 4
+    else:
+        with pytest.raises(RuntimeError, match="closed"):
+            tokens(lm)
+
+
+def test_copies_are_transformers_own(folder, tmp_path):
+    lm = moelab.open_model(folder)
+    expected = tokens(lm)
+    for twin in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
+        assert not hasattr(twin, "moelab") and type(twin) is type(lm).__mro__[3]
+        assert torch.equal(tokens(twin), expected)
+    lm.save_pretrained(tmp_path / "saved")
+    assert torch.equal(tokens(moelab.open_model(tmp_path / "saved")), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"])
+def test_a_resident_model_says_the_steps_that_the_engine_sees(name, tmp_path):
+    folder, runs = tiny.save(name, tmp_path / "model"), []
+    for memory in (None, "60%"):
+        with moelab.open_model(folder, memory=memory) as lm:
+            tokens(lm)
+            runs.append(lm.moelab.run)
+    assert runs[0].steps == runs[1].steps and len(runs[0].steps) > 1
+    assert [forward[2:] for forward in runs[0].forwards] == [forward[2:] for forward in runs[1].forwards]
+
+
+def test_a_long_run_of_a_resident_model_keeps_the_latest(folder, monkeypatch):
+    monkeypatch.setattr(session, "LONGEST", 4)
+    lm = moelab.open_model(folder)
+    tokens(lm, new=8)
+    assert len(lm.moelab.run.steps) == len(lm.moelab.run.forwards) == 4 and lm.moelab.metrics().tpot > 0
+
+
+def test_a_resident_run_is_simulated_on_a_device(folder):
+    lm = moelab.open_model(folder)
+    tokens(lm)
+    assert moelab.simulate(lm.moelab.run, device="raspberry-pi-5").tpot > 0
+    with pytest.raises(ValueError, match="give device="):
+        moelab.simulate(lm.moelab.run, cache="lru")
+
+
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_using_is_for_a_block(folder, memory):
+    with moelab.open_model(folder, memory=memory) as lm:
+        expected, calls = tokens(lm), []
+
+        def listening(x, ids, weights, experts):
+            calls.append(len(ids))
+            return moelab.models.eager(x, ids, weights, experts)
+        with moelab.using(lm, executor=listening), moelab.using(lm, executor="exact"):
+            assert torch.equal(tokens(lm), expected) and not calls
+        with moelab.using(lm, executor=listening):
+            assert torch.equal(tokens(lm), expected) and calls
+        calls.clear()
+        assert torch.equal(tokens(lm), expected) and not calls
+        for name in moelab.names("executor"):
+            with moelab.using(lm, executor=name):
+                assert lm.moelab.engine is None or (lm.moelab.engine.executor is None) == (name == "exact")
+
+
+def test_fast_is_fast_everywhere(folder):
+    """The fused decode kernels come with the executor, and go with it."""
+    own = moelab.open_model(folder)
+    forwards = lambda model: sum("forward" in vars(module) for module in model.modules())       # noqa: E731
+    before = forwards(own)
+    with moelab.using(own, executor="fast"):
+        assert forwards(own) > before
+    assert forwards(own) == before
+    for memory in (None, "60%"):
+        with moelab.open_model(folder, memory=memory, executor="fast") as lm:
+            assert forwards(lm) > before
+            assert tokens(lm).shape == tokens(own).shape
+
+
+class Same(Predictor):
+    def predict(self, layer, s, r, ids, weights):
+        return (ids, weights) if layer in self.targets else None
+
+
+@pytest.mark.parametrize("prefetch", ["router", "previous", "quasi", Same])
+def test_prefetching_changes_no_token(folder, prefetch):
+    with moelab.open_model(folder, memory="60%", prefetch=prefetch) as lm:
+        assert not lm.moelab.run.forwards               # what measured default vectors does not count
+        assert torch.equal(tokens(lm, 8), tokens(moelab.open_model(folder), 8))
+        assert lm.moelab.run.settings.ahead > 0 and lm.moelab.speculation.requests.sum() > 0
+        with moelab.using(lm, prefetch="random"):
+            assert type(lm.moelab.speculation.predictor).__name__ == "Random"
+        assert type(lm.moelab.speculation.predictor).__name__ != "Random"
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"cache": "lfu"}, "cache: for experts that are loaded"), ({"verify": False}, "verify: for experts"),
+    ({"prefetch": "router"}, "memory="), ({"executor": "fsat"}, "there is no executor 'fsat'; there are: exact"),
+    ({"memory": "60%", "cache": "lur"}, "'lur'"), ({"memory": "60%", "prefetch": "oracle"}, "trace"),
+    ({"memory": "60%", "executor": "int8"}, "must fit in memory"), ({"memory": "1kB"}, "the least that works"),
+    ({"memory": "60%", "workers": 0}, "at least one thread")])
+def test_what_cannot_be_is_explained(folder, options, told):
+    with pytest.raises(ValueError, match=told):
+        moelab.open_model(folder, **options)
+
+
+def test_another_models_calibration_is_refused(folder):
+    lm = moelab.open_model()
+    calibration = moelab.calibrate(moelab.record(lm, [[5, 6, 7]]))
+    assert moelab.open_model(calibration=calibration).moelab
+    with pytest.raises(ValueError, match="belongs to small"):
+        moelab.open_model(folder, memory="60%", calibration=calibration)
+    with moelab.using(lm, executor="tiered", calibration=calibration):
+        assert discover(lm)[0].experts.executor.capacities(0, 8, 2, lm.spec.E)
+
+
+def test_every_name_says_what_it_is_for():
+    for kind in moelab.registry.KINDS:
+        for name, (purpose, use) in moelab.describe(kind).items():
+            assert purpose and use in ("use", "teaching"), f"{kind} {name}"
+    assert opening.make_executor(None, "exact") is None
