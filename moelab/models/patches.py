@@ -140,7 +140,7 @@ def _is_link(value: Any, target: Any) -> bool:
 def _clear(target: Any, name: str) -> None:
     """Take off links that do nothing any more; one beneath something of others passes on."""
     held = vars(target)
-    for place in () if STACKS in held else (name, HELD):
+    for place in () if name == "forward" and STACKS in held else (name, HELD):
         while _is_link(top := held.get(place), target) and top.name == name and not top.layers:
             if top.below is not None:
                 held[place] = top.below
