@@ -33,8 +33,8 @@ Ready = SimpleQueue
 
 
 class Bell:
-    """Wakes up to `n` threads that wait for something to do, without a lock: whoever rings can be interrupted, or be the
-    garbage collector within one of the threads. A ring is a token in a queue; n of them wake everybody."""
+    """Wakes up to `n` threads that wait for something to do, without a lock: whoever rings can be interrupted, or be
+    the garbage collector within one of the threads. A ring is a token in a queue; n of them wake everybody."""
 
     def __init__(self, n: int) -> None:
         self._n, self._tokens = n, SimpleQueue()

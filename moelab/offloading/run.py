@@ -27,7 +27,7 @@ _BATCH = 1 << 14
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """How an engine is set up: with the steps of a run, all that a simulation of it needs.
 
     pools, policy, scope, margin : of its `Residency`.
@@ -48,7 +48,7 @@ class Settings:
     dense_bytes: int
 
     @classmethod
-    def resident(cls, spec: MoESpec, dense_bytes: int) -> Settings:
+    def resident(cls, spec: MoESpec, dense_bytes: int) -> EngineSettings:
         """Of a model with all its experts in memory, where nothing is read."""
         return cls(spec, Pools(F=spec.L * spec.E), "lru", "model", None, 1, spec.K, 0, None, dense_bytes)
 
@@ -112,7 +112,7 @@ class EngineRun:
     fetched : what became of prefetched experts.
     """
 
-    def __init__(self, settings: Settings, residency: Residency) -> None:
+    def __init__(self, settings: EngineSettings, residency: Residency) -> None:
         self.settings, self._residency = settings, residency
         self.timeline, self.fetched = Timeline(), PrefetchCounts()
         self.reset()

@@ -33,7 +33,7 @@ from moelab.cards import load_device
 from moelab.progress import progress
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics
-from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine
@@ -188,7 +188,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None
                     staging=staging or settings.staging, other=other, head=head, guesses=guesses, ahead=settings.ahead)
 
 
-def _on_device(device: DeviceSpec, settings: Settings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
+def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
     """`delays_of` for experts as the run's store has them, compressed or not."""
     spec, half = settings.spec, settings.spec.expert_bytes / 2
     here = settings.delays or Delays(0, 0, 0, 0, 0, 0, e_bytes=spec.expert_bytes)       # of a resident run: raw experts
@@ -237,8 +237,8 @@ def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, 
 
 
 def guesses_of(trace: RoutingTrace, batch: int = 1) -> list[list[tuple[int, list[int]]]]:
-    """Guesses, for the forwards of `steps_of`, from a trace whose ids are those predicted for each layer, E for none: in
-    the engine's order, all tokens' first choices first."""
+    """Guesses, for the forwards of `steps_of`, from a trace whose ids are those predicted for each layer, E for none;
+    in the engine's order, all tokens' first choices first."""
     E, found = trace.spec.E, []
     for members, _ in _passes(trace, batch):
         first = trace.ids[members].permute(1, 2, 0).flatten(1).tolist()                 # [L, K · tokens]

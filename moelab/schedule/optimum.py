@@ -8,9 +8,9 @@ lower bound, as the first shard is decompressed while the second is read: one mi
 u → 0, v = c = 1 takes 3 s, not the 4 s of eq. (3). `critical_path` is the exact time of a single task instead; the two
 agree for K = 1.
 
-Optimum: branch and bound over an order of reads and an order in which workers start chunks, each as soon as its input and a
-worker are there; the accelerator runs whatever is ready. A chunk that is not read yet may come first in the workers'
-order, so waiting on purpose is among the schedules.
+Optimum: branch and bound over an order of reads and an order in which workers start chunks, each as soon as its input
+and a worker are there; the accelerator runs whatever is ready. A chunk that is not read yet may come first in the
+workers' order, so waiting on purpose is among the schedules.
 
 Four exchanges shrink the search, none of which makes any task ready later:
 - The disk never pauses.
