@@ -1,10 +1,8 @@
 """What a worker does to a tensor: on the CPU in one or two stages, or on a GPU with ZipMoE's recovery kernel.
 
 Source: ZipMoE §3.3 and §4 (E-chunks are decompressed by the CPU, recovery is a kernel of the GPU; SM-chunks are read
-into pinned memory). A decoder belongs to one worker thread and returns when the tensor is in its place; the thread
-that computes is never held up. The CUDA path has been written for a GPU and not been run on one.
-
-Shapes: a tensor of N weights, its planes uint8 [N]. Left out: decompression on the GPU.
+into pinned memory). A decoder belongs to one worker and returns when the tensor is in its place. The CUDA path has been
+written for a GPU and not been run on one; it decompresses on the CPU.
 """
 
 from __future__ import annotations

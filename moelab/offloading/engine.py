@@ -1,16 +1,12 @@
 """The offloading engine: an executor for the seam whose experts come from disk while others are being computed.
 
 Source: ZipMoE §3.3, §3.4, §4; the on-demand engine of Speculating Experts §5.1. For each layer's step `Residency`
-decides what is kept, Algorithm 1 in which order to read, the pipeline's threads make experts whole, and the caller's
-thread computes them as they become whole, hits first. The results are added up in transformers' own order, so the
-output is that of `eager`, bit for bit, whatever the timing.
+decides what is kept, Algorithm 1 in which order to read, the pipeline's threads load experts, and the caller's thread
+computes them as they arrive, hits first. The results are added up in transformers' own order, so the output is that of
+`eager`, bit for bit, whatever the timing.
 
 Ctrl-C may come at any line, and an error at many. Nothing tidies up then: a layer that did not reach its last line
 leaves `_sound` False, and the next one begins by making everything anew from what is certain (`_recover`).
-
-    x [T, H]    ids [T, K]    weights [T, K]    →  [T, H]
-
-Left out: opening a model with all this, see `moelab.offloading.offload`.
 """
 
 from __future__ import annotations
@@ -24,15 +20,14 @@ from torch import Tensor
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.models.seam import SeamExperts, assignments
-from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.pipeline import Pipeline, Ready, clock
-from moelab.offloading.slots import Slots
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
+from moelab.offloading.slots import Slots
 from moelab.schedule.affinity import default_order, given_order
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, State
 from moelab.store.reader import Reader
-
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
 PREFILL = 2
@@ -51,13 +46,13 @@ class Engine:
     Parameters
     ----------
     residency : decides what is kept; the engine keeps exactly that.
-    slots : memory for what residency may keep and some experts more that are on their way.
+    slots : memory for what residency may keep and for loads in flight.
     reader : of the store; closed with the engine.
     delays : seconds that an expert's parts take on this machine, for the order of reading.
-    workers : L, threads that decompress and join.
+    run : records what happens.
+    workers : decode workers.
     ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
-    run : records what happens.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
 
     Attributes
@@ -106,7 +101,7 @@ class Engine:
         return out
 
     def _recover(self) -> None:
-        """After a layer that did not come to its end: hold only what is certain to be whole, with new threads.
+        """After a layer that did not come to its end: hold only what is certain to be loaded, with new threads.
 
         Certain is what the steps before it left behind: the threads have it all, and no slot of it is given away as
         long as `residency` keeps it. Interrupted here, too, the next attempt finds the step unknown and keeps nothing.
@@ -128,7 +123,7 @@ class Engine:
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
                           step: Step, ready: Ready) -> Tensor:
-        """The layer by transformers' own operations, each expert as it becomes whole; [T, H]."""
+        """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
         parts, contributions = _parts(ids, experts.num_experts), []
         try:
             # One core less for computing while others decode: two threads of a team of which one has lost its core
@@ -153,15 +148,14 @@ class Engine:
             self._threads = None
 
     def weights(self, layer: int, expert: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The tensors of an expert that is whole, in the model's own dtype; a store usually has them in it already."""
+        """The tensors of an expert that is loaded, in `dtype`, which a store usually has them in already."""
         return _cast(self.pipeline.tensors((layer, expert)), dtype)
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
 
-        They are made whole while the layer that runs next, and what follows it, is computed: behind its own reads, in
-        memory that is there for it (`ahead`; without, this does nothing), and decided about only
-        when their layer comes. So a guess changes when things are read, never what is kept or computed.
+        They are loaded behind the reads of the layer that runs next, into slots of their own (`ahead`; without, this
+        does nothing). A prediction changes when things are read, never what is kept or computed.
         """
         if self.pipeline.queue.ahead and 0 <= layer < self.residency.L:
             experts = dict.fromkeys(ids.T.reshape(-1).tolist())             # all tokens' first choices first
@@ -169,7 +163,7 @@ class Engine:
 
     def begin_forward(self) -> float:
         """A forward pass begins; returns the time."""
-        self._forget_ahead()                    # what one that was interrupted has left
+        self._drop_prefetched()                 # what one that was interrupted has left
         self._mark = clock()
         return self._mark
 
@@ -177,17 +171,17 @@ class Engine:
         """Report what came after the last layer's experts; returns the time."""
         now = clock()
         self._widen()
-        self._forget_ahead()
+        self._drop_prefetched()
         self._other(now, -1)
         self._mark = None
         return now
 
-    def _forget_ahead(self) -> None:
+    def _drop_prefetched(self) -> None:
         self._announced = None
         if self._sound and self.pipeline.queue.prefetched:
-            with self._one: self._drop_ahead()                                  # one line: see `Pipeline._locked`
+            with self._one: self._drop()                                        # one line: see `Pipeline._locked`
 
-    def _drop_ahead(self) -> None:
+    def _drop(self) -> None:
         self._sound = False
         self.pipeline.change(self.pipeline.queue.drop_prefetched)
         self._sound = True
@@ -209,22 +203,20 @@ class Engine:
 
     def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
                        step: Step, ready: Ready) -> Tensor:
-        """The layer by `executor`: experts in memory together, then each as it becomes whole; [T, H]."""
+        """The layer by `executor`: experts in memory together, then each as it is loaded; [T, H]."""
         E, there = experts.num_experts, [request for request in step.requests if request.state is State.FULL]
-        out = None
-        if len(there) == len(step.requests) > 0:                        # nothing to wait for
-            start = clock()
-            out = self.executor(x, ids, weights, experts)
-            self._executed(there, start)
-            return out
+        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
         if there:
             self._check()
-            start, kept = clock(), torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
-            kept[[request.key.expert for request in there]] = True
-            out = self.executor(x, torch.where(kept[ids], ids, E), weights, experts)
+            start, chosen = clock(), ids
+            if loads:
+                kept = torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
+                kept[[request.key.expert for request in there]] = True
+                chosen = torch.where(kept[ids], ids, E)
+            out = self.executor(x, chosen, weights, experts)
             self._executed(there, start)
-        out = torch.zeros_like(x) if out is None else out
-        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+        else:
+            out = torch.zeros_like(x)
         parts = _parts(ids, E) if loads else {}
         while loads:
             request, start = loads.pop(self.pipeline.next_ready(ready, self._check)), clock()
@@ -235,7 +227,7 @@ class Engine:
         return out
 
     def _executed(self, requests: list[Request], start: float) -> None:
-        """Let go of experts that have been computed since `start`, and say so; several at once are one event."""
+        """Release experts that have been computed since `start`, and report it; several at once are one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
             self.pipeline.change(self.pipeline.queue.computed, leaving)
         self._mark, (layer, expert) = clock(), requests[0].key
@@ -254,33 +246,27 @@ class Engine:
         ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
             pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
-        self._fetch()
+        if self._announced is not None:
+            (later, predicted), self._announced = self._announced, None
+            self.run.guess(later, predicted)
+            read = pipeline.reader.counters
+            requests = self.gate.requests(self.residency, later, predicted, read.seconds / max(1, read.requests))
+            if requests:
+                pipeline.change(queue.prefetch, later, requests, given_order(requests))
         return step, ready
 
-    def _fetch(self) -> None:
-        """Set the threads to what has been announced, behind what this layer needs."""
-        announced, self._announced = self._announced, None
-        if announced is None:
-            return
-        layer, experts = announced
-        self.run.guess(layer, experts)
-        read = self.pipeline.reader.counters
-        requests = self.gate.requests(self.residency, layer, experts, read.seconds / max(1, read.requests))
-        if requests:
-            self.pipeline.change(self.pipeline.queue.prefetch, layer, requests, given_order(requests))
-
     def _as_ready(self, ready: Ready, step: Step) -> Iterator[Request]:
-        """The step's requests as they can be executed: hits first, in ascending order."""
+        """The step's requests as they can be computed: hits first, in ascending order."""
         loads = {request.key: request for request in step.requests if request.state is not State.FULL}
         if self.serial and not self.pipeline.queue.running.waiting:     # all have slots, so all of them will come
-            for _ in loads:
-                self.pipeline.next_ready(ready, self._check)
+            for _ in range(len(loads)):
+                loads.pop(self.pipeline.next_ready(ready, self._check))
             yield from step.requests
-            return
-        for request in step.requests:
-            if request.state is State.FULL:
-                self._check()
-                yield request
+        else:
+            for request in step.requests:
+                if request.state is State.FULL:
+                    self._check()
+                    yield request
         while loads:
             yield loads.pop(self.pipeline.next_ready(ready, self._check))
 
@@ -311,7 +297,7 @@ class EngineSource:
                              f"so it has not been loaded: use this executor on a model in memory") from None
 
     def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
-        """Where the CPU's tensors of whole experts lie: parameter name → int64 [experts]; None if not of this dtype."""
+        """Addresses of the CPU's tensors of loaded experts: name → int64 [experts]; None if not of this dtype."""
         pipeline = self.engine.pipeline
         if self.cast or dtype != self.dtype or pipeline.slots.device.type != "cpu":
             return None

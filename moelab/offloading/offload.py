@@ -22,7 +22,7 @@ from moelab.models.direct import CheckpointStore
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.profile import quick_delays, same_bits_on_one_thread
-from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots, slot_counts
 from moelab.registry import make
@@ -93,8 +93,9 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         unless_open.callback(reader.close)
         model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
         delays = delays or quick_delays(store, model)
-        run = EngineRun(Settings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
-                                 store.weights_bytes), residency)
+        settings = EngineSettings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
+                                  store.weights_bytes)
+        run = EngineRun(settings, residency)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,
                         same_bits_on_one_thread(store, model))

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from moelab.offloading.decoders import decoder
+from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
-from moelab.offloading.timeline import Timeline
 from moelab.schedule.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
 from moelab.specs import Event, ExpertKey
 from moelab.store.reader import Chunks, Reader
@@ -33,11 +33,8 @@ Ready = SimpleQueue
 
 
 class Bell:
-    """Wakes up to `n` threads that wait for something to do.
-
-    It needs no lock, so whoever rings can be interrupted, or be the garbage collector within one of the threads: a ring
-    is a token in a queue, and n of them wake everybody who is not awake.
-    """
+    """Wakes up to `n` threads that wait for something to do, without a lock: whoever rings can be interrupted, or be
+    the garbage collector within one of the threads. A ring is a token in a queue; n of them wake everybody."""
 
     def __init__(self, n: int) -> None:
         self._n, self._tokens = n, SimpleQueue()
@@ -52,9 +49,8 @@ class Pipeline:
     """Memory, files and threads around a `LoadQueue`.
 
     The thread that runs the model may be interrupted at any line, by Ctrl-C. It changes what all threads share in
-    `change` only, waits only where others put something into a queue, and rings only bells: so no lock stays taken and
-    nobody waits for what it would have done. What its change left half done ends with this pipeline: the engine
-    `stop`s it, and makes another of what is certain to be loaded.
+    `change` only, waits only on queues, and rings only bells: so no lock stays taken and nobody waits for what it would
+    have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
 
     Parameters
     ----------

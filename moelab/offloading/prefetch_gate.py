@@ -1,15 +1,14 @@
-"""When a guess is worth a read: fetching ahead holds back where it would cost more than it gains.
+"""Prefetch throttling: predicted experts are read only where that gains more than it costs.
 
-Source: Speculating Experts §5.1, eq. (1), for what there is to gain; beyond it, what there is to lose. Between two
-layers' reads the disk is idle for as long as everything but experts takes. What is fetched then and wanted is gained.
-What is fetched then and not wanted costs nothing, but for the one read that is under way when the layer comes, if
-there are more guesses than can be read: the layer's own first read waits for it. So with precision p, idle seconds a,
-n guesses and t seconds a read, it pays if
+Source: Speculating Experts §5.1, eq. (1), for what there is to gain. Between two layers' reads the disk is idle for as
+long as everything but experts takes; what is prefetched then and wanted is gained. What is not wanted costs only the
+one read that is under way when the layer comes, for which the layer's own first read waits. So with precision p, idle
+seconds a, n predictions and t seconds a read, prefetching pays if
 
     n·t ≤ a    or    p · a  ≥  (1 − p) · t/2
 
-On a saturated disk a is small beside t, and only good guesses pass. p, a and t are running means of what happened here.
-Left out: the processor time and memory bandwidth that needless reads take from computing.
+On a saturated disk a is small beside t, and only good predictions pass. p, a and t are running means of what was
+measured. Left out: the processor time and memory bandwidth that needless reads take from computing.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from moelab.cache.residency import Request, Residency
 from moelab.specs import ExpertKey, State
 
 KEEP = 0.9                  # of a running mean, when a new value comes
-FIRST = 0.5                 # the precision that a layer's guesses are trusted to have before any was seen
+FIRST = 0.5                 # the precision assumed of a layer's predictions before any was seen
 
 
 class PrefetchGate:
-    """Remembers how good guesses were; one for an engine. `announced`: layer → experts that were guessed and are not
-    resident, whether they were fetched or not."""
+    """How good predictions were so far; one for an engine. `announced`: layer → experts that were predicted and are not
+    resident, whether they were prefetched or not."""
 
     def __init__(self) -> None:
         self.announced: dict[int, set[int]] = {}
@@ -33,11 +32,11 @@ class PrefetchGate:
         self.idle: float | None = None
 
     def pause(self, seconds: float) -> None:
-        """So long the model was busy with something else than experts."""
+        """The model spent so long on something else than experts."""
         self.idle = seconds if self.idle is None else KEEP * self.idle + (1 - KEEP) * seconds
 
     def worth(self, layer: int, experts: Iterable[int], read_s: float) -> bool:
-        """Note that these are guessed for a layer, and say whether to fetch them.
+        """Note that these are predicted for a layer, and say whether to prefetch them.
 
         read_s : seconds that reading an expert takes; 0 if that is not known yet, and then everything is worth it.
         """
@@ -46,7 +45,7 @@ class PrefetchGate:
         return len(self.announced[layer]) * read_s <= idle or p * idle >= (1 - p) * read_s / 2
 
     def requests(self, residency: Residency, layer: int, experts: Iterable[int], read_s: float) -> list[Request]:
-        """What to fetch of the experts that are announced for a layer: those not whole in memory, if it is worth it."""
+        """What to prefetch of the experts announced for a layer: those that are not FULL, if it is worth it."""
         if not 0 <= layer < residency.L:
             return []
         keys = [ExpertKey(layer, expert) for expert in dict.fromkeys(experts) if 0 <= expert < residency.E]
@@ -55,7 +54,7 @@ class PrefetchGate:
         return found if found and self.worth(layer, [request.key.expert for request in found], read_s) else []
 
     def came(self, layer: int, experts: Iterable[int]) -> None:
-        """A layer wants these experts: learn from what was guessed."""
+        """A layer wants these experts: learn from what was predicted."""
         guessed = self.announced.pop(layer, None)
         if guessed:
             right = len(guessed.intersection(experts)) / len(guessed)

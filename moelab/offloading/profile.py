@@ -21,11 +21,11 @@ import os
 import platform
 import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,12 @@ ROUND_TRIP = 256 << 20
 COPY, MATMUL = 64 << 20, 512
 
 
-@dataclass(frozen=True)
-class MeasuredDelays(Delays):
-    """Delays whose computation is read off the measured (tokens, seconds): products with a vector and with a matrix are
-    different code, so no line goes through them all."""
-
-    computed: tuple[tuple[int, float], ...] = ()
-
-    def expert(self, tokens: int) -> float:
-        """Seconds for so many tokens, on straight lines between the measured ones; beyond them, the last goes on."""
-        if len(self.computed) < 2:
-            return super().expert(tokens)
-        at = min(bisect_left(self.computed, (tokens,)), len(self.computed) - 1)
-        (n0, low), (n1, high) = self.computed[max(at - 1, 0)], self.computed[max(at, 1)]
-        return max(low + (high - low) * (tokens - n0) / (n1 - n0), 0.0)
+def _timed(seconds: dict[str, list[float]], name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function and add to the samples how long it took."""
+    start = time.perf_counter()
+    result = function(*args)
+    seconds.setdefault(name, []).append(time.perf_counter() - start)
+    return result
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,7 +128,7 @@ class Profile:
     def delays(self) -> Delays:
         """What the scheduler, the planner and the simulator want to know of one expert."""
         base, token = self.fit("expert")
-        return MeasuredDelays(
+        return Delays(
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
             token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
             self.experts_bytes, tuple(self.points("expert").items()))
@@ -202,13 +194,9 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
     ----------
     store : whose experts are read, decoded and computed; chosen at random.
     model : a live model of the store, which is plugged and whose experts are left out meanwhile; opened if not given.
-    workers : threads that decode at the same time.
+    workers : threads that decode at the same time; ValueError below 1.
     seconds : about how long to measure; at least three rounds are made, after a first that does not count.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
-
-    Raises
-    ------
-    ValueError : workers below 1. Also what `ExpertStore`, `open_checkpoint` and `Reader` raise.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
@@ -264,11 +252,8 @@ class Microbenchmarks:
         self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
         self.experts = [layer.experts for layer in discover(model)]
 
-    def timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*args)
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
-        return result
+    def timed(self, *what: Any) -> Any:
+        return _timed(self.seconds, *what)
 
     def once(self) -> None:
         """Every measurement once."""
@@ -296,9 +281,9 @@ class Microbenchmarks:
 
     def _read_in_place(self) -> None:
         """What there is to do for an expert of a raw store: one read, and checking it; the rest is nothing."""
-        slots, whole = [(self.done * self.workers + i) % self.kept for i in range(self.workers)], []
-        for slot in slots:
-            key = self._pick()
+        whole = []
+        for i in range(self.workers):
+            key, slot = self._pick(), (self.done * self.workers + i) % self.kept
             whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
             self.full[slot] = key[0]
             self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
@@ -421,15 +406,8 @@ def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, s
     """Medians of a few reads, decodings and computations of the store's first experts: the scheduler that orders reads
     by them needs their ratios, not their last digit."""
     experts, tried = discover(model)[0].experts, range(min(samples, len(store.layers[0].experts)))
-    took: dict[str, list[float]] = {}
-    in_place, out = lies_as_in_memory(store), None              # in place, only checksums are left to do
-
-    def timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*args)
-        took.setdefault(name, []).append(time.perf_counter() - start)
-        return result
-
+    in_place, out, took = lies_as_in_memory(store), None, {}    # in place, only checksums are left to do
+    timed = partial(_timed, took)
     with Reader(store) if reader is None else nullcontext(reader) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
         for i in range(samples):

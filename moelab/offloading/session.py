@@ -25,8 +25,8 @@ from moelab.models.seam import MoELayer, SeamExperts, discover
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
 from moelab.offloading.pipeline import clock
-from moelab.offloading.run import EngineRun, Settings
-from moelab.offloading.timeline import Timeline
+from moelab.offloading.run import EngineRun, EngineSettings, Timeline
+from moelab.specs import Event
 from moelab.store.layout import ExpertStore
 
 #: forward passes of a resident model that are kept, at most
@@ -70,7 +70,7 @@ class Session:
         self.speculation = None
         if engine is None:
             self.residency = Residency(model.spec.L, model.spec.E, Pools(F=model.spec.L * model.spec.E))
-            self.run = EngineRun(Settings.resident(model.spec, _dense_bytes(model)), self.residency)
+            self.run = EngineRun(EngineSettings.resident(model.spec, _dense_bytes(model)), self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
             mine = weakref.WeakMethod(self._is_cancelled)               # else an engine would keep its model alive

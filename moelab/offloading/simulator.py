@@ -33,7 +33,7 @@ from moelab.cards import load_device
 from moelab.progress import progress
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics
-from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine
@@ -160,8 +160,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None
     cache : another policy: a name of `moelab.cache.policies.POLICIES`, or your own; "belady" knows the run's future.
     device : a card or its name, whose figures replace what was measured (`delays_of`).
     pools, workers, staging : in place of the run's.
-    decompress_gbs : GB/s of exponents that one thread of `device` puts out; by default the card's figure or, without
-        one, what was measured where the run was recorded.
+    decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
     Raises
     ------
@@ -189,7 +188,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None
                     staging=staging or settings.staging, other=other, head=head, guesses=guesses, ahead=settings.ahead)
 
 
-def _on_device(device: DeviceSpec, settings: Settings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
+def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
     """`delays_of` for experts as the run's store has them, compressed or not."""
     spec, half = settings.spec, settings.spec.expert_bytes / 2
     here = settings.delays or Delays(0, 0, 0, 0, 0, 0, e_bytes=spec.expert_bytes)       # of a resident run: raw experts
@@ -227,11 +226,7 @@ def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, 
     """What the engine would be asked for: steps, and tokens and phase of each forward.
 
     Sequences run in groups of `batch`, in order: one forward for the prompts of a group, then one for each further
-    token of all its sequences in lockstep; one that has ended drops out.
-
-    Raises
-    ------
-    ValueError : a batch below 1.
+    token of all its sequences in lockstep; one that has ended drops out. ValueError for a batch below 1.
     """
     E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
     for members, phase in _passes(trace, batch):
@@ -242,8 +237,8 @@ def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, 
 
 
 def guesses_of(trace: RoutingTrace, batch: int = 1) -> list[list[tuple[int, list[int]]]]:
-    """Guesses from a trace whose ids are those predicted for each layer, E for none, in the engine's order: all
-    tokens' first choices first. The forwards are those of `steps_of`."""
+    """Guesses, for the forwards of `steps_of`, from a trace whose ids are those predicted for each layer, E for none;
+    in the engine's order, all tokens' first choices first."""
     E, found = trace.spec.E, []
     for members, _ in _passes(trace, batch):
         first = trace.ids[members].permute(1, 2, 0).flatten(1).tolist()                 # [L, K · tokens]
@@ -305,11 +300,10 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
 
     Parameters
     ----------
-    device : a card with a disk or a host link, a memory bandwidth and TFLOPS (`MachineRates.of`).
+    device : a card with what `MachineRates.of` needs.
     rho : compressed over raw size of the exponents: 1 if they are not compressed.
     dense_bytes : of all weights that every token uses, spread evenly over the L layers.
-    decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a card that has no
-        figure `decompress_gbs`.
+    decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a card without it.
 
     Raises
     ------

@@ -2,8 +2,8 @@
 
 Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for any expert of the
 store, begins on a multiple of 4096 bytes, and is handed from reader to cache to reader by its number: nothing is
-copied or allocated while a model runs, so the budget is kept and memory does not fragment. In a raw store an expert
-lies as it does in memory, so it is read *in place*, to where it is computed from, and needs no other slot.
+copied or allocated while a model runs. In a raw store an expert lies as it does in memory, so it is read *in place*, to
+where it is computed from, and needs no other slot.
 
 Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of
 4096. Who holds which slot: `moelab.schedule.load_queue`.
@@ -108,7 +108,7 @@ def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
 
 
 def _host_memory(n: int, device: torch.device) -> np.ndarray:
-    """`n` bytes of the CPU's memory from a multiple of 4096 on, pinned for a GPU; they are there, not promised."""
+    """`n` bytes of the CPU's memory from a multiple of 4096 on, pinned for a GPU; its pages are pre-faulted."""
     if device.type != "cuda":
         memory = aligned_buffer(n)
         memory[::ALIGN] = 0                     # or the first prompt would wait for its pages, or find there are none

@@ -61,7 +61,7 @@ class PrefetchCounts:
 
 
 class Load:
-    """An expert on its way into memory.
+    """An expert in flight.
 
     keep : the state in which it will stay; None while it is prefetched.
     slots : kind → slot that it holds.    lacks : kinds that it did not hold from the start.

@@ -14,6 +14,7 @@ that concurrent reads and decompression slow each other down.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -94,6 +95,8 @@ class Delays:
     decompress : all its exponents, in one thread.
     recover : joining exponents with signs and mantissas, all its tensors, in one thread.
     expert_base, expert_token : its computation takes `expert_base + expert_token · tokens`.
+    computed : measured (tokens, seconds), ascending, which then go before these two: products with a vector and with a
+        matrix are different code, so no line goes through them all.
     K : shards a tensor.
     N : tensors an expert.
     e_bytes, sm_bytes : what the two reads transfer, for the timeline.
@@ -114,6 +117,7 @@ class Delays:
     sm_bytes: int = 0
     decode: float | None = None
     experts_bytes: Sequence[Sequence[Sequence[int]]] = ()
+    computed: Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         for field in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -137,8 +141,13 @@ class Delays:
         return self.decompress + self.recover if self.decode is None else self.decode
 
     def expert(self, tokens: int) -> float:
-        """Seconds that an expert computes for so many tokens."""
-        return self.expert_base + self.expert_token * tokens
+        """Seconds that an expert computes for so many tokens: on straight lines between the measured ones, if there are
+        at least two; beyond them, the last line goes on."""
+        if len(self.computed) < 2:
+            return self.expert_base + self.expert_token * tokens
+        at = max(1, min(bisect_left(self.computed, (tokens,)), len(self.computed) - 1))
+        (n0, low), (n1, high) = self.computed[at - 1:at + 1]
+        return max(low + (high - low) * (tokens - n0) / (n1 - n0), 0.0)
 
     def tasks(self, request: Any) -> list[Task]:
         """The N tasks of a request in the paper's terms; recovery is free there, as it is no thread's work.

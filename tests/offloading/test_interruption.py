@@ -87,7 +87,7 @@ def in_order(model):
         taken = [one[kind] for one in queue.held.values() if kind in one]
         for load in (load for batch in queue.prefetched.values() for load in batch.loads.values()):
             taken += [slot for key, slot in load.slots.items() if key == kind and slot not in taken]
-        assert not Counter(queue.free[kind] + taken) - Counter(range(pipeline.slots.count[kind]))       # no slot is given twice
+        assert not Counter(queue.free[kind] + taken) - Counter(range(pipeline.slots.count[kind])), "given twice"
     assert {key for key, one in queue.held.items() if "full" in one} >= set(
         key for key in queue.held if offloading.residency.state(key).value == "F")
     assert len(offloading.forwards) == len(offloading.steps) == len(offloading.guesses)

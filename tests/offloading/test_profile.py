@@ -18,8 +18,9 @@ from moelab import open_model
 from moelab.models import discover
 from moelab.offloading import profile as profiling
 from moelab.models.convert import convert, open_store
-from moelab.offloading.profile import EXPERT_TOKENS, FORWARD_TOKENS, MeasuredDelays, Microbenchmarks, Profile, profile
+from moelab.offloading.profile import EXPERT_TOKENS, FORWARD_TOKENS, Microbenchmarks, Profile, profile
 from moelab.offloading.simulator import MachineRates
+from moelab.schedule.requests import Delays
 from moelab.store.layout import run
 from moelab.store.reader import Reader, StoreExperts
 
@@ -161,7 +162,7 @@ def test_a_fit_is_exact_for_the_fewest_tokens_and_the_best_slope_beyond(points):
 @given(st.lists(st.tuples(st.integers(1, 64), positive), min_size=2, max_size=6, unique_by=lambda p: p[0]).map(sorted),
        st.integers(1, 64))
 def test_delays_between_measurements_are_on_straight_lines(points, tokens):
-    delays = MeasuredDelays(0, 0, 0, 0, 0, 0, computed=tuple(points))
+    delays = Delays(0, 0, 0, 0, 0, 0, computed=tuple(points))
     if points[0][0] <= tokens <= points[-1][0]:
         assert delays.expert(tokens) == pytest.approx(np.interp(tokens, *zip(*points)))
     (n0, low), (n1, high) = points[-2:]
@@ -169,7 +170,8 @@ def test_delays_between_measurements_are_on_straight_lines(points, tokens):
 
 
 def replace_seconds(seconds):
-    return Profile(seconds, {"full": 1, "e": 1, "sm": 1}, [], 1, 3, "m", "raw", "float32", "direct", 1, 1, "now", "here")
+    sizes = {"full": 1, "e": 1, "sm": 1}
+    return Profile(seconds, sizes, [], 1, 3, "m", "raw", "float32", "direct", 1, 1, "now", "here")
 
 
 def test_saved_and_loaded_it_is_the_same(measured, tmp_path):

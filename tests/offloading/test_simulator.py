@@ -12,7 +12,7 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward, check
 from moelab.offloading.offload import offload
-from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.simulator import MachineRates, delays_of, flat, overheads, replay, simulate, steps_of
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
@@ -188,7 +188,7 @@ def test_rates_of_a_card_prefer_the_link_and_16_bit():
 
 
 def test_cards_of_the_package_and_what_they_lack():
-    from moelab.cards import load_device
+    from moelab.cards import load_device, load_model
     orin = load_device("jetson-agx-orin-64gb")
     delays, _ = delays_of(orin, cards.load_model("Qwen3-30B-A3B"), 0.32, dense_bytes=2e9, decompress_gbs=1.5)
     assert delays.e_bytes / delays.e_read == pytest.approx(3.5e9)
@@ -244,7 +244,7 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
 def test_what_is_measured_besides_experts_is_fitted():
     """(base, per token) before a layer's experts, from forwards of 1 and 5 tokens; after the last, from one only."""
     residency = Residency(1, 2, Pools())
-    made = EngineRun(Settings(SPEC, Pools(), "lru", "model", None, 1, 1, 0, DELAYS, 0), residency)
+    made = EngineRun(EngineSettings(SPEC, Pools(), "lru", "model", None, 1, 1, 0, DELAYS, 0), residency)
     for start, tokens, other in ((0.0, 5, 3.0), (10.0, 1, 1.0), (20.0, 1, 1.0)):
         made.begin_forward()
         made.timeline.add(Event("compute", "other", 0, -1, start, start + other))

@@ -6,8 +6,8 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.offloading import timeline as module
-from moelab.offloading.timeline import Timeline
+from moelab.offloading import run as module
+from moelab.offloading.run import Timeline
 from moelab.specs import Event
 from tests.depth import depth
 

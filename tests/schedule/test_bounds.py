@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.schedule.bounds import Bounds, bounds, critical_path, critical_path_printed
 from moelab.schedule.execution import makespan
+from moelab.schedule.optimum import Bounds, bounds, critical_path, critical_path_printed
 from moelab.schedule.requests import Task
 from moelab.specs import State
 from tests.schedule.instances import task_sets

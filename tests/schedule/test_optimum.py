@@ -5,9 +5,8 @@ from math import factorial
 import pytest
 
 from moelab.schedule.affinity import schedule
-from moelab.schedule.bounds import bounds
 from moelab.schedule.execution import makespan
-from moelab.schedule.optimum import optimum, random_instance, ratio_study
+from moelab.schedule.optimum import bounds, optimum, random_instance, ratio_study
 from moelab.schedule.requests import Task, operations
 from moelab.specs import State
 
