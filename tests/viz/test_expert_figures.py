@@ -23,8 +23,7 @@ MADE = Lazily({
                          {"BoolQ": (0.1466, 0.3173)}),
     "executors": lambda: figures.executors(SAMPLES, {"decode": {"memory bandwidth": 0.0008}}),
     "selective": lambda: figures.selective({"measured": [(1, 8), (4, 20)]}, {"independent": [(1, 8), (4, 25)],
-                                                                             "worst case": [(1, 8), (4, 32)]}, 64,
-                                           {"selective": [(1, [0.001, 0.003])], "all experts": [(1, [0.005, 0.006])]}),
+                                                                             "worst case": [(1, 8), (4, 32)]}, 64),
     "volumes": lambda: figures.volumes({"all-gather": [(2, 100), (4, 300)], "all-to-all": [(2, 50), (4, 75)]},
                                        {"all-gather": [(2, 100)], "all-to-all": [(2, 50)]}),
     "balance": lambda: figures.balance({"as they are": [3, 1, 1, 1], "8 spare": [1.5, 1.5, 1.5, 1.5]}),
@@ -83,7 +82,7 @@ def test_a_plan_looks_alike_in_both_panels_and_stands_in_the_legend_once():
     first, second = [trace for trace in MADE["by_layer"].data if trace.name == "tiers"]
     assert first.line == second.line and (first.showlegend, second.showlegend) == (True, False)
     np.testing.assert_allclose([first.y, second.y], [[10, 20], [30, 20]])
-    assert named(MADE["by_layer"], "pad").showlegend
+    assert named(MADE["by_layer"], "pad").showlegend is not False
     assert sorted(shape.y0 for shape in MADE["by_layer"].layout.shapes) == pytest.approx([14.66, 31.73])
 
 
@@ -98,7 +97,6 @@ def test_executors_are_medians_in_milliseconds_in_the_order_given_and_limits_cro
 def test_unique_experts_measured_are_points_and_expected_are_lines():
     figure = MADE["selective"]
     assert (named(figure, "measured").mode, named(figure, "independent").mode) == ("markers", "lines")
-    np.testing.assert_allclose(named(figure, "selective").y, [2])
     assert [shape.y0 for shape in figure.layout.shapes] == [64]
     assert len(figures.selective({"m": [(1, 8)]}, {"e": [(1, 8)]}, 64).data) == 2
 
