@@ -90,7 +90,8 @@ def add_lines(figure: go.Figure, series: Mapping[str, Sequence[Sequence[Any]]], 
                            **line_look(names.index(name)) | {"hovertemplate": hover(template, name)} | how)
 
 
-def add_points(figure: go.Figure, points: Sequence[Sequence[Any]], name: str, i: int, template: str, **how: Any) -> None:
+def add_points(figure: go.Figure, points: Sequence[Sequence[Any]], name: str, i: int, template: str,
+               **how: Any) -> None:
     """Points (x, y) in the look of the i-th series."""
     x, y = zip(*points) if points else ((), ())
     figure.add_scatter(**{"x": x, "y": y, "name": name, "mode": "markers", "marker": point_look(i),

@@ -135,7 +135,7 @@ def token_timeline(runs: Mapping[str, Sequence[Event]]) -> go.Figure:
 
 
 def kind_of(event: Event, events: Sequence[Event]) -> str:
-    """The kind of an event in a token's timeline; a read that begins before its layer's router has run is a prefetch."""
+    """The kind of an event in a token's timeline; a read that begins before its layer's router ends is a prefetch."""
     if event.resource != "disk":
         return event.kind
     routed = min((e.end for e in events if e.kind == "other" and e.layer == event.layer), default=event.start)
