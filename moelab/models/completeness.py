@@ -36,7 +36,7 @@ COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|block
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadingPlan:
     """How a model is made of a checkpoint that is complete.
 
     twin : the model on the meta device; layers : its MoE layers; quantizer : see `compat.quantizer_for`.
@@ -74,7 +74,7 @@ def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iter
         raise ValueError(f"{file}: {what} ({type(error).__name__}: {str(error)[:1000]})") from error
 
 
-def complete(checkpoint: Checkpoint, config: Any) -> Plan:
+def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     """The plan of a checkpoint that holds exactly the model of this config.
 
     Raises
@@ -123,7 +123,7 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
             raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, "
                              f"and moelab reads experts one by one; this layout of {config.model_type} is not read")
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
-    return Plan(twin, layers, quantizer, DTYPES[main], narrowed, experts, expert_keys, set(foreign.values()))
+    return LoadingPlan(twin, layers, quantizer, DTYPES[main], narrowed, experts, expert_keys, set(foreign.values()))
 
 
 def _plausible(checkpoint: Checkpoint, config: Any) -> None:

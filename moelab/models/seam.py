@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +33,8 @@ from moelab.models.patches import Dressed, Patches, dress, put, take
 Weights = dict[str, Tensor]
 #: (layer, expert) → that expert's tensors
 Source = Callable[[int, int], Weights]
-
-
-class Executor(Protocol):
-    """Runs the routed experts of one layer: (x [T, H], ids [T, K], weights [T, K], experts) → [T, H]."""
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor: ...
+#: runs the routed experts of one layer: (x [T, H], ids [T, K], weights [T, K], experts) → [T, H]
+Run = Callable[[Tensor, Tensor, Tensor, "SeamExperts"], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +114,7 @@ def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
     return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
 
 
-def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:
+def plug(model: nn.Module, executor: Run | None = None, source: Source | None = None) -> list[MoELayer]:
     """Turn a model's experts into `SeamExperts`, or change the executor or source of those that are.
 
     executor : None leaves what is there (`eager` at first).
@@ -139,7 +135,7 @@ def plug(model: nn.Module, executor: Executor | None = None, source: Source | No
     return layers
 
 
-def _checked(model: nn.Module, executor: Executor | None, source: Source | None) -> list[MoELayer]:
+def _checked(model: nn.Module, executor: Run | None, source: Source | None) -> list[MoELayer]:
     """The model's layers, once it is certain that they compute what the seam does, on weights of this model."""
     require_same_model(model, executor, source)
     layers = discover(model)
@@ -173,7 +169,7 @@ def unplug(model: nn.Module) -> None:
 
 
 @contextmanager
-def plugged(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> Iterator[Executor]:
+def plugged(model: nn.Module, executor: Run | None = None, source: Source | None = None) -> Iterator[Run]:
     """Within the block the model runs on this executor or source, afterwards on what it runs on without it."""
     layers = _checked(model, executor, source)
     with Patches() as patches:
@@ -181,7 +177,7 @@ def plugged(model: nn.Module, executor: Executor | None = None, source: Source |
         yield executor
 
 
-def _put(owner: Patches | str, layers: list[MoELayer], executor: Executor | None, source: Source | None) -> None:
+def _put(owner: Patches | str, layers: list[MoELayer], executor: Run | None, source: Source | None) -> None:
     for layer in layers:
         dress(owner, layer.experts, seam_class)
         dress(owner, layer.block, block_class)
@@ -205,7 +201,7 @@ class SeamExperts(Dressed, nn.Module):
 
     stock: type
     layer: int = -1
-    executor: Executor
+    executor: Run
     source: Source | None = None
     # what transformers' decorator sets on the modules of the classes that it decorates
     has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False

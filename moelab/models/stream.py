@@ -161,7 +161,7 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
         before = None
         for layer in layers:
             name = holder_name(layer.name)
-            before = watches[layer.index] = _Watch(layer, modules[name], name, before)
+            before = watches[layer.index] = _LayerProbe(layer, modules[name], name, before)
     # the layers of a model, MoE or not, have names that differ in their numbers alone
     patterns = {re.sub(r"\d+", "N", watch.name) for watch in watches.values()}
     holders = [module for name, module in modules.items() if re.sub(r"\d+", "N", name) in patterns]
@@ -233,10 +233,10 @@ def _restore(_module: nn.Module, _args: Any, output: Any) -> Any:
     return (x, *output[1:]) if isinstance(output, tuple) else x
 
 
-class _Watch:
+class _LayerProbe:
     """What goes in and out of the modules of one MoE layer while the three copies pass."""
 
-    def __init__(self, layer: MoELayer, holder: nn.Module, name: str, before: _Watch | None) -> None:
+    def __init__(self, layer: MoELayer, holder: nn.Module, name: str, before: _LayerProbe | None) -> None:
         self.layer, self.holder, self.name, self.before = layer, holder, name, before
         self.found: tuple[Stream | None, str] = None, "it did not run in a forward pass"
         #: module, its first argument, its output, whether these are all that goes in and out
