@@ -1,12 +1,11 @@
-"""What the process of one notebook does: papermill, then a look at what papermill overlooks.
+"""The process of one notebook: runs papermill, and finds the errors that papermill does not report.
 
 The runner starts `python -m moelab.lab.execute` and writes one line of JSON to its standard input; when that
 input closes, because the runner ended or was killed, this process ends too and its kernel follows. It leaves the
 executed notebook and, after a failure, `error.txt` in the run directory: first a sentence, then the traceback.
 
-Papermill takes three things for success that are none: an exception inside a widget's callback (it lands in the
-widget's state), a notebook bound to another interpreter's kernel, and a parameter that does not exist (refused
-before, in the runner). The first two are dealt with here.
+Papermill reports success after an exception inside a widget's callback, which lands in the widget's state, and for a
+notebook bound to another interpreter's kernel; both are dealt with here.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moelab.files import atomic, write_text
 from moelab.progress import progress
 
 WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
@@ -27,10 +27,10 @@ PLOTLY = "application/vnd.plotly.v1+json"
 
 
 def _never_miss_a_reply() -> None:
-    """Make Jupyter's client look for messages once a second, not only when it is told of one.
+    """Make Jupyter's client poll for messages once a second.
 
-    Where a widget's messages are sent while a cell's reply is awaited, the notice of the reply can be lost; the
-    client would then wait for it until the cell's time limit, with the reply in its queue.
+    Where a widget's messages are sent while a cell's reply is awaited, the notification of the reply can be lost; the
+    client would then wait until the cell's time limit, with the reply in its queue.
     """
     from queue import Empty
     from time import monotonic
@@ -75,7 +75,7 @@ def _save_now_and_then(engine: type) -> type:
 
 
 class _Watch:
-    """Which cell is running, told every ten seconds even when it takes long."""
+    """Shows which cell is running, every ten seconds."""
 
     def __init__(self, bar: progress) -> None:
         self.bar, self.cell = bar, None
@@ -104,14 +104,9 @@ def first_line(cell: Any) -> str:
 
 
 def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: float, pictures: bool) -> str | None:
-    """Execute a notebook into a run directory; returns what went wrong, or None.
+    """Execute a notebook into a run directory, both absolute paths; returns the error, or None.
 
-    Parameters
-    ----------
-    notebook, directory : absolute paths.
-    parameters : name → value, already checked.
-    timeout : seconds that one cell may take.
-    pictures : also draw the figures as PNG, where that works.
+    parameters : already checked. timeout : seconds that one cell may take. pictures : also draw the figures as PNG.
     """
     nbformat = import_nbformat()
     import papermill
@@ -154,9 +149,8 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         tidy(executed)
         if error is None and pictures:
             add_pictures(executed, Path(directory))
-        part = output.with_suffix(".part")
-        nbformat.write(executed, part)
-        os.replace(part, output)
+        with atomic(output) as part:
+            nbformat.write(executed, part)
     return error
 
 
@@ -226,7 +220,7 @@ def main() -> None:
     _never_miss_a_reply()
     error = execute(**job)
     if error is not None:
-        (Path(job["directory"]) / "error.txt").write_text(error.strip() + "\n", encoding="utf-8")
+        write_text(Path(job["directory"]) / "error.txt", error.strip() + "\n")
         sys.exit(1)
 
 

@@ -1,7 +1,7 @@
-"""`python -m moelab reproduce`: runs the notebooks one after the other, then a table and one page of results.
+"""`python -m moelab reproduce`: runs the notebooks one after the other, prints a table and writes the report.
 
-A notebook that fails does not stop the others, but the exit status tells. Parameters given with `-p` go to every
-notebook that has them; one that none of them has is refused before anything runs.
+A notebook that fails does not stop the others, but sets the exit status. Parameters given with `-p` go to every
+notebook that has them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moelab.lab.report import write_report
 from moelab.files import read_json
+from moelab.lab.report import write_report
 from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, notebooks, run_notebook,
                                split_assignments)
 from moelab.table import format_value, text_table
@@ -22,12 +22,7 @@ SHOWN_METRICS = 3
 
 
 def share_parameters(paths: list[Path], given: dict[str, Any]) -> dict[Path, dict[str, Any]]:
-    """To every notebook the parameters that it has, checked.
-
-    Raises
-    ------
-    ValueError : a parameter that no notebook has, or a value that one of them cannot read.
-    """
+    """To every notebook the parameters that it has, checked; ValueError for one that none of them has."""
     valid = {path: inspect(path) for path in paths}
     for name in given:
         if not any(name in parameters for parameters in valid.values()):
