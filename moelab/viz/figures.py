@@ -157,7 +157,8 @@ def finish(figure: go.Figure, x: str = "", y: str = "", legend: str | None = Non
         notes = [len(note.text) for note in figure.layout.annotations if note.xref == "x domain"]
         right = 20 + 6 * max(notes, default=0)              # plotly leaves no room for them
     else:
-        place = {"x": 1.02, "y": 1, "yanchor": "top", "title": {"text": legend, "font": {"size": 13}}}
+        place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0,
+                 "title": {"text": legend, "font": {"size": 13}}}
         right = 24
     figure.update_layout(template="moelab", showlegend=legend is not None or len(figure.data) > 1, legend=place,
                          margin={"l": 72, "r": right, "t": 40, "b": 56})
