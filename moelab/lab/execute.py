@@ -26,7 +26,7 @@ WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "applic
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
-def _never_miss_a_reply() -> None:
+def _poll_for_replies() -> None:
     """Make Jupyter's client poll for messages once a second.
 
     Where a widget's messages are sent while a cell's reply is awaited, the notification of the reply can be lost; the
@@ -50,15 +50,15 @@ def _never_miss_a_reply() -> None:
 
 
 def import_nbformat() -> Any:
-    """nbformat, without the seconds in which jsonschema builds grammars of web addresses that no notebook has."""
-    sys.modules.setdefault("rfc3987_syntax", None)      # an optional package: jsonschema goes on without it
+    """nbformat, without an optional package of jsonschema that takes seconds to import."""
+    sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
     return nbformat
 
 
-def _save_now_and_then(engine: type) -> type:
-    """A papermill engine that saves a notebook twice a minute, not before and after each cell; and at its end."""
-    class NowAndThen(engine):
+def _saving_twice_a_minute(engine: type) -> type:
+    """A papermill engine that saves a notebook twice a minute and at its end, not before and after each cell."""
+    class SavingTwiceAMinute(engine):
         @classmethod
         def execute_managed_notebook(cls, manager: Any, *args: Any, **kwargs: Any) -> Any:
             save = manager.save
@@ -71,7 +71,7 @@ def _save_now_and_then(engine: type) -> type:
                 return super().execute_managed_notebook(manager, *args, **kwargs)
             finally:
                 manager.save = save
-    return NowAndThen
+    return SavingTwiceAMinute
 
 
 class _Watch:
@@ -122,7 +122,7 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         def kernel_spec(self) -> KernelSpec:
             return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=50"]))
 
-    papermill_engines.register("moelab", _save_now_and_then(NBClientEngine))
+    papermill_engines.register("moelab", _saving_twice_a_minute(NBClientEngine))
     source, output = Path(notebook), Path(directory) / Path(notebook).name
     cells = sum(cell.cell_type == "code" for cell in nbformat.read(source, 4).cells) + bool(parameters)
     error = None
@@ -208,7 +208,7 @@ def _displays(notebook: Any) -> Iterator[Any]:
     return (output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output)
 
 
-def _end_with_the_runner() -> None:
+def _exit_with_the_runner() -> None:
     os.read(sys.stdin.fileno(), 1)      # returns when the runner closes the pipe, or dies
     os._exit(1)
 
@@ -216,8 +216,8 @@ def _end_with_the_runner() -> None:
 def main() -> None:
     job = json.loads(sys.stdin.readline())
     logging.disable()       # what papermill and nbclient log is in the error that is returned
-    threading.Thread(target=_end_with_the_runner, daemon=True).start()
-    _never_miss_a_reply()
+    threading.Thread(target=_exit_with_the_runner, daemon=True).start()
+    _poll_for_replies()
     error = execute(**job)
     if error is not None:
         write_text(Path(job["directory"]) / "error.txt", error.strip() + "\n")

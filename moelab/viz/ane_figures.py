@@ -66,7 +66,6 @@ def sweep(rates: Rates, samples: Sequence[Sample], mode: str = "serial") -> go.F
                    "C = %{x}: %{y:.3f} ms", mode="lines", line=line_look(i)["line"])
         add_points(figure, [(s.C, s.ms) for s in timed if s.G == G], f"G={G}, timed", i, "C = %{x}: %{y:.3f} ms")
     figure.update_xaxes(type="log", tickvals=[16, 32, 64, 128, 256, 512])
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "capacity C (slots of an expert)", f"latency, {mode} (ms a slot)")
 
 
@@ -140,7 +139,6 @@ def trade_off(by_model: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.F
             i = systems.index(system)
             add_points(figure, [point], system, i, "%{x:.2f} s, %{y:.0f} mJ", marker=point_look(i, 13), **at)
     figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, legend_y=1.12, margin_t=84)
 
 
@@ -194,7 +192,7 @@ def settings(points: Mapping[str, tuple[float, float, float, float]], chosen: st
             add_points(figure, [(scale * p[i], scale * p[j]) for p in of.values()], name, 0,
                        "%{text}: %{x:.3g}, %{y:.3g}", text=list(of), marker=marker, **at)
         figure.update_xaxes(title=x, rangemode="tozero", **at)
-        figure.update_yaxes(title=y, rangemode="tozero", **at)
+        figure.update_yaxes(title=y, **at)
     return finish(figure)
 
 

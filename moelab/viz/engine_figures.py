@@ -98,7 +98,7 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
         figure.add_vline(x=size / scale, line=DASHED)
         figure.add_annotation(x=size / scale, y=1, yref="paper", text=name, showarrow=False, yanchor="bottom",
                               yshift=13 * (i % 2), font={"size": 11, "color": GREY})     # neighbours may be close
-    figure.update_yaxes(title="TPOT (ms)", rangemode="tozero", **upper)
+    figure.update_yaxes(title="TPOT (ms)", **upper)
     figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
     return finish(figure, legend="policies: simulated", height=560)
 
@@ -123,7 +123,6 @@ def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str
                                marker={"symbol": symbol, "size": 11, "color": colour, "line": {"width": 2}},
                                hovertemplate=hover("%{x}: %{y:.1f} ms", name))
     figure.update_xaxes(showgrid=False, type="category", categoryorder="array", categoryarray=list(plans))
-    figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title=f"memory of each pool ({unit})", **left)
     figure.update_yaxes(title="TPOT (ms)", **right)
     return finish(figure, legend="", barmode="stack", bargap=0.35, height=380)
@@ -150,7 +149,6 @@ def batches(by_system: Mapping[str, Mapping[int, float]]) -> go.Figure:
                        text=[f"{value:.3g}" for value in values.values()], textposition="outside",
                        cliponaxis=False, hovertemplate=hover("batch %{x}: %{y:.2f} tokens/s", name))
     figure.update_xaxes(type="category", showgrid=False)
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "batch size (sequences)", "throughput (tokens/s)", "measured", bargap=0.25)
 
 
@@ -167,7 +165,6 @@ def output_lengths(by_system: Mapping[str, Sequence[tuple[float, float, float, f
         figure.add_scatter(x=tokens, y=mean, name=name, legendgroup=name, **line_look(i),
                            hovertemplate=hover("%{x} tokens: %{y:.2f} s", name))
     figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "tokens generated", "latency of a generation (s)", "measured<br>band: p10 to p90")
 
 

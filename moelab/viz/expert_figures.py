@@ -66,33 +66,28 @@ def drop_orders(costs: Costs) -> go.Figure:
         {"language loss": "more loss (%)"} | dict.fromkeys(tasks, "difference (points)"))
 
 
-def by_layer(dropped: Mapping[str, ArrayLike], padded: Mapping[str, ArrayLike],
-             paper: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
-    """Dropped choices and padded slots of every layer, one line a plan: {plan: [L], from 0 to 1}.
+def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> go.Figure:
+    """Dropped choices and padded slots of every layer, one line a way of running tiers.
 
-    paper : {name: (dropped, padded)}, published averages, drawn across both panels.
+    The literal ones drop too much to share an axis, padding drops none.
+
+    paper : {name: (dropped, padded)}, published averages from 0 to 1, drawn across both panels.
     """
     figure, places = panels([""] * 2, 1, "MoE layer", shared_xaxes=True, vertical_spacing=0.07)
-    names = list(dict.fromkeys([*dropped, *padded]))
+    shown = {name: of.by_layer for name, of in ran.items() if "literal" not in name}
+    dropped = {name: [layer.drop_rate for layer in of] for name, of in shown.items() if not name.endswith("pad")}
+    padded = {name: [layer.padded_fraction for layer in of] for name, of in shown.items()}
     for row, (at, values) in enumerate(zip(places, (dropped, padded))):
-        add_lines(figure, {name: list(enumerate(100 * np.asarray(of, dtype=float))) for name, of in values.items()},
-                  "layer %{x}: %{y:.1f} %", names, **at)
-        for i, (name, pair) in enumerate((paper or {}).items()):
+        add_lines(figure, {name: [(l, 100 * share) for l, share in enumerate(of)] for name, of in values.items()},
+                  "layer %{x}: %{y:.1f} %", shown, **at)
+        for i, (name, pair) in enumerate(paper.items()):
             figure.add_hline(y=100 * pair[row], **at, annotation_text=f"paper, {name}",
                              line=DASHED | {"dash": ("dot", "dash", "dashdot", "longdash")[i % 4]},
                              annotation_position="top left" if i % 2 else "top right",
                              annotation_font={"size": 11, "color": GREY})
-        figure.update_yaxes(title=("dropped (% of choices)", "padding (% of slots)")[row], rangemode="tozero", **at)
-    layers = max((len(of) for values in (dropped, padded) for of in values.values()), default=1)
-    figure.update_xaxes(dtick=whole_steps(layers))
+        figure.update_yaxes(title=("dropped (% of choices)", "padding (% of slots)")[row], **at)
+    figure.update_xaxes(dtick=whole_steps(max(map(len, padded.values()), default=1)))
     return finish(figure, legend="plan (exact)", height=540)
-
-
-def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
-    """`by_layer` of ways of running tiers; the literal ones drop too much to share an axis, padding drops none."""
-    shown = {name: of.by_layer for name, of in ran.items() if "literal" not in name}
-    dropped = {name: [layer.drop_rate for layer in of] for name, of in shown.items() if not name.endswith("pad")}
-    return by_layer(dropped, {name: [layer.padded_fraction for layer in of] for name, of in shown.items()}, paper)
 
 
 def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
@@ -147,7 +142,6 @@ def volumes(formula: Mapping[str, Points], measured: Mapping[str, Points],
             if way in of:
                 add_points(figure, sorted(of[way]), f"{way}: {what}", i, "%{x} ranks: %{y:,.0f}", **look)
     power_ticks(figure, [x for points in (*formula.values(), *measured.values()) for x, _ in points])
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "ranks (processes, log scale)", title, "")
 
 
@@ -164,5 +158,4 @@ def balance(loads: Mapping[str, ArrayLike]) -> go.Figure:
                        hovertemplate=hover("rank %{x}: %{y:.3f} of the mean", name))
     figure.add_hline(y=1, line=DASHED)
     figure.update_xaxes(dtick=1, showgrid=False)
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "rank", "load (× the mean of the ranks)", "exact", barmode="group", bargap=0.2)

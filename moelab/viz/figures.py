@@ -212,7 +212,7 @@ def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str
         if line:
             figure.add_hline(y=scale * line[0], line=DASHED, **at)
     figure.update_xaxes(type="category", categoryorder="array", showgrid=False)
-    figure.update_yaxes(rangemode="tozero" if upwards else "normal")
+    figure.update_yaxes(rangemode=None if upwards else "normal")
     return finish(figure, legend=kind + (f"<br>dashed: {line[1]}" if line else ""), barmode="group",
                   scattermode="group", bargap=0.18, height=height)
 
@@ -241,7 +241,7 @@ def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns
                    if low / 1.6 <= d * 10.0 ** power <= high * 1.6]
             update(type="log", tickvals=few, range=np.log10([low / 1.15, high * 1.15]).tolist(),
                    ticktext=[f"{t:g}" for t in few])
-        else:
+        elif axis == "x":
             update(rangemode="tozero")
     return finish(figure, legend=kind, height=310 * rows + 80)
 
@@ -283,7 +283,6 @@ def imbalance(by_phase: Mapping[str, ArrayLike]) -> go.Figure:
     """Imbalance ratio r_l by layer, one line a phase: {"prefill": [L], "decode": [L]}; 1 is perfect balance."""
     figure = _by_layer(by_phase)
     add_reference(figure, 1, "perfect balance")
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, y="busiest expert ÷ mean load")
 
 
@@ -333,7 +332,6 @@ def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None =
         shift = shift + 12 if tokens - below < 0.05 * high.max() else 0         # labels that would overlap move up
         add_reference(figure, tokens, f"{name}: {tokens:.0f}", shift=shift)
         below = tokens
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "popularity rank of the expert (0 = busiest)", "tokens in a chunk")
 
 

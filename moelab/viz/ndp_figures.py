@@ -95,7 +95,6 @@ def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
             i = marks.index(name)
             add_points(figure, [(x, 1e3 * y)], name, 0, text, marker=point_look(len(names) + i, 15 - 3 * i), **at)
     figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, legend="modelled", height=440, legend_x=0, legend_y=-0.2, legend_orientation="h",
                   margin_b=130)
 

@@ -156,5 +156,4 @@ def what_if(modelled: Mapping[str, Points], chosen: float, measured: Mapping[str
     figure.add_vline(x=chosen, line=DASHED, annotation_text=f"{chosen:.2g}",
                      annotation_font={"size": 12, "color": GREY})
     figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "copy ÷ compute (ratio of seconds a token)", "TPOT (ms)", "lines: modelled")

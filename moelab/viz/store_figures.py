@@ -64,7 +64,6 @@ def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str,
     for name, value in (references or {}).items():
         add_reference(figure, value, f"{name}: {value:.1f} GB/s")
     figure.update_xaxes(showgrid=False)
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, "codec", "rate (GB of weights a second)")
 
 
@@ -115,5 +114,4 @@ def microscope(counts: np.ndarray, dtype: str = "BF16") -> go.Figure:
         figure.add_bar(x=x, y=100 * values / max(counts.sum(), 1), marker=bar_look(0),
                        hovertemplate="%{x}: %{y:.2f} %<extra></extra>", **at)
         figure.update_xaxes(title=name, showgrid=False, **at)
-    figure.update_yaxes(rangemode="tozero")
     return finish(figure, showlegend=False, bargap=0.05, height=320)

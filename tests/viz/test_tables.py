@@ -86,7 +86,7 @@ def test_figures_of_costs(costs):
     figure = expert_figures.block_sizes(static.block_paddings(16, 4, 2))
     assert [trace.name for trace in figure.data] == ["filled blocks", "all N blocks"]
     ran = {name: static.Ran(Tally(4, 4, 8), [Tally(4, 3, 4)], 0.0, 1.0) for name in ("tiers, prune", "tiers, pad")}
-    names = [trace.name for trace in expert_figures.plans(ran | {"tiers, literal B/E": ran["tiers, pad"]}).data]
+    names = [trace.name for trace in expert_figures.plans(ran | {"tiers, literal B/E": ran["tiers, pad"]}, {}).data]
     assert names == ["tiers, prune", "tiers, prune", "tiers, pad"]
     assert shown(expert_tables.plans(ran), 2)[0]["rows computed ÷ routed"] == "2.00"
 
