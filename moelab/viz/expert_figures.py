@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
-from moelab.bench.static import NOBODY, Costs, Ran
+from moelab.bench.static import NOBODY, DropCosts, Ran
 from moelab.experts.blocks import Padding
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, EDGE, GREY, Points, add_lines, add_points, add_ranges, bar_look, differences,
@@ -42,7 +42,7 @@ def dropping(by_title: Mapping[str, Mapping[str, Sequence[tuple[float, float, fl
     return finish(figure, legend="measured", height=140 + 190 * len(by_title))
 
 
-def capacity(costs: Costs) -> go.Figure:
+def capacity(costs: DropCosts) -> go.Figure:
     """`dropping` of ways named by their capacity factor, e.g. of `moelab.bench.static.capacity_factors`."""
     tasks = [task for task in costs.scores if task != "loss"]
 
@@ -57,7 +57,7 @@ def capacity(costs: Costs) -> go.Figure:
             task: over_factors(lambda way, task=task: costs.points(task, way)) for task in tasks}})
 
 
-def drop_orders(costs: Costs) -> go.Figure:
+def drop_orders(costs: DropCosts) -> go.Figure:
     """What each order of dropping costs in language loss and right answers; no experts at all in the latter only."""
     tasks = [task for task in costs.scores if task != "loss"]
     loss = {way: costs.loss(way) for way in costs.tallies if way != NOBODY}
