@@ -1,8 +1,8 @@
-"""Planning for the Apple Neural Engine, and its device model beside the paper's figures (NPUMoE); no Mac is needed.
+"""Planning for the Apple Neural Engine, and its device model beside NPUMoE's figures; needs no Mac.
 
 The fit to Table 5 with leave-one-out, the four systems of Table 2 and the ablation on PhiMoE, every published figure
-that the model was not fitted to, and the time that planning takes. Times of planning are CPU time and measured, counts
-exact for an assumed popularity, all else is modelled. Table 9 is left out, as its run is not said.
+that the model was not fitted to, and the time of planning. Times of planning are CPU time, measured; counts are exact
+for an assumed popularity; all else is modelled. Table 9 is left out, as its run is not described.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def cpu_share(plan: Plan) -> float:
 
 
 def planned(name: str, skew: str) -> dict[str, Any]:
-    """What planning a card takes and gives, for chunks of 256; drops and padding on chunks that it did not see."""
+    """A card's plan for chunks of 256 in figures; drops and padding on chunks that it was not made from."""
     plan, took = plan_card(name, skew)
     account = count(plan, assumed_loads(plan.spec, 256, 128, skew)[64:])
     return {"CPU ms to plan": 1e3 * took, "launches a chunk": plan.launches, "rows a chunk": plan.slots,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from moelab.progress import progress
@@ -66,6 +67,18 @@ def tenths(values: Sequence[float]) -> tuple[float, float]:
     """The 10 % and 90 % quantiles."""
     found = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
     return found[0], found[-1]
+
+
+@contextmanager
+def torch_threads(n: int) -> Iterator[None]:
+    """torch uses n threads within the block."""
+    import torch
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(n)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def in_process(code: str, *arguments: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
+from moelab.bench.experts import LOADING, ExpertTimes
 from moelab.bench.measure import Samples
 from moelab.bench.neuron_examples import BlockAdvice, Example
-from moelab.bench.roofline import LOADING, ExpertTimes
 from moelab.bench.static import BASELINE, NOBODY, BlockCount, DropCosts, Ran, TierPlan
 from moelab.cards import load_model
 from moelab.experts.blocks import Padding, intensity_factor

@@ -146,8 +146,8 @@ def test_a_verdict_needs_an_interval_that_excludes_zero():
     base = 2 + rng.normal(0, 1, 50)
     samples = {"random": base, "router": base - 0.1 + rng.normal(0, 0.01, 50), "saliency": base + rng.normal(0, 1, 50),
                "token": base + 0.2 + rng.normal(0, 0.01, 50)}
-    costs = static.Costs({}, {"loss": {name: values.tolist() for name, values in samples.items()}},
-                         {name: {"loss": Tally()} for name in samples})
+    costs = static.DropCosts({}, {"loss": {name: values.tolist() for name, values in samples.items()}},
+                             {name: {"loss": Tally()} for name in samples})
     difference = samples["router"] - base
     error = difference.std(ddof=1) / 50 ** 0.5
     assert costs.against("random", "router") == pytest.approx(
