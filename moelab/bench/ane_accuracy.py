@@ -10,8 +10,7 @@ paper's setting.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,14 +62,9 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
     live = open_model(model, dtype=torch.float32)
     trace = recorded(live, calibration, tokens, "train", seed)
     plan, slack, expected = fitting_plan(trace, chunk, drop, slack, group_size=group_size, system=system)
-
-    counts: dict[str, list[LayerCount]] = {name: [] for name in MODES}
-    modes = {"dense": nullcontext} | {name: partial(counted, live, plan, order, seed, counts[name])
-                                      for name, order in MODES.items()}
-    found = accuracy.compare(live, modes, tasks, n=prompts, windows=max(prompts // 4, 4), tokens=tokens, seed=seed,
-                             batch_size=1)          # prompts of a batch would compete for the same capacities
+    found, of = compare(live, {name: (plan, order) for name, order in MODES.items()}, tasks, seed, n=prompts,
+                        windows=max(prompts // 4, 4), tokens=tokens)
     print("\n" + accuracy.table(found), flush=True)
-    of = {name: dict(zip(found["scores"], of_task)) for name, of_task in counts.items()}
     return {
         "plan (exact)": {"slack": slack, "chunk": float(chunk), "layers": float(plan.spec.L),
                          "expert graphs a chunk": float(plan.launches), "rows a chunk": float(plan.slots),
@@ -81,6 +75,15 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
             for task, by_mode in found["scores"].items() for mode, row in by_mode.items()},
         "NPUMoE Table 3 (paper), PhiMoE": {name: {"dropped": dropped, "padded": padded}
                                            for name, (dropped, padded) in TABLE_3.items()}}
+
+
+def compare(model: Any, ways: Mapping[str, tuple[Plan, str]], tasks: Sequence[str], seed: int = 0, **how: Any
+            ) -> tuple[dict[str, Any], dict[str, dict[str, LayerCount]]]:
+    """(`accuracy.compare` of "dense" and of name → (plan, order of dropping); name → task → counts)."""
+    modes = {name: partial(prefill_through, model, plan, order=order, seed=seed)
+             for name, (plan, order) in ways.items()}
+    found, ran = accuracy.compare_dropping(model, modes, tasks, "dense", seed=seed, **how)
+    return found, {name: {task: ane.total for task, ane in by_task.items()} for name, by_task in ran.items()}
 
 
 def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> RoutingTrace:
@@ -113,14 +116,6 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
 def rates(counts: LayerCount) -> dict[str, float]:
     return {"dropped": counts.drop_rate, "padded": counts.padded_fraction,
             "launches a chunk and layer": counts.launches / counts.chunks}
-
-
-@contextmanager
-def counted(model: Any, plan: Plan, order: str, seed: int, into: list[LayerCount]) -> Iterator[Any]:
-    """`prefill_through`, whose counts are appended to a list at the end."""
-    with prefill_through(model, plan, order=order, seed=seed) as ane:
-        yield ane
-    into.append(ane.total)
 
 
 def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, Plan], float]:
@@ -167,11 +162,9 @@ class Answers:
 def pruned_answers(model: Any, plan: Plan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
                    **how: Any) -> Answers:
     """Ask every task of the model, dense and pruned by the plan; `how` are the sizes of `accuracy.compare`."""
-    counts: list[LayerCount] = []
-    modes = {"dense": nullcontext, "pruned": partial(counted, model, plan, order, seed, counts)}
-    scores = accuracy.compare(model, modes, tasks, seed=seed, batch_size=1, **how)["scores"]
-    return Answers({task: of["dense"] for task, of in scores.items()},
-                   {task: of["pruned"] for task, of in scores.items()}, dict(zip(scores, counts, strict=True)))
+    found, counts = compare(model, {"pruned": (plan, order)}, tasks, seed, **how)
+    dense, pruned = ({task: of[mode] for task, of in found["scores"].items()} for mode in ("dense", "pruned"))
+    return Answers(dense, pruned, counts["pruned"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,19 +186,16 @@ class LossByOrder:
 
 def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chunk: int, group_size: int, seed: int = 0,
                   **how: Any) -> LossByOrder:
-    """Language loss through plans of the trace's calibration, in every order of dropping; `how` as in
-    `pruned_answers`."""
+    """Language loss through plans of the trace's calibration, in every order; `how` as in `pruned_answers`."""
     plans = {s: fitting_plan(trace, chunk, 0.0, s, group_size=group_size)[0] for s in slacks}
-    counts: dict[tuple[str, float], list[LayerCount]] = {(mode, s): [] for mode in MODES for s in slacks}
-    modes = {"dense": nullcontext} | {f"{mode} @ {s:g}": partial(counted, model, plans[s], MODES[mode], seed, into)
-                                      for (mode, s), into in counts.items()}
-    found = accuracy.compare(model, modes, ["loss"], seed=seed, batch_size=1, **how)
+    found, counts = compare(model, {f"{order} @ {s:g}": (plans[s], order) for order in MODES.values() for s in slacks},
+                            ["loss"], seed, **how)
     rows, samples = found["scores"]["loss"], found["samples"]["loss"]
     cost: dict[str, dict[float, tuple[float, float, float]]] = {mode: {} for mode in MODES}
-    for (mode, s), (count_of,) in counts.items():
-        row = rows[f"{mode} @ {s:g}"]
-        cost[mode][s] = count_of.drop_rate, row["relative"], row["relative error"]
-    name = {order: mode for mode, order in MODES.items()}
-    beside = {s: accuracy.paired_means(*(np.array(samples[f"{name[order]} @ {s:g}"])
-                                         for order in ("random", "saliency"))) for s in slacks}
+    for mode, order in MODES.items():
+        for s in slacks:
+            row = rows[way := f"{order} @ {s:g}"]
+            cost[mode][s] = counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
+    beside = {s: accuracy.paired_means(*(np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency")))
+              for s in slacks}
     return LossByOrder(cost, {s: (row["difference"], *row["interval"]) for s, row in beside.items()})

@@ -98,8 +98,8 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     image, mount, device = folder / "disk.ext4", folder / "disk", None
+    new = not image.exists()
     try:
-        new = not image.exists()
         if new:
             with open(image, "wb") as f:
                 f.truncate(int(nbytes))
@@ -112,8 +112,8 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
     except OSError as error:
         if device is not None:
             _command("losetup", "--detach", device)
-        if image.exists() and new:
-            image.unlink()
+        if new:
+            image.unlink(missing_ok=True)
         yield folder, f"no separate file system ({error}); read-ahead {read_ahead(folder)} KB"
         return
     direct = Path(f"/sys/block/{Path(device).name}/loop/dio")

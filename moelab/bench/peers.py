@@ -238,7 +238,7 @@ class MoelabFast(Moelab):
 
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float]:
-    """{"during": the most bytes a second that the disk delivered in any forward (start, end, …) while it was busy}."""
+    """{"during": the highest read rate of any forward (start, end, …), bytes a second while the disk was busy}."""
     reads, rates = [event for event in events if event.kind.startswith("read")], []
     for start, end, *_ in forwards:
         mine = [event for event in reads if start <= event.start < end]
@@ -248,7 +248,7 @@ def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float
 
 
 def compressed_pool(store: str, share: float, staging: int) -> Any:
-    """As many experts kept compressed as a share of what all of them take decoded has room for."""
+    """As many experts kept compressed as fit into a share of what all experts take decoded."""
     from moelab.cache.pools import Pools
     from moelab.offloading.slots import Sizes
     from moelab.store.layout import ExpertStore

@@ -11,7 +11,7 @@ Optimizations"), NPUMoE §3.2, §4.1, §4.2, §5.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from moelab import datasets
 from moelab.bench.experts import Layers
 from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
-from moelab.evaluation.accuracy import compare, paired_means
+from moelab.evaluation.accuracy import compare_dropping, paired_means
 from moelab.evaluation.calibrate import SOURCES
 from moelab.experts import blocks
 from moelab.experts.blockwise import Blockwise
@@ -152,11 +152,10 @@ def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Poi
 
 
 @contextmanager
-def limited(model: Any, make: Callable[[Saliency], Any], into: list[Any]) -> Iterator[Any]:
-    """A mode for `compare`: the model on a new executor `make(saliency)`, appended to a list at the end."""
+def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
+    """The model on a new executor `make(saliency)`."""
     with Saliency(model, discover(model)) as saliency, plugged(model, make(saliency)) as executor:
         yield executor
-    into.append(executor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,11 +205,10 @@ class DropCosts:
 
 def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> DropCosts:
     """Score every way on the same windows and prompts; `how` are the sizes of `accuracy.compare`."""
-    ran: dict[str, list[Any]] = {way: [] for way in ways}
-    modes = {BASELINE: nullcontext} | {way: partial(limited, model, make, ran[way]) for way, make in ways.items()}
-    found = compare(model, modes, tasks, batch_size=1, **how)
-    tallies = {way: {task: executor.tally for task, executor in zip(tasks, of, strict=True)} for way, of in ran.items()}
-    return DropCosts(found["scores"], found["samples"], tallies)
+    modes = {way: partial(limited, model, make) for way, make in ways.items()}
+    found, ran = compare_dropping(model, modes, tasks, BASELINE, **how)
+    return DropCosts(found["scores"], found["samples"],
+                     {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()})
 
 
 def capacity_factors(factors: Sequence[float]) -> Ways:
@@ -284,7 +282,7 @@ def run_ways(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Ran]:
     """Read the texts in every way, beside the model as it is."""
     plain, found = read_all(model, texts), {}
     for name, make in ways.items():
-        with limited(model, make, []) as executor:
+        with limited(model, make) as executor:
             pairs = list(zip(plain, read_all(model, texts)))
         agree = [float((a.argmax(-1) == b.argmax(-1)).double().mean()) for a, b in pairs]
         found[name] = Ran(executor.tally, [executor.by_layer[l] for l in range(model.spec.L)],

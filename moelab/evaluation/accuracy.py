@@ -16,9 +16,9 @@ Windows of one library file are taken as independent, which makes errors of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -86,6 +86,24 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
     for (task, mode), share in recalls.items():
         found["scores"][task][mode]["recall"] = share
     return found
+
+
+def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: str, **how: Any
+                     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's context yielded).
+
+    Batch size is 1, as texts of a batch would compete for capacity. how : other arguments of `compare`.
+    """
+    kept: dict[str, list[Any]] = {mode: [] for mode in modes}
+
+    @contextmanager
+    def keeping(mode: str) -> Iterator[Any]:
+        with modes[mode]() as running:
+            yield running
+        kept[mode].append(running)
+    found = compare(model, {baseline: nullcontext} | {mode: partial(keeping, mode) for mode in modes}, tasks,
+                    batch_size=1, **how)
+    return found, {mode: dict(zip(tasks, of, strict=True)) for mode, of in kept.items()}
 
 
 def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:

@@ -24,42 +24,8 @@ from moelab.files import write_json, write_text
 from moelab.models.small import Recipe, corpus_ids, train_small
 from moelab.recording import record
 
-CARD = """# The small model
-
-A Qwen3-MoE of {parameters:.1f} million parameters, trained from scratch on two CPU cores so that everything in
-moelab runs, within minutes and without a network, on a model that has learned something. It completes Python code,
-finds facts that are stated in its context, and is good for nothing else.
-
-| | |
-|---|---|
-| architecture | `qwen3_moe`: {layers} MoE layers, {experts} experts, top-{experts_per_token} |
-| sizes | H {hidden}, I {intermediate}, vocabulary {vocabulary} |
-| files | {size:.1f} MB of bf16 safetensors, config, tokenizer: plain `transformers` opens the folder |
-| trained on | the sources and manual pages of Python {python}'s standard library, and generated facts and questions |
-| recipe | `moelab/models/small.py`; `python -m moelab train-small DESTINATION` repeats it |
-| steps | {steps:,} of 2,048 tokens, contexts of {contexts} tokens |
-
-## What it scores
-
-*Measured* on {questions} questions a task in contexts of {context} tokens. No library file, manual page or key of
-these prompts occurred in training.
-
-| task | right answers |
-|---|---|
-| one fact in library text (`needle`) | {needle} |
-| four facts in library text, one asked for (`needle_multikey`) | {needle_multikey} |
-| eight facts and nothing else (`lookup`) | {lookup} |
-| yes or no about one of four facts (`yesno`; guessing gives 50 %) | {yesno} |
-
-Language loss on unseen library text: **{loss:.2f}** nats a token (standard error {loss_error:.2f}); a bigram model of
-the same training text has {bigram:.2f}, a unigram model {unigram:.2f}.
-
-Busiest expert over mean load, layer by layer: {load}; {dead} experts are never used.
-
-## Licence
-
-The weights are moelab's (Apache-2.0); the text they were trained on is Python's (PSF licence).
-"""
+#: the model card, with fields to fill in
+CARD = Path(__file__).with_suffix(".md")
 
 
 def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tuple[float, float]:
@@ -104,7 +70,7 @@ def write_card(folder: Path, recipe: Recipe, scores: dict[str, Any], parameters:
     share = {task: f"{100 * scores[task]['accuracy']:.1f} % ± {100 * scores[task]['standard error']:.1f}"
              for task in ("needle", "needle_multikey", "lookup", "yesno")}
     loss, load = scores["language loss"], scores["load"]
-    text = CARD.format(
+    text = CARD.read_text(encoding="utf-8").format(
         **{k: v for k, v in asdict(recipe).items() if k not in ("phases", "polish")}, **share,
         parameters=parameters / 1e6, steps=recipe.steps,
         contexts=", ".join(str(phase.context) for phase in (*recipe.phases, recipe.polish)),
