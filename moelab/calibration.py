@@ -1,10 +1,9 @@
-"""Calibration: what a recorded run says about who will be busy (NPUMoE §3.3, §4.1, §5.8; ZipMoE §3.4).
+"""Calibration: expert popularity, counted offline from a trace (NPUMoE §3.3, §4.1, §5.8; ZipMoE §3.4).
 
-Routing is skewed, and the skew is a property of the model more than of the prompt: the experts that were popular
-on one set of prompts tend to be popular on the next. So one counts offline, once, and lets everything that needs a
-guess about the future (capacities of static graphs, what stays resident, how large a cache should be) read the
-counts. `calibrate(trace)` keeps the counts, which are small and know the model they belong to; what needs the
-order of the tokens (loads of a prefill chunk, experts activated together by a batch) is a function of the trace.
+Routing is skewed, and the skew is a property of the model more than of the prompt, so counts of one set of prompts
+predict the next: capacities of static graphs, what stays resident, the size of a cache. `calibrate(trace)` keeps the
+counts and the identity of their model; what needs the order of the tokens (loads of a prefill chunk, experts
+activated together by a batch) is a function of the trace.
 
     counts_by_phase [2, L, E]      routings per phase (PREFILL, DECODE), layer and expert
     popularity      [L, E]         expert ids, most popular first
@@ -12,8 +11,7 @@ order of the tokens (loads of a prefill chunk, experts activated together by a b
     chunk loads     [n, L, E]      tokens each expert gets in each of n prefill chunks of B tokens
     inclusion       [L, E]         f_r, the probability that the expert of rank r is needed in a decode step
 
-The value E in a trace's ids ("no expert ran") is counted nowhere. What is left out: capacity tiers and their
-graphs (they are built from this, in `moelab.ane`), and co-activation of pairs of experts.
+The value E in a trace's ids ("no expert ran") is counted nowhere.
 """
 
 from __future__ import annotations
@@ -28,13 +26,14 @@ import torch
 
 from moelab.files import load_tensors, save_tensors
 from moelab.specs import MoESpec
+from moelab.table import html_table
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 FORMAT = "moelab.calibration/1"
 
 
 def calibrate(trace: RoutingTrace, source: str = "") -> Calibration:
-    """Count who was chosen in `trace` (NPUMoE §3.3); `source` says in words what the prompts were.
+    """Count the experts that `trace` visited (NPUMoE §3.3); `source` says in words what the prompts were.
 
     Raises
     ------
@@ -138,7 +137,7 @@ class Calibration:
     # ------------------------------------------------------------------------------------------ saving, loading
 
     def save(self, path: str | Path) -> Path:
-        """Write to `path` (a .safetensors file, written whole or not at all); returns the path."""
+        """Write to `path` atomically (a .safetensors file); returns the path."""
         return save_tensors(path, {"counts": self.counts_by_phase}, {
             "format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
             "tokens": json.dumps(self.tokens), "source": self.source})
@@ -173,10 +172,7 @@ class Calibration:
         return "Calibration(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
 
     def _repr_html_(self) -> str:
-        from html import escape
-        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{escape(v)}</td></tr>"
-                       for k, v in self.summary().items())
-        return f"<table><caption>Calibration</caption>{rows}</table>"
+        return html_table("Calibration", self.summary())
 
 
 # ------------------------------------------------------------------------------------- does popularity hold still?

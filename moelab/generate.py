@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from moelab import datasets
 from moelab.arguments import number, whole
-from moelab.experts import EXECUTORS, make
+from moelab.experts import EXECUTORS
 from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 from moelab.experts.quantization import Quantized
-from moelab.models import discover, eager, open_model, plug
+from moelab.models import discover, eager, open_checkpoint, plug
 from moelab.models.opening import require_tokenizer
+from moelab.registry import make
 
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -108,9 +109,9 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
     require_tokenizer(model)
-    inner = make(executor) if executor else eager
+    inner = make("executor", executor) if executor else eager
     if parallel is None:
-        network = open_model(model, dtype=_dtype(dtype), device=device)
+        network = open_checkpoint(model, dtype=_dtype(dtype), device=device)
         if executor:
             source = Quantized(plug(network), "int8") if executor == "int8" else None
             plug(network, executor=inner, source=source)
@@ -140,7 +141,7 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
 
     Parameters
     ----------
-    name_or_path, dtype, device : see `moelab.models.open_model`.
+    name_or_path, dtype, device : see `moelab.models.open_checkpoint`.
     parallel : a key of `moelab.parallel.VARIANTS`.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank.
@@ -159,7 +160,7 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
     grid = Grid(degree(parallel, dist.get_world_size(), tp))
-    model = open_model(name_or_path, experts="external", dtype=dtype, device=device)
+    model = open_checkpoint(name_or_path, experts="external", dtype=dtype, device=device)
     layers, way = [layer.experts for layer in discover(model)], VARIANTS[parallel]
     if placements is None:
         placements = [way.place(experts.num_experts, grid.ep.size) for experts in layers]

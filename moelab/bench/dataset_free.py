@@ -28,7 +28,8 @@ from moelab.arguments import whole
 from moelab.cache.pools import Pools
 from moelab.datasets import prompts
 from moelab.intervals import Interval, interval
-from moelab.models import discover, open_model
+from moelab import open_model
+from moelab.models import discover
 from moelab.ndp.prefetch import most_used
 from moelab.progress import progress
 from moelab.recording import record
@@ -204,11 +205,8 @@ def table(found: Mapping[str, Sequence[Mapping[str, Answer]]]) -> dict[str, dict
 
 
 def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[int, float]]]:
-    """Per cent of a step's experts that hit, by x experts prefetched a layer: mean over answers.
-
-    By the prompt's counts, by the answer's own ("its own future (ceiling)"), and by chance; computed from what each
-    step wanted, as residency changes no token.
-    """
+    """Per cent of a step's experts that hit, by x experts prefetched a layer, mean over answers: by the prompt's
+    counts, by the answer's own, and by chance. Computed from what each step wanted, as residency changes no token."""
     xs = sorted({1, 2, spec.K, *(x for x in (8, 12, 16, 24, 32, 48, 64, 128) if x <= spec.E)})
 
     def curve(counts: Callable[[Answer], np.ndarray]) -> list[tuple[int, float]]:

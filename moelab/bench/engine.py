@@ -163,13 +163,13 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
                           profiled.delays(), workers=run_of["workers"], staging=run_of["staging"],
                           other=profiled.other, head=profiled.head)
         said = played.metrics()
-        equal = [key for key, value in zip(FOUND, run_of["found"]) if said[key] == value]
+        equal = [key for key, value in zip(FOUND, run_of["found"]) if getattr(said, key) == value]
         measured = median(report["tpot_s"])
         rows[name] = {
-            "measured TPOT s": measured, "simulated TPOT s": said["tpot_s"], "simulated ÷ measured":
-            said["tpot_s"] / measured, "measured TTFT s": report["ttft_s"][-1], "simulated TTFT s": said["ttft_s"],
+            "measured TPOT s": measured, "simulated TPOT s": said.tpot, "simulated ÷ measured":
+            said.tpot / measured, "measured TTFT s": report["ttft_s"][-1], "simulated TTFT s": said.ttft,
             "hit rate": report["decode_hit_rate"], "equal": ", ".join(equal) or "nothing"}
-        bench.aim(f"simulator, {name}: off the measured TPOT", abs(said["tpot_s"] / measured - 1), 0.15)
+        bench.aim(f"simulator, {name}: off the measured TPOT", abs(said.tpot / measured - 1), 0.15)
         bench.aim(f"simulator, {name}: decisions that differ", len(FOUND) - len(equal), 0)
     return {"simulated": rows}
 

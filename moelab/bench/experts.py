@@ -32,10 +32,11 @@ from torch import Tensor
 from moelab.arguments import number, whole
 from moelab.bench import measure
 from moelab.bench.measure import Samples
-from moelab.experts import EXECUTORS, make
+from moelab.experts import EXECUTORS
+from moelab.experts.gemm import Packed
 from moelab.experts.gemv import PlanesGEMV
-from moelab.experts.packed import Packed
 from moelab.models.seam import seam_class
+from moelab.registry import make
 from moelab.specs import DeviceSpec, Figure
 from moelab.store import bits
 
@@ -44,7 +45,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PLANES = "gemv of split planes"
 GATHERED = 4e9                  # bytes that `batched_mm` may copy weights to: beyond, it is not run
 #: lossless executors that a comparison of techniques leaves out: a naive loop, a choice of others
-LEFT_OUT = ("reference", "neuron")
+LEFT_OUT = ("exact", "neuron")
 LOADING = ("selective", "all_experts")
 Arms = dict[str, Callable[[int], Any]]          # name → computes the step of a number
 
@@ -82,10 +83,8 @@ class Layers:
         return found
 
     def arms(self, T: int, rounds: int) -> tuple[Arms, int]:
-        """All that compute the steps of T tokens; and the bytes of weights that a step must read, on average.
-
-        Step 0 warms up: with it, weights are packed and kernels compiled.
-        """
+        """All that compute the steps of T tokens, of which step 0 warms up (packs weights, compiles kernels); and the
+        bytes of weights that a step must read, on average."""
         steps = self.steps(T, rounds)
         arms: Arms = {}
         for name in STOCK:
@@ -93,7 +92,7 @@ class Layers:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
         for name in EXECUTORS:
             with suppress(ValueError):              # needs options, such as a plan
-                if (run := make(name)).lossless:
+                if (run := make("executor", name)).lossless:
                     arms[name] = self._arm(run, steps)
         if T == 1 and self.dtype == torch.bfloat16:
             planes = [[{name: bits.split(w) for name, w in seam.own(e).items()} for e in range(seam.num_experts)]

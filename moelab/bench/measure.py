@@ -82,12 +82,7 @@ def torch_threads(n: int) -> Iterator[None]:
 
 
 def in_process(code: str, *arguments: Any) -> dict[str, Any]:
-    """What Python code prints last, a JSON object, run in a process of its own so that its peak memory is its own.
-
-    Raises
-    ------
-    RuntimeError : the code failed; the message is its stderr.
-    """
+    """The JSON object that Python code prints last, run in a process of its own; RuntimeError with its stderr."""
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)

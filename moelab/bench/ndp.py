@@ -24,16 +24,16 @@ from moelab.arguments import whole
 from moelab.cards import load_model
 from moelab.models import plug
 from moelab.ndp.balance import balance
-from moelab.ndp.claims import CLAIMS, FIT, HALVES, JUDGED
+from moelab.ndp.claims import CHOICES, CLAIMS, FIT, HALVES, JUDGED, error, fit, sensitivity
 from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.conditions import stay
 from moelab.ndp.conservation import conserve
 from moelab.ndp.costs import Costs, NotSupported
-from moelab.ndp.event_simulation import simulate_layer
-from moelab.ndp.fit import CHOICES, error, fit, sensitivity
+from moelab.ndp.event_simulation import event_seconds, simulate_layer
 from moelab.ndp.hardware import VARIANTS, Hardware
-from moelab.ndp.plans import Step, make_plan
+from moelab.ndp.plans import LayerStep, make_plan
 from moelab.ndp.routing import Routing
-from moelab.ndp.simulation import Run, event_seconds, simulate
+from moelab.ndp.simulation import Run, simulate
 from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, over_seeds, paper_sweep
 from moelab.ndp.systems import PAPER, System
 from moelab.ndp.tensor_parallel import NDPTensorParallel
@@ -48,8 +48,7 @@ TIMES = ("moe_prefill", "moe_decode", "end_to_end")
 def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, search: bool = False,
         sensitive: bool = False) -> dict[str, dict[str, Any]]:
     """Every figure, each section with its kind."""
-    searched = {}
-    assumptions = Assumptions()
+    searched, assumptions = {}, Assumptions()
     if search:
         assumptions, trials = fit()
         searched["the fit's best trials (modelled)"] = {
@@ -61,7 +60,7 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
     found = over_seeds(sweep)
     results = {
         "assumptions": {name: str(value) for name, value in vars(assumptions).items()}, **searched,
-        "published figures (paper, modelled)": published(found) | modules(assumptions),
+        "published figures (paper, modelled)": published(found, assumptions),
         "agreement": agreement(found),
         "improved over literal (modelled)": improved(sweep),
         "room beyond the paper, gain over literal NDP+TP+LB+PRE (modelled)": room(assumptions),
@@ -71,8 +70,8 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
     if configurations:
         checks = conserve(configurations)
         problems = checks.pop("problems")
-        results["conservation (exact)"] = {**checks, "problems": len(problems),
-                                           **({"first problem": problems[0]} if problems else {})}
+        results["conservation (exact)"] = checks | {"problems": len(problems)} | (
+            {"first problem": problems[0]} if problems else {})
     if sensitive:
         table = sensitivity(assumptions)
         results["sensitivity (modelled)"] = {
@@ -81,8 +80,8 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
     return results
 
 
-def published(found: dict[str, Spread]) -> dict[str, dict[str, Any]]:
-    """Each published figure beside the modelled one: mean over seeds and spread."""
+def published(found: dict[str, Spread], assumptions: Assumptions) -> dict[str, dict[str, Any]]:
+    """Each published figure beside the modelled one: mean over seeds and spread; modules needed, from capacities."""
     rows = {}
     for used_to, names in HALVES.items():
         for name in names:
@@ -90,25 +89,18 @@ def published(found: dict[str, Spread]) -> dict[str, dict[str, Any]]:
             paper = f"{claim.said}: {claim.text}" if isinstance(claim.value, tuple) else claim.value
             rows[name] = {"paper": paper, "modelled": middle, "least": least, "most": most,
                           "error": claim.error(middle), "agrees": claim.agrees(middle), "used to": used_to}
-    return rows
-
-
-def modules(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
-    """Where "not supported" ends; from capacities alone."""
-    rows = {}
     for model in MODELS:
-        claim, needed = CLAIMS[f"modules needed, {model}"], modules_needed(model, assumptions)
-        rows[f"modules needed, {model}"] = {"paper": claim.value, "modelled": needed, "agrees": claim.agrees(needed),
-                                            "used to": "judge"}
+        claim, needed = CLAIMS[name := f"modules needed, {model}"], modules_needed(model, assumptions)
+        rows[name] = {"paper": claim.value, "modelled": needed, "agrees": claim.agrees(needed), "used to": "judge"}
     return rows
 
 
 def agreement(found: dict[str, Spread]) -> dict[str, Any]:
     """How many figures agree, those that were fitted and those that judge apart."""
     middle, agree = {name: values[0] for name, values in found.items()}, agreeing(found)
-    return {f"{kind}: within 10 % or as described": f"{agree[half]} of {len(HALVES[half])}"
-            for kind, half in (("fitted", "fit"), ("judged", "judge"))} | {
-        "error on fitted": error(middle, FIT), "error on judged": error(middle, JUDGED)}
+    return {"fitted: within 10 % or as described": f"{agree['fit']} of {len(FIT)}",
+            "judged: within 10 % or as described": f"{agree['judge']} of {len(JUDGED)}",
+            "error on fitted": error(middle, FIT), "error on judged": error(middle, JUDGED)}
 
 
 def agreeing(found: dict[str, Spread]) -> dict[str, int]:
@@ -118,9 +110,9 @@ def agreeing(found: dict[str, Spread]) -> dict[str, int]:
 
 def gains(sweep: Sweep, name: str = OURS[-1]) -> dict[str, list[float]]:
     """Gains of the improved version of a system over the literal one, in every cell that the sweep has both of."""
-    return {what: [getattr(cell.result, what) / getattr(new.result, what)
-                   for (model, N, system, seed), cell in sweep.cells.items() if system == name and cell.result
-                   for new in [sweep.cells[model, N, name + ", improved", seed]] if new.result]
+    return {what: [getattr(old, what) / getattr(new, what)
+                   for (model, N, system, seed), old in sweep.cells.items() if system == name and old
+                   for new in [sweep.cells[model, N, name + ", improved", seed]] if new]
             for what in TIMES}
 
 
@@ -144,15 +136,14 @@ def room(assumptions: Assumptions, seed: int = 0) -> dict[str, dict[str, Any]]:
              "of those as many as pay": replace(literal, limit="pay"),
              "shares of experts, misses balanced": replace(literal, version="improved"),
              "both: improved": replace(literal, version="improved", limit="pay")}
-    times: dict[str, list[list[float]]] = {name: [] for name in steps}
+    times: dict[str, list[Any]] = {name: [] for name in steps}
     for model in progress(MODELS, "beyond the paper", unit="model"):
         routing = assumptions.routing(model, seed)
         for N in range(modules_needed(model, assumptions), UNITS[-1] + 1):
             for name, system in steps.items():
-                result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
-                times[name].append([getattr(result, what) for what in TIMES])
-    return {name: {what: mean(first[i] / own[i] for first, own in zip(times["literal"], times[name]))
-                   for i, what in enumerate(TIMES)} for name in steps}
+                times[name].append(simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement))
+    return {name: {what: mean(getattr(first, what) / getattr(own, what) for first, own in zip(times["literal"], of))
+                   for what in TIMES} for name, of in times.items()}
 
 
 def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
@@ -163,10 +154,10 @@ def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
         spec = load_model(model)
         for N in (modules_needed(model, assumptions), UNITS[-1]):
             costs, K = Costs(spec, assumptions.hardware(N)), spec.K
-            T_g, T_n, T_a = float(costs.gpu(1)), float(costs.unit(1)) / N, costs.activation
-            E_g = balance(costs.transfer(), T_g, T_n, T_a, K, N)
-            promised = (N + 1) * T_a + T_n * (K - E_g)
-            step = Step(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1)
+            terms = costs.balance_terms()
+            E_g = balance(**terms)
+            promised = stay(E_g, terms)
+            step = LayerStep(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1)
             found = [event_seconds(make_plan(step, N, moved=np.clip(u - np.arange(K), 0, 1), split=True, pieces=N),
                                    costs) for u in (E_g, math.floor(E_g))]
             rows[f"{model}, N={N}"] = {"E_g": E_g, "promised, ms": 1e3 * promised,
@@ -202,9 +193,9 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
 def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> dict[str, float]:
     """A decode step of `timeline` on N modules: seconds, busy shares of GPU, link, modules (mean, and the least)."""
     found = metrics(events, forwards)
-    busy = found["utilisation"]
+    busy = found.utilisation
     shares = [busy.get(f"unit {u}", 0.0) for u in range(N)]
-    return {"seconds": found["tpot_s"], "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
+    return {"seconds": found.tpot, "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
             "modules": mean(shares), "least": min(shares)}
 
 
@@ -250,8 +241,8 @@ def filling(sweep: Sweep, seed: int, prompt: int, answer: int, name: str = OURS[
     """Mean gain of the experts' decode if the literal rules filled the GPU's memory (§III-D)."""
     assumed = replace(sweep.assumptions, limit="memory")
     filled = paper_sweep(assumed, sweep.models, sweep.units, (name,), (seed,), prompt, answer)
-    return mean(sweep.result(model, N, name, seed).moe_decode / cell.result.moe_decode
-                for (model, N, *_), cell in filled.cells.items() if cell.result)
+    return mean(sweep.result(model, N, name, seed).moe_decode / result.moe_decode
+                for (model, N, *_), result in filled.cells.items() if result)
 
 
 def design_space(units: Sequence[int], assumptions: Assumptions, system: str = OURS[-1], seed: int = 0
@@ -299,12 +290,8 @@ class OneLayer:
 
 
 def one_layer(machine: Hardware, system: System, routing: Routing, placement: str = "id") -> OneLayer:
-    """The first layer and token by the event simulation, and two layers of four tokens by the closed form.
-
-    Raises
-    ------
-    NotSupported : the experts do not fit.
-    """
+    """The first layer and token by the event simulation, and two layers of four tokens by the closed form; NotSupported
+    if the experts do not fit."""
     run = Run(machine, system, routing, placement)
     plans = [run.plan(run.decode_step(l, routing.decode[t, l])) for l in range(2) for t in range(4)]
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])

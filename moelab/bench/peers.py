@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -151,22 +151,22 @@ class Transformers(BenchmarkedEngine):
 
 
 class Moelab(Transformers):
-    """Options: store, budget, and those of `moelab.offload` as "options"; "trace": a file for its steps;
+    """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps;
     "predictor": its name, whose predicted experts are prefetched; "compressed": the budget, a share, is divided into
     staging, which must be given, and experts kept compressed."""
 
+    executor = "exact"
+
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
-        from moelab.offloading.offload import offload
+        from moelab import open_model
         self.options, self.imports = options, process()["peak_rss_bytes"]
         given = dict(options.get("options", {}))
         if options.get("compressed"):
             given["plan"] = compressed_pool(options["store"], options["budget"], given["staging"])
-        super().__init__(offload(options["store"], options["budget"], **given))
+        super().__init__(open_model(options["store"], memory=options["budget"], executor=self.executor,
+                                    prefetch=options.get("predictor"), **given))
         self.offloading = self.model.moelab
-        if options.get("predictor"):
-            from moelab.speculate import Speculation, make
-            Speculation(self.model, make(options["predictor"], self.model), "hint")
 
     def decoding(self) -> None:
         counters = self.offloading.residency.counters
@@ -180,20 +180,21 @@ class Moelab(Transformers):
         records, decoded = layer_records(list(this.timeline), forwards)
         rates = self.rates | {"after": self.read_rate()} | delivered(this.timeline, forwards)
         rate = max(rates.values())
-        hits, misses = sum(metrics["hits"].values()) - self.before[0], metrics["misses"] - self.before[1]
+        hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
-            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.pools)), "workers": workers,
-                     "staging": this.staging, "found": [metrics[key] for key in FOUND]}
+            settings = this.run.settings
+            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(settings.pools)), "workers": workers,
+                     "staging": settings.staging, "found": [getattr(metrics, key) for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {
             "imports_rss_bytes": self.imports, "peak_rss_bytes": peak,
             "anonymous_bytes": anonymous and 1024 * anonymous, "budget_bytes": this.budget,
-            "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
+            "others_bytes": this.store.weights_bytes,
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_rates": rates,
-            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": metrics,
+            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": asdict(metrics),
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None}
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
@@ -231,10 +232,7 @@ class Moelab(Transformers):
 class MoelabFast(Moelab):
     """The same engine with the fused kernels, which equal eager but for rounding."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        from moelab.models.fast_decode import fast_decode
-        super().__init__(options | {"options": options.get("options", {}) | {"executor": "fast"}})
-        fast_decode(self.model)
+    executor = "fast"
 
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float]:
@@ -258,22 +256,21 @@ def compressed_pool(store: str, share: float, staging: int) -> Any:
     return Pools(C=int(share * everything - staging * sizes.in_flight) // (sizes.e + sizes.sm))
 
 
-class Eager(Transformers):
-    """transformers with all weights in this process's own memory, not mapped from a file."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        import moelab
-        super().__init__(moelab.open_model(options["model"]))
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()
-
-
 class Mapped(Transformers):
     """transformers' default: weights stay mapped from a checkpoint that is laid out as its parameters are."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import moelab
         super().__init__(moelab.open_model(options["model"]))
+
+
+class Eager(Mapped):
+    """transformers with all weights in this process's own memory, not mapped from a file."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()
 
 
 class Accelerate(Transformers):

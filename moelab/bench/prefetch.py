@@ -30,11 +30,12 @@ from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.engine import SPEC
 from moelab.models.convert import convert
-from moelab.offloading.metrics import Forward
+from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.models.synthesize import synthesize
+from moelab.registry import make
 from moelab.specs import Event, MoESpec
-from moelab.speculate import MODES, Predictor, Speculation, make
+from moelab.speculate import MODES, Predictor, Speculation
 from moelab.store.layout import ExpertStore
 
 ARMS = ("copy, then compute", "on demand", "hint", "speculative")
@@ -47,7 +48,7 @@ class Taken(NamedTuple):
 
     events: list[Event]
     forward: Forward
-    metrics: dict[str, Any]
+    metrics: Metrics
 
     @property
     def seconds(self) -> float:
@@ -81,7 +82,7 @@ def copy_and_compute(found: Sequence[Taken]) -> tuple[float, float]:
 class PrefetchBenchmark:
     """Ways of running an offloaded model that take turns on its tokens, so that all find the same cache.
 
-    model : with slots for experts ahead and staging for a token's experts (`moelab.offload`).
+    model : with slots for experts ahead and staging for a token's experts.
     ids : the tokens to decode [1, N], repeated.
     predictor : makes that of "hint" and "speculative".
     """
@@ -112,7 +113,7 @@ class PrefetchBenchmark:
 
     def slow_down(self, ratio: float, found: Sequence[Taken]) -> float:
         """Throttle copying to `ratio` × computing, as both were in `found`; returns bytes a second."""
-        rate = fmean(t.metrics["read_bytes"] for t in found) / (ratio * copy_and_compute(found)[1])
+        rate = fmean(t.metrics.read_bytes for t in found) / (ratio * copy_and_compute(found)[1])
         reader = self.model.moelab.engine.pipeline.reader
         reader.mode, reader.bandwidth = "buffered", rate            # the page cache can be faster than the disk
         return rate
@@ -126,10 +127,10 @@ class PrefetchBenchmark:
 
 def row(found: Sequence[Taken]) -> dict[str, float]:
     """An arm's line of the table."""
-    ahead = [t.metrics["fetched_ahead"] for t in found]
+    ahead = [t.metrics.prefetched for t in found]
     return {"TPOT s": median(t.seconds for t in found), "mean s": fmean(t.seconds for t in found),
             "best s": min(t.seconds for t in found),
-            "MB read": fmean(t.metrics["read_bytes"] for t in found) / 1e6,
+            "MB read": fmean(t.metrics.read_bytes for t in found) / 1e6,
             "MB wasted": fmean(a["wasted"] for a in ahead) / 1e6,
             "hidden reads": fmean(a["used"] for a in ahead)}
 
@@ -167,7 +168,7 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
             model = offload(store, share, ahead=K, staging=K)
             with model.moelab:
                 ids = torch.randint(3, model.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0))
-                bench = PrefetchBenchmark(model, ids, partial(make, "router", model))
+                bench = PrefetchBenchmark(model, ids, partial(make, "predictor", "router", model))
                 for file in store.glob("experts-*"):            # into the page cache
                     with open(file, "rb", buffering=0) as f:
                         while f.read(1 << 24):
@@ -179,7 +180,7 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
                     title = f"budget {share:.0%}, copying {ratio:g} × computing"
                     sections[title], against[title] = compare(bench.turns(ARMS, tokens, title), ratio, rate)
                 title = f"budget {share:.0%}, random predictions"
-                bench.predictor = partial(make, "random", model)
+                bench.predictor = partial(make, "predictor", "random", model)
                 bench.turns(("hint",), 30, f"{title}: learning")
                 rows = {arm: row(taken) for arm, taken in bench.turns(("on demand", "hint"), tokens, title).items()}
                 wrong[title] = {"hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"],

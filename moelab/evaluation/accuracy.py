@@ -45,8 +45,6 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
             tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16) -> dict[str, Any]:
     """Score one model in several modes on the same held-out text and prompts.
 
-    Parameters
-    ----------
     model : a model with a `.tokenizer`, resident, offloaded or otherwise plugged.
     modes : {name: function that returns a context manager}; the first is the baseline. `nullcontext` is the model
         as it is.
@@ -130,10 +128,6 @@ def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
     A row has "unit", "n", "score" and "error" (standard error) and, but for the baseline, "difference",
     "difference error", "interval" (95 %) and, for answers, "lost", "gained" and "p" or, for other scores, "relative"
     and "relative error" (per cent).
-
-    Raises
-    ------
-    ValueError : fewer than two samples of a mode, or not as many as of its baseline.
     """
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for task, by_mode in samples.items():
@@ -184,7 +178,7 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Exact two-sided p value of McNemar's test: how likely so uneven a split is, were each change a fair coin."""
+    """Exact two-sided p value of McNemar's test: of a split so uneven if both directions were equally likely."""
     changed = lost + gained
     tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2**changed)

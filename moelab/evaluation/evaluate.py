@@ -2,7 +2,7 @@
 
     moelab evaluate                                                     the small model, moelab's own tasks
     moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator estimator.safetensors
-    moelab evaluate qwen.store --budget 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
+    moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
     moelab evaluate --modes executor:capacity:factor=1.25
 
 Modes are those of Speculating Experts: `hint` runs the true experts, `speculative` the predicted ones, `router-free`
@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from moelab import datasets
+import moelab
+from moelab import datasets, registry
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, write_json
-from moelab.experts.int8 import Int8
-from moelab.experts.quantization import Quantized
-from moelab.models import plug, plugged
+from moelab.store.layout import INDEX
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
 EXECUTOR = "executor"           # the mode that is no way of speculating
@@ -47,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
     parser.add_argument("--decode-only", action="store_true", help="speculate in decode steps only, as a server would; "
                         "moelab's own tasks are then scored in decode steps")
-    parser.add_argument("--budget", help="of a store: memory for experts, such as 50%% or 2GB")
+    parser.add_argument("--memory", help="for experts, such as 50%% or 2GB, the others stay on disk; of a store, what "
+                        "this machine has left if not given")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
     parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="texts a forward pass (%(default)s); "
                         "1 where an executor drops tokens")
@@ -69,16 +68,15 @@ def main(args: argparse.Namespace) -> int:
     others = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
     n = 200 if args.limit is None else args.limit
-    model = open_any(args.model, args.budget, args.device)
-    try:
+    stored = args.model is not None and (Path(args.model).expanduser() / INDEX).is_file()
+    with moelab.open_model(args.model, memory=args.memory or ("auto" if stored else None), device=args.device) as model:
         modes: dict[str, Any] = {"baseline": nullcontext}
         parts, batch = Ingredients(model, args), args.batch
         for mode, predictor in pairs:
             if mode == EXECUTOR:
-                run = executor(predictor)
-                source = Quantized(plug(model), "int8") if isinstance(run, Int8) else None
-                modes[f"{mode}:{predictor}"] = partial(plugged, model, run, source)
-                batch = batch if source or run.lossless else 1
+                name, options = executor_options(predictor)
+                modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor=name, **options)
+                batch = batch if name == "int8" or registry.make("executor", name, **options).lossless else 1
             else:
                 name = mode if mode == "router-free" else f"{mode}:{predictor}"
                 modes[name] = partial(speculation, model, mode, predictor, parts.of(predictor), not args.decode_only)
@@ -97,9 +95,6 @@ def main(args: argparse.Namespace) -> int:
                                     decode=args.decode_only, batch_size=batch)
             found = {"kind": mine["kind"]} | {key: mine[key] | found[key]
                                               for key in ("settings", "scores", "pairs", "samples")}
-    finally:
-        if (offloading := getattr(model, "moelab", None)) is not None:
-            offloading.close()
     print(accuracy.table(found))
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
                 if key not in ("main", "debug", "output")}
@@ -109,30 +104,12 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def open_any(name: str | None, budget: str | None = None, device: str = "cpu") -> Any:
-    """The model of a checkpoint, of a hub id or (offloaded) of a store; ValueError for a budget without a store."""
-    from moelab.models import open_model
-    from moelab.offloading.offload import offload
-    from moelab.store.layout import INDEX
-    if name is not None and (Path(name).expanduser() / INDEX).is_file():
-        return offload(name, budget or "auto", device=device)
-    if budget is not None:
-        raise ValueError(f"--budget {budget} is for an expert store, and {name or 'the small model'} is none; "
-                         f"`python -m moelab convert` makes one")
-    return open_model(name, device=device)
-
-
 def parse_mode(text: str) -> tuple[str, str]:
-    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …; of an executor, its name and options.
-
-    Raises
-    ------
-    ValueError : no such mode, predictor or executor.
-    """
+    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …; of an executor, its name and options."""
     from moelab.speculate import MODES, PREDICTORS
     mode, _, predictor = text.partition(":")
     if mode == EXECUTOR:
-        executor(predictor)                             # an error comes before a model is opened
+        executor_options(predictor)                     # an error comes before a model is opened
         return mode, predictor
     if mode not in MODES:
         raise ValueError(f"there is no mode {mode!r}; there are baseline, {', '.join(MODES)}, {EXECUTOR}:NAME")
@@ -147,14 +124,8 @@ def parse_mode(text: str) -> tuple[str, str]:
     return mode, predictor
 
 
-def executor(text: str) -> Any:
-    """The executor of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none where they look like it.
-
-    Raises
-    ------
-    ValueError : no such executor, or an option that it does not take.
-    """
-    from moelab.experts import make
+def executor_options(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none where possible."""
     name, *options = text.split(":")
     given = {}
     for option in options:
@@ -165,17 +136,15 @@ def executor(text: str) -> Any:
             given[key] = ast.literal_eval(value.capitalize() if value.lower() in ("true", "false", "none") else value)
         except (ValueError, SyntaxError):
             given[key] = value
-    try:
-        return make(name, **given)
-    except TypeError as error:
-        raise ValueError(f"{EXECUTOR}:{text}: {error}") from None
+    registry.make("executor", name, **given)
+    return name, given
 
 
-def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool
-                ) -> AbstractContextManager:
+def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool) -> Any:
     """The context in which a model speculates; every use has a predictor of its own."""
-    from moelab.speculate import Speculation, make
-    return Speculation(model, make(predictor, model, **ingredients), mode, prefill=prefill)
+    from moelab.speculate import Speculation
+    made = registry.make("predictor", predictor, model, **ingredients)
+    return Speculation(model, made, mode, prefill=prefill)
 
 
 class Ingredients:
@@ -185,9 +154,8 @@ class Ingredients:
         self.model, self.args, self.seed = model, args, args.seed
 
     def of(self, predictor: str) -> dict[str, Any]:
-        from moelab.speculate.predictors import INGREDIENTS, PREDICTORS
-        takes = inspect.signature(PREDICTORS[predictor]).parameters
-        return {name: getattr(self, name) for name in INGREDIENTS if name in takes}
+        from moelab.speculate import takes
+        return {name: getattr(self, name) for name in takes(predictor)}
 
     @cached_property
     def prompts(self) -> list[datasets.Prompt]:

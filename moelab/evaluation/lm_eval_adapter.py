@@ -35,10 +35,6 @@ def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None
 
     modes : see `moelab.evaluation.accuracy.compare`. tasks : what `load` returned. limit : questions a task, None for
     all. chat : put the questions into the tokenizer's chat template.
-
-    Raises
-    ------
-    ValueError : no metric of these tasks is a mean over questions, or one is not in every mode.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

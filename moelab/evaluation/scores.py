@@ -1,4 +1,4 @@
-"""Scores of a model on held-out text: questions with one right answer (exact match), and language loss."""
+"""Scores of a model: questions with one right answer (exact match of all its tokens), and language loss."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from moelab.models.seam import discover
 from moelab.offloading.slots import lies_as_in_memory
 from moelab.schedule.requests import Delays
-from moelab.store.layout import ExpertStore, run
+from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader, decode, empty_tensors
 from moelab.store.stages import decompress, recover, separable
 
@@ -46,7 +46,8 @@ def same_bits_on_one_thread(store: ExpertStore, model: Any, tokens: int = 8) -> 
 
 def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
     """[L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks]: exact; experts compress differently."""
-    return [[[run(entries, part)[1] for part in ("E", "SM")] for entries in layer.experts] for layer in store.layers]
+    return [[[store.stored_bytes(i, expert, part) for part in ("E", "SM")] for expert in range(len(layer.experts))]
+            for i, layer in enumerate(store.layers)]
 
 
 def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, samples: int = 5) -> Delays:

@@ -28,7 +28,7 @@ from moelab.offloading.prefetch_gate import Foresight
 from moelab.offloading.loads import Job
 from moelab.offloading.pipeline import Pipeline, clock
 from moelab.offloading.slots import Slots
-from moelab.offloading.timeline import Timeline
+from moelab.offloading.run import EngineRun
 from moelab.schedule.affinity import given_order, scheduler_for
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, State
@@ -41,6 +41,9 @@ PREFILL = 2
 
 class Cancelled(RuntimeError):
     """A generation was ended by `cancel()`; the model can be used again."""
+
+    def __init__(self) -> None:
+        super().__init__("the generation was cancelled; the model can be used again")
 
 
 class Engine:
@@ -55,29 +58,27 @@ class Engine:
     workers : L, threads that decompress and join.
     room_ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
+    run : records what happens.
+    one_thread : whether one token's experts may be computed by one thread while others are decoded.
 
     Attributes
     ----------
-    timeline : what every resource did.
-    mark : since when the model has been doing something else than experts; None outside a forward pass.
-    on_layer, on_guess : called with every layer and its {expert: tokens}; with every layer and the experts announced.
     cancelled : asked before every expert whether to end this thread's forward pass with `Cancelled`.
-    one_thread : whether one token's experts may be computed by one thread while others are decoded.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
         on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1,
-                 room_ahead: int = 0, executor: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, run: EngineRun,
+                 workers: int = 1, room_ahead: int = 0, executor: Callable[..., Tensor] | None = None,
+                 one_thread: bool = False) -> None:
         self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
-        self.timeline, self.mark, self.closed = Timeline(), None, False
+        self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
+        self._mark, self.closed = None, False   # since when the model does something else than experts, in a forward
         # Its threads are started when they are needed, by `_recover`.
-        self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
+        self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead, fetched=run.fetched)
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
-        self.on_layer: Callable[[int, dict[int, int]], None] | None = None
-        self.on_guess: Callable[[int, list[int]], None] | None = None
         self.cancelled: Callable[[], bool] | None = None
-        self.one_thread = self.serial = False
+        self.serial = False
         self._nothing = Job(-1, False)
         self._scheduler = scheduler_for(delays)
         self.foresight, self._announced = Foresight(), None     # (layer, experts)
@@ -92,13 +93,13 @@ class Engine:
         if not self._sound:
             self._recover()
         self._sound = False
-        counts = _counts(ids, experts.num_experts)
+        tokens = counts(ids, experts.num_experts)
         if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         self._other(clock(), experts.layer)
         compute = self._expert_by_expert if self.executor is None else self._with_executor
         try:
-            step, job = self._begin(experts.layer, counts)
+            step, job = self._begin(experts.layer, tokens)
             out = compute(x, ids, weights, experts, step, job)
         except BaseException:
             self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
@@ -160,7 +161,7 @@ class Engine:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
 
         They are made whole while the layer that runs next, and what follows it, is computed: behind its own reads, in
-        memory that is there for it (`ahead` of `moelab.offload`; without, this does nothing), and decided about only
+        memory that is there for it (`ahead`; without, this does nothing), and decided about only
         when their layer comes. So a guess changes when things are read, never what is kept or computed.
         """
         if self.pipeline.room_ahead and 0 <= layer < self.residency.L:
@@ -170,8 +171,8 @@ class Engine:
     def begin_forward(self) -> float:
         """A forward pass begins; returns the time."""
         self._forget_ahead()                    # what one that was interrupted has left
-        self.mark = clock()
-        return self.mark
+        self._mark = clock()
+        return self._mark
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
@@ -179,7 +180,7 @@ class Engine:
         self._widen()
         self._forget_ahead()
         self._other(now, -1)
-        self.mark = None
+        self._mark = None
         return now
 
     def _forget_ahead(self) -> None:
@@ -238,16 +239,15 @@ class Engine:
         """Let go of experts that have been computed since `start`, and say so; several at once are one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
             self.pipeline.change(self.pipeline.executed, leaving)
-        self.mark, (layer, expert) = clock(), requests[0].key
-        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self.mark))
+        self._mark, (layer, expert) = clock(), requests[0].key
+        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self._mark))
 
     def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Job]:
         """Decide about a layer's step and set the threads to work."""
         self._step = None
         step = self._step = self.residency.begin(layer, tokens)
         self.foresight.came(layer, tokens)
-        if self.on_layer is not None:
-            self.on_layer(layer, tokens)
+        self.run.layer(layer, tokens)
         loads = [request for request in step.requests if request.state is not State.FULL]
         if not (loads or step.evicted or self._announced or self.pipeline.ahead):       # nothing for the threads to do
             return step, self._nothing
@@ -264,8 +264,7 @@ class Engine:
         if announced is None:
             return
         layer, experts = announced
-        if self.on_guess is not None:
-            self.on_guess(layer, experts)
+        self.run.guess(layer, experts)
         read = self.pipeline.reader.counters
         requests = self.foresight.requests(self.residency, layer, experts, read.seconds / max(1, read.requests))
         if requests:
@@ -288,14 +287,14 @@ class Engine:
 
     def _check(self) -> None:
         if self.closed:
-            raise RuntimeError("this model's engine is closed; moelab.offload(store) opens it again")
+            raise RuntimeError("this model's engine is closed; moelab.open_model(store, memory=…) opens it again")
         if self.cancelled is not None and self.cancelled():
-            raise Cancelled("the generation was cancelled; the model can be used again")
+            raise Cancelled
 
     def _other(self, now: float, layer: int) -> None:
-        if self.mark is not None:
-            self.foresight.pause(now - self.mark)
-            self.timeline.add(Event("compute", "other", layer, -1, self.mark, now))
+        if self._mark is not None:
+            self.foresight.pause(now - self._mark)
+            self.timeline.add(Event("compute", "other", layer, -1, self._mark, now))
 
 
 class EngineSource:
@@ -306,7 +305,11 @@ class EngineSource:
         self.engine, self.dtype, self.cast = engine, dtype, cast
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+        try:
+            return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+        except KeyError:
+            raise ValueError(f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
+                             f"so it has not been loaded: use this executor on a model in memory") from None
 
     def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
         """Where the CPU's tensors of whole experts lie: parameter name → int64 [experts]; None if not of this dtype."""
@@ -316,7 +319,7 @@ class EngineSource:
         return pipeline.slots.addresses([pipeline.held[layer, expert].slots["full"] for expert in experts], layer)
 
 
-def _counts(ids: Tensor, E: int) -> dict[int, int]:
+def counts(ids: Tensor, E: int) -> dict[int, int]:
     """{expert: tokens} of the experts that are hit."""
     chosen = ids.flatten().tolist() if len(ids) == 1 else None          # a decode step: no choice comes twice, mostly
     if chosen is not None and len(once := dict.fromkeys(chosen, 1)) == len(chosen):

@@ -91,6 +91,9 @@ class Fetched:
     nbytes: int = 0
     wasted: int = 0
 
+    def reset(self) -> None:
+        self.begun = self.used = self.early = self.nbytes = self.wasted = 0
+
 
 class Job:
     """The loads of one layer; `ready` fills up with experts that can be computed, an error, or None: "look again".

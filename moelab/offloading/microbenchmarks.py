@@ -162,8 +162,10 @@ class Rounds:
         return out
 
 
-class _Pieces:
+class _Pieces(ExpertStore):
     """A store whose expert (place, size) of a layer is so many bytes of its file, whatever they are."""
+
+    checksum = None
 
     def __init__(self, store: ExpertStore) -> None:
         self.folder, self.layers = store.folder, store.layers

@@ -218,7 +218,7 @@ class Pipeline(Admission):
             except BaseException as caught:             # whatever it is belongs to the caller of the model
                 error = caught
             else:
-                size = sum(len(part.data) for part in chunks)
+                size = sum(part.nbytes for part in chunks)
                 self.timeline.add(Event("disk", "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read",
                                         *load.key, start, clock(), size))
             with self._lock:

@@ -211,12 +211,12 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
 
     Raises
     ------
-    ValueError : workers below 1. Also what `ExpertStore`, `open_model` and `Reader` raise.
+    ValueError : workers below 1. Also what `ExpertStore`, `open_checkpoint` and `Reader` raise.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    model = opening.open_model(store.folder, experts="external") if model is None else model
+    model = opening.open_checkpoint(store.folder, experts="external") if model is None else model
     with Reader(store, **reading) as reader, ThreadPoolExecutor(workers) as pool, torch.inference_mode():
         rounds = Rounds(store, model, reader, pool, workers, np.random.default_rng(seed))
         try:

@@ -19,17 +19,26 @@ padding tokens of a batch, which a trace doesn't have.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
-from moelab.cache.residency import Counters, Residency
+import numpy as np
+
+from moelab.cache.policies import Belady
+from moelab.cache.pools import Pools
+from moelab.cache.residency import CacheCounters, Residency
+from moelab.cards import load_device
 from moelab.progress import progress
 from moelab.offloading.prefetch_gate import Foresight
 from moelab.offloading.limits import Rates, Steps
 from moelab.offloading.loads import Fetched
-from moelab.offloading.metrics import Forward, metrics
+from moelab.offloading.metrics import Forward, Metrics, metrics
+from moelab.offloading.run import EngineRun, Settings
 from moelab.schedule.affinity import Order, given_order, scheduler_for
 from moelab.schedule.simulated_pipeline import SimulatedPipeline
 from moelab.schedule.requests import Delays
@@ -55,13 +64,28 @@ class Simulation:
 
     events: list[Event]
     forwards: list[Forward]
-    counters: Counters
+    counters: CacheCounters
     fetched: Fetched = field(default_factory=Fetched)
     kind: str = "simulated"
 
-    def metrics(self) -> dict[str, Any]:
+    @property
+    def tpot(self) -> float | None:
+        """Median seconds of a decode forward."""
+        return self.metrics().tpot
+
+    @property
+    def ttft(self) -> float | None:
+        """Median seconds of a prefill."""
+        return self.metrics().ttft
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the requests found whole in memory."""
+        return self.metrics().hit_rate
+
+    def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
-        return metrics(self.events, self.forwards, asdict(self.counters) | {"fetched_ahead": asdict(self.fetched)})
+        return metrics(self.events, self.forwards, self.counters, asdict(self.fetched))
 
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
@@ -125,6 +149,76 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         machine.drop_ahead()
         done.append(Forward(begun, machine.now, tokens, phase))
     return Simulation(machine.timeline(), done, residency.counters, Fetched(**machine.fetched))
+
+
+def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None = None, pools: Pools | None = None,
+           workers: int | None = None, staging: int | None = None, decompress_gbs: float | None = None) -> Simulation:
+    """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
+
+    Parameters
+    ----------
+    run : `model.moelab.run`.
+    cache : another policy: a name of `moelab.cache.policies.POLICIES`, or your own; "belady" knows the run's future.
+    device : a card or its name, whose figures replace what was measured (`delays_of`).
+    pools, workers, staging : in place of the run's.
+    decompress_gbs : GB/s of exponents that one thread of `device` puts out; by default the card's figure or, without
+        one, what was measured where the run was recorded.
+
+    Raises
+    ------
+    ValueError : an unknown policy, a card without the figures that are needed, or a run whose policy is an instance.
+    """
+    settings = run.settings
+    policy = cache or settings.policy
+    if cache is None and not isinstance(policy, (str, type)):
+        raise ValueError(f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, a name "
+                         "or a new instance")
+    if policy == "belady":
+        policy = Belady(flat(run.steps))
+    residency = Residency(settings.spec.L, settings.spec.E, pools or settings.pools, policy, settings.scope,
+                          settings.margin)
+    delays, (other, head) = settings.delays, overheads(run)
+    if device is not None:
+        device, head = load_device(device) if isinstance(device, str) else device, (0.0, 0.0)
+        delays, other = _on_device(device, settings, decompress_gbs)
+    guesses = run.guesses if settings.ahead and any(run.guesses) else None
+    return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
+                    staging=staging or settings.staging, other=other, head=head, guesses=guesses, ahead=settings.ahead)
+
+
+def _on_device(device: DeviceSpec, settings: Settings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
+    """`delays_of` for experts as the run's store has them, compressed or not."""
+    spec, here = settings.spec, settings.delays
+    stored, half = here.e_bytes + here.sm_bytes, spec.expert_bytes / 2
+    compressed = 0 < here.sm_bytes and here.e_bytes < 0.99 * half and spec.dtype == "bfloat16"
+    if decompress_gbs is None and compressed and "decompress_gbs" not in device.figures:
+        decompress_gbs = half / max(here.decompress, 1e-12) / 1e9
+    bf16 = spec.with_dtype("bfloat16")
+    delays, other = delays_of(device, bf16, here.e_bytes / half if compressed else 1.0, settings.dense_bytes,
+                              decompress_gbs if compressed else math.inf)
+    if compressed:
+        return replace(delays, experts_bytes=here.experts_bytes), other
+    rates = Rates.of(device)
+    return replace(delays, e_read=stored / rates.read, sm_read=0.0, recover=0.0, e_bytes=stored, sm_bytes=0,
+                   expert_base=spec.expert_bytes / rates.memory, experts_bytes=here.experts_bytes), other
+
+
+def overheads(run: EngineRun) -> tuple[Linear, Linear]:
+    """Seconds before a layer's experts, and after the last layer's: (base, per token), fitted to what was measured."""
+    starts = [forward.start for forward in run.forwards]
+    spent: dict[tuple[int, bool], list[float]] = {}
+    for event in run.timeline:
+        at = bisect_right(starts, event.start) - 1
+        if event.kind == "other" and at >= 0:
+            spent.setdefault((run.forwards[at].tokens, event.layer < 0), []).append(event.end - event.start)
+
+    def fit(after: bool) -> Linear:
+        points = {tokens: median(seconds) for (tokens, last), seconds in spent.items() if last == after}
+        if len(points) < 2:
+            return (*points.values(), 0.0)[0], 0.0
+        token = max(np.polyfit(list(points), list(points.values()), 1)[0].item(), 0.0)
+        return max(median(seconds - token * n for n, seconds in points.items()), 0.0), token
+    return fit(False), fit(True)
 
 
 def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, dict[int, int]]]],

@@ -1,4 +1,4 @@
-"""The tables of static shapes, as rows for `moelab.viz.markdown.table`: what was counted and measured, in text.
+"""The tables of static shapes, as rows for `moelab.viz.notebook.table`: what was counted and measured, in text.
 
 Nothing is computed here beyond what a cell shows; where a row quotes a source, it says so.
 """
@@ -20,8 +20,8 @@ from moelab.experts.blockwise import BlockMap
 from moelab.parallel.advice import Advice
 from moelab.parallel.eplb import Balance
 from moelab.experts.quantization import Quantized
-from moelab.experts.selective import expected_unique
-from moelab.viz.markdown import ms, percent
+from moelab.experts.neuron import expected_unique
+from moelab.table import ms, percent
 
 Row = dict[str, Any]
 

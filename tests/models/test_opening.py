@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import moelab
-from moelab.models import discover, open_model, plug, unplug
+from moelab import open_model
+from moelab.models import discover, plug, unplug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 
 from . import tiny

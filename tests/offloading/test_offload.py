@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moelab import convert, open_model
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
-from moelab.experts import make
+from moelab.registry import make
 from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.metrics import check
@@ -84,7 +84,7 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
 def test_another_executor_computes_the_same_but_for_rounding(name, executor, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
-    computing = make(executor)
+    computing = make("executor", executor)
     for budget in (0.3, 1.0):
         model = offload(store, budget, delays=DELAYS, executor=computing)
         for got, wanted in zip(generate(model), of_eager(reference)):
@@ -300,11 +300,11 @@ def test_metrics_and_steps_of_a_run(qwen):
     offloaded = offload(store, 0.4)                             # measures its delays itself
     generate(offloaded, batch=2, prompt=9, new=5)
     found, offloading = offloaded.moelab.metrics(), offloaded.moelab
-    assert found["prefill_tokens"] == 18 and found["decode_tokens"] == 2 * 4
+    assert found.prefill_tokens == 18 and found.decode_tokens == 2 * 4
     assert len(offloading.steps) == len(offloading.forwards) == 5
     assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
     assert sum(offloading.steps[0][0][1].values()) == 18 * 3
-    assert found["read_bytes"] == offloading.engine.pipeline.reader.counters.bytes > 0
+    assert found.read_bytes == offloading.engine.pipeline.reader.counters.bytes > 0
     offloading.reset()
     assert not offloading.steps and not len(offloading.timeline) and not offloading.residency.counters.requests
     offloading.close()

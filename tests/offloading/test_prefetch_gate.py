@@ -79,7 +79,7 @@ def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
         offloaded.moelab.reset()
         for _ in range(passes):
             offloaded(torch.tensor([[5]]))                      # the same token: layer 1 wants the same as before
-        return offloaded.moelab.metrics()["fetched_ahead"]["begun"]
+        return offloaded.moelab.metrics().prefetched["begun"]
     with torch.inference_mode():
         begun(30)
         assert begun(5) == 0                                    # it has learnt not to listen

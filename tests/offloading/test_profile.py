@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.cache.planning import plan
-from moelab.models import discover, open_model
+from moelab import open_model
+from moelab.models import discover
 from moelab.offloading import profile as profiling
 from moelab.models.convert import convert, open_store
 from moelab.offloading.limits import Rates

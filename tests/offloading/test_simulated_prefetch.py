@@ -15,11 +15,12 @@ from moelab.offloading.prefetch_gate import Foresight
 from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.simulator import flat, guesses_of, simulate, steps_of
+from moelab.registry import make
 from moelab.schedule.affinity import scheduler_for
 from moelab.schedule.execution import execute
 from moelab.schedule.requests import Delays
 from moelab.specs import State
-from moelab.speculate import Speculation, make
+from moelab.speculate import Speculation
 from tests.offloading.test_offload import DELAYS, generate
 from tests.offloading.test_simulator import trace
 
@@ -86,9 +87,9 @@ def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ah
     demanded = sum((not r.state.has_e) * machine.e_bytes + (not r.state.has_sm) * machine.sm_bytes
                    for step in decisions for r in step.requests if r.state is not State.FULL)
     fetched, found = played.fetched, played.metrics()
-    assert found["fetched_ahead"] == asdict(fetched)
-    assert found["read_bytes"] == demanded + fetched.wasted
-    assert 0 <= fetched.wasted <= fetched.nbytes <= found["read_bytes"]
+    assert found.prefetched == asdict(fetched)
+    assert found.read_bytes == demanded + fetched.wasted
+    assert 0 <= fetched.wasted <= fetched.nbytes <= found.read_bytes
     assert 0 <= fetched.early <= fetched.used <= fetched.begun
     # a layer is computed in one piece, after its "other" and before the next one's
     compute = [event for event in played.events if event.resource == "compute" and event.end > event.start]
@@ -109,7 +110,7 @@ def test_perfect_guesses_by_a_closed_form(L, K, read, compute, other, tokens):
 
     def tpot(**more):
         return simulate(steps, [(1, "decode")] * tokens, Residency(L, K, Pools()), machine, other=(other, 0.0),
-                        **more).metrics()["tpot_s"]
+                        **more).metrics().tpot
     first = other + max(K * read + compute, read + K * compute)
     assert tpot() == pytest.approx(L * first)
     assert tpot(guesses=steps, ahead=K, foresight=Always()) == pytest.approx(
@@ -213,15 +214,15 @@ def test_the_engines_decisions_on_the_engines_steps_and_guesses(qwen, mode):
         told.append((len(offloading.steps) - 1, layer, list(dict.fromkeys(ids.T.reshape(-1).tolist()))))
         prefetch(layer, ids)
     offloading.engine.prefetch = announced
-    with offloading, Speculation(offloaded, make("router", offloaded), mode), torch.inference_mode():
+    with offloading, Speculation(offloaded, make("predictor", "router", offloaded), mode), torch.inference_mode():
         generate(offloaded, batch=1, new=8)
         found = offloading.metrics()
         guesses = [[(layer, experts) for at, layer, experts in told if at == n] for n in range(len(offloading.steps))]
         played = simulate(offloading.steps, offloading.forwards, Residency(2, 8, Pools(2, 3, 2, 4), "zipmoe"), DELAYS,
                           staging=3, guesses=guesses, ahead=4, other=(1e-3, 0.0))
-    assert any(guesses) and found["fetched_ahead"]["begun"] and played.fetched.begun
-    assert {name: found[name] for name in ("hits", "misses", "evictions", "rereads")} == {
-        name: played.metrics()[name] for name in ("hits", "misses", "evictions", "rereads")}
+    assert any(guesses) and found.prefetched["begun"] and played.fetched.begun
+    assert all(getattr(found, name) == getattr(played.metrics(), name)
+               for name in ("hits", "misses", "evictions", "rereads"))
 
 
 def test_errors():

@@ -24,8 +24,8 @@ from moelab.experts.executor import Tally  # noqa: E402
 from moelab.ndp import conditions  # noqa: E402
 from moelab.ndp.claims import CLAIMS, FIT, JUDGED  # noqa: E402
 from moelab.ndp.sweep import MODELS, Assumptions  # noqa: E402
+from moelab.table import head_and_rows, markdown_table  # noqa: E402
 from moelab.viz import ane_figures, ane_tables, expert_figures, expert_tables, ndp_tables  # noqa: E402
-from moelab.viz.markdown import lines  # noqa: E402
 
 
 def row(rows, head, value):
@@ -36,7 +36,7 @@ def shown(rows, n):
     """The Markdown of rows, of which there are n."""
     rows = list(rows)
     assert len(rows) == n
-    text = lines(rows)
+    text = markdown_table(*head_and_rows(rows))
     assert len({line.count("|") for line in text.splitlines()}) == 1, "a cell holds a bar"
     return rows
 
