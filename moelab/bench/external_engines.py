@@ -46,7 +46,7 @@ class Llama(BenchmarkedEngine):
 class Ftllm(BenchmarkedEngine):
     """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory.
 
-    It cannot be told its tokens, so it samples them, all about equally likely; there are no logits to compare.
+    It cannot be given tokens, so it samples them, all about equally likely; there are no logits to compare.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Ftllm(BenchmarkedEngine):
         return np.zeros(1, np.float32)
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
-        """As all others, but each sequence is told its length, as it continues by itself once its prompt is there."""
+        """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt."""
         first = sum(prompts[:-1])
         self.new = 1
         alone = super().measure(tokens[:first], prompts[:-1]) if first else {"ttft_s": []}

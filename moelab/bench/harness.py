@@ -46,7 +46,7 @@ class EngineBenchmark:
     reference: dict[str, Any] | None = None
 
     def prepare(self, external: bool) -> None:
-        """Write the model in every form that is missing; what was interrupted goes on."""
+        """Write the model in every form that is missing; an interrupted conversion is resumed."""
         from moelab.models.convert import convert
         from moelab.models.synthesize import synthesize
         model, gguf, hub = (self.folder / name for name in ("model", "model.gguf", "hub"))

@@ -71,7 +71,7 @@ def counters() -> dict[str, int | None]:
 
 
 def _proc(file: str, pattern: str) -> int | None:
-    """A number in a file of /proc/self; None where there is none (macOS, Windows)."""
+    """A number in a file of /proc/self; None on other systems."""
     try:
         return int(re.search(pattern, Path("/proc/self", file).read_text(), re.M)[1])
     except (OSError, TypeError):

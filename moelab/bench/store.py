@@ -81,11 +81,11 @@ def _zipnn(weights: torch.Tensor) -> Coder:
     import zipnn
     options = {"input_format": "byte", "bytearray_dtype": "bfloat16", "threads": 1}
     data = bytes(bits.as_bytes(weights))
-    room = bytearray(data)
+    buffer = bytearray(data)
 
     def compress() -> Any:
-        room[:] = data
-        return zipnn.ZipNN(**options).compress(room)
+        buffer[:] = data
+        return zipnn.ZipNN(**options).compress(buffer)
 
     packed = bytes(compress())
 

@@ -27,6 +27,7 @@ from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, write_json
+from moelab.opening import make_executor
 from moelab.store.layout import INDEX
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
@@ -76,7 +77,8 @@ def main(args: argparse.Namespace) -> int:
             if mode == EXECUTOR:
                 name, options = executor_options(predictor)
                 modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor=name, **options)
-                batch = batch if name == "int8" or registry.make("executor", name, **options).lossless else 1
+                run = make_executor(model, name, **options)
+                batch = batch if run is None or name == "int8" or run.lossless else 1
             else:
                 name = mode if mode == "router-free" else f"{mode}:{predictor}"
                 modes[name] = partial(speculation, model, mode, predictor, parts.of(predictor), not args.decode_only)
@@ -136,7 +138,9 @@ def executor_options(text: str) -> tuple[str, dict[str, Any]]:
             given[key] = ast.literal_eval(value.capitalize() if value.lower() in ("true", "false", "none") else value)
         except (ValueError, SyntaxError):
             given[key] = value
-    registry.make("executor", name, **given)
+    registry.find("executor", name)
+    if given:
+        registry.make("executor", name, **given)
     return name, given
 
 
