@@ -66,7 +66,7 @@ def by_layer(events: Iterable[Event]) -> dict[int, tuple[float, float, float]]:
 
 
 def bounds(tokens: Sequence[dict[int, tuple[float, float, float]]]) -> tuple[float, float]:
-    """Seconds a token: (Eq. 1's bound on the gain over copying, then computing; over the engine on demand)."""
+    """Seconds a token: (Eq. 1's bound on the gain over copying, then computing; the bound over on demand)."""
     layers = [layer for token in tokens for layer in token.values()]
     return (sum(min(copy, expert + other) for copy, expert, other in layers) / len(tokens),
             sum(min(max(copy - expert, 0.0), other) for copy, expert, other in layers) / len(tokens))

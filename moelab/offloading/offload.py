@@ -21,10 +21,10 @@ from moelab.models import opening, plug
 from moelab.models.direct import CheckpointStore
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
+from moelab.offloading.profile import quick_delays, same_bits_on_one_thread
 from moelab.offloading.run import EngineRun, Settings
 from moelab.offloading.session import Session
-from moelab.offloading.slots import Sizes, Slots
+from moelab.offloading.slots import Sizes, Slots, slot_counts
 from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.store.layout import DTYPES, ExpertStore
@@ -86,9 +86,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     room = parse_budget(budget, everything, store.weights_bytes)
     ahead = min(most_ahead, room // (4 * sizes.in_flight)) if ahead is None else ahead
     pools, staging = divide(room - ahead * sizes.in_flight - store.scratch, sizes, L, E, pools, scope, workers, staging)
-    copies, moving = L if scope == "layer" else 1, staging + ahead
-    count = {"full": copies * pools.F + moving, "e": copies * (pools.C + pools.E) + moving,
-             "sm": copies * (pools.C + pools.S) + moving}
+    count = slot_counts(pools, L if scope == "layer" else 1, staging + ahead)
     residency = Residency(L, E, pools, policy, scope, margin)
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)

@@ -8,9 +8,9 @@ from typing import Any
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
-from moelab.offloading.loads import Fetched
 from moelab.offloading.metrics import Forward
 from moelab.offloading.timeline import Timeline
+from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
 from moelab.specs import MoESpec
 
@@ -57,7 +57,7 @@ class EngineRun:
 
     def __init__(self, settings: Settings, residency: Residency) -> None:
         self.settings, self._residency = settings, residency
-        self.timeline, self.fetched = Timeline(), Fetched()
+        self.timeline, self.fetched = Timeline(), PrefetchCounts()
         self.reset()
 
     @property

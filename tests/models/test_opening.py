@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import moelab
 from moelab import open_model
-from moelab.models import discover, plug, unplug
+from moelab.models import discover, open_checkpoint, plug, unplug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 
 from . import tiny
@@ -27,7 +27,7 @@ def test_the_small_model_opens_by_default():
 
 def test_resident_is_plain_transformers(tmp_path):
     folder = tiny.save("qwen3_moe", tmp_path / "m")
-    ours = open_model(folder)
+    ours = open_checkpoint(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
     ids = torch.arange(3, 20)[None]
     assert type(ours) is type(theirs) and torch.equal(ours(ids).logits, theirs(ids).logits)

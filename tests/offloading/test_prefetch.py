@@ -23,15 +23,14 @@ from tests.offloading.test_offload import DELAYS, assert_equal, generate_interru
 
 def nothing_is_lost(model):
     """Every slot is either free or held by an expert that residency keeps."""
-    pipeline = model.moelab.engine.pipeline
-    slots, held = pipeline.slots, pipeline.held
+    slots, queue = model.moelab.engine.pipeline.slots, model.moelab.engine.pipeline.queue
     deadline = time.monotonic() + 10                    # what nobody wants any more is still read to its end
-    while sum(len(slots.free[k]) + sum(k in one.slots for one in held.values()) - slots.count[k]
-              for k in slots.free) and time.monotonic() < deadline:
+    while sum(len(queue.free[k]) + sum(k in one for one in queue.held.values()) - slots.count[k]
+              for k in queue.free) and time.monotonic() < deadline:
         time.sleep(1e-3)
     for kind in ("full", "e", "sm"):
-        taken = [one.slots[kind] for one in held.values() if kind in one.slots]
-        assert sorted([*slots.free[kind], *taken]) == list(range(slots.count[kind]))
+        taken = [one[kind] for one in queue.held.values() if kind in one]
+        assert sorted([*queue.free[kind], *taken]) == list(range(slots.count[kind]))
 
 
 @pytest.mark.parametrize("codec", ["huffman", "raw"])
@@ -101,7 +100,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
             engine.prefetch(1, torch.arange(8)[None])
         result = inner(engine, x, ids, weights, experts)
         deadline = time.monotonic() + 10
-        while experts.layer == 0 and len(engine.pipeline._ahead[1].done) < 8 and time.monotonic() < deadline:
+        while experts.layer == 0 and engine.pipeline.queue.busy and time.monotonic() < deadline:
             time.sleep(1e-3)
         return result
     plug(offloaded, executor=announcing)

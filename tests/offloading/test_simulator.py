@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab.cards import load_model
-from moelab import convert
+from moelab import cards, convert, registry
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward, check
 from moelab.offloading.offload import offload
 from moelab.offloading.run import EngineRun, Settings
-from moelab.offloading.simulator import delays_of, flat, overheads, replay, simulate, steps_of
-from moelab.schedule.affinity import naive_order
+from moelab.offloading.simulator import MachineRates, delays_of, flat, overheads, replay, simulate, steps_of
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
 from moelab.store.layout import run as stored
@@ -106,7 +104,7 @@ def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
     cold, warm = (simulate(steps, forwards, residency, DELAYS) for _ in range(2))
     assert cold.counters.misses > 0 == warm.counters.misses
     naive = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS,
-                     scheduler=lambda requests, delays, workers: naive_order(requests))
+                     scheduler=registry.find("scheduler", "naive"))
     affine = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS)
     assert naive.counters == affine.counters
     assert naive.metrics().read_bytes == affine.metrics().read_bytes
@@ -176,6 +174,17 @@ def test_delays_of_a_card_by_hand():
     found = (delays.e_read, delays.sm_read, delays.decompress, delays.recover, delays.expert_base, delays.expert_token)
     assert found == pytest.approx((192e-9, 384e-9, 192e-9, 153.6e-9, 76.8e-9, 768e-9))
     assert other == pytest.approx((1000 / 10e9, 1000 / 1e9))
+
+
+def test_rates_of_a_card_prefer_the_link_and_16_bit():
+    assert MachineRates.of(cards.load_device("jetson-agx-orin-64gb")) == MachineRates(3.5e9, 204.8e9, 42.5e12)
+    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
+    assert MachineRates.of(cards.load_device("oneplus-12")).flops == pytest.approx(0.355e12)
+    with pytest.raises(ValueError, match="Apple M2 Ultra: the card has no host link and no disk"):
+        MachineRates.of(cards.load_device("m2-ultra"))
+    bare = DeviceSpec("bare", {"storage_read_gbs": Figure(1, "GB/s", "measured", "here")})
+    with pytest.raises(ValueError, match="no TFLOPS"):
+        MachineRates.of(bare)
 
 
 def test_cards_of_the_package_and_what_they_lack():
