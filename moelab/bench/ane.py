@@ -19,6 +19,7 @@ from moelab.ane.plan import Plan, make_plan
 from moelab.ane.device.published import FITTED
 from moelab.ane.device.synthetic_popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.table import span
 
 PLANNED = ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B")
 
@@ -45,7 +46,7 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
                                                  "ablation": " < ".join(order(run, metric, ABLATION))}
             for (prompt, chunk), run in found.items() for metric in ("ttft", "energy")},
         "published figures that only judge (paper, modelled)": {
-            row.name: {"paper": _range(row.paper), "modelled": _range(row.modelled), "error": f"{row.error:+.0%}",
+            row.name: {"paper": span(*row.paper), "modelled": span(*row.modelled), "error": f"{row.error:+.0%}",
                        "": "MISS" if row.miss else "", "source": row.source}
             for row in compare_with_paper(mode, skew=skew)},
         f"plans from cards, popularity assumed: {skew}": {name: planned(name, skew) for name in PLANNED}}
@@ -73,11 +74,6 @@ def planned(name: str, skew: str) -> dict[str, Any]:
             "experts on the CPU": round(cpu_share(plan) * plan.spec.L * plan.spec.E),
             "largest graph, MB": plan.largest_graph_bytes / 1e6, "dropped": account.drop_rate,
             "padded": account.padded_fraction, "does not fit": "; ".join(plan.problems) or "–"}
-
-
-def _range(values: tuple[float, float]) -> str:
-    low, high = (f"{value:.3g}" for value in values)
-    return low if low == high else f"{low}–{high}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

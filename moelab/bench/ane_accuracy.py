@@ -30,7 +30,7 @@ from moelab import open_model
 from moelab.recording import record
 from moelab.trace import PREFILL, RoutingTrace
 
-#: mode → whom it drops first, a name in `moelab.experts.static.ORDERS`
+#: mode → which routings it drops first, a name in `moelab.experts.static.ORDERS`
 MODES = {"weakest attention (NPUMoE)": "saliency", "lowest router weight": "router", "random": "random",
          "latest token": "token", "strongest attention": "strongest"}
 TASKS = ("needle", "needle_multikey", "yesno", "completion")
@@ -122,7 +122,7 @@ def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) ->
     """Plans from one calibration, and the slack of the third.
 
     "printed" has the paper's capacities r·B/E, "factor_k" r·K·B/E, "plan" the same with the slack that drops about
-    `drop`, "one_capacity" that of the busiest expert for all.
+    `drop`, "one_capacity" that of the most popular expert for all.
     """
     found, how = calibrate(trace), {"chunk": chunk, "group_size": group_size}
     counted_in = (trace.spec, found.counts(PREFILL), found.tokens[PREFILL])
@@ -169,7 +169,7 @@ def pruned_answers(model: Any, plan: Plan, tasks: Sequence[str] = TASKS, order: 
 
 @dataclass(frozen=True, eq=False)
 class LossByOrder:
-    """Language loss by whom one drops first and by the capacities' slack.
+    """Language loss by the order of dropping and by the capacities' slack.
 
     cost : mode of `MODES` → slack → (share dropped, per cent more than dense, its standard error).
     beside_random : slack → loss by saliency less loss at random on the same windows, nats a token: (mean, low, high).
@@ -179,7 +179,7 @@ class LossByOrder:
     beside_random: dict[float, tuple[float, float, float]]
 
     def at(self, slack: float) -> dict[str, tuple[float, float, float]]:
-        """Order, a key of `ORDERS`, → its cost at that slack, from the cheapest to the dearest."""
+        """Order, a key of `ORDERS`, → its cost at that slack, by increasing loss."""
         found = {MODES[mode]: of[slack] for mode, of in self.cost.items()}
         return dict(sorted(found.items(), key=lambda one: one[1][1]))
 

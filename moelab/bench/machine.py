@@ -39,7 +39,7 @@ class Limit:
 
 @contextmanager
 def memory_limit(nbytes: int | None, root: Path = CGROUPS) -> Iterator[Limit]:
-    """A new control group of so many bytes, removed at the end; None limits nothing. root : where groups are mounted."""
+    """A new control group of so many bytes, removed at the end; None limits nothing. root : of all groups."""
     if nbytes is None:
         yield Limit(None, "no limit")
         return

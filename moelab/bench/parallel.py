@@ -107,7 +107,7 @@ def routing(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def eplb(seed: int) -> dict[str, dict[str, float]]:
-    """Popularity that falls like rank^−s, ranks dealt to experts at random."""
+    """max/mean load of devices for Zipf popularity rank^−s, ranks assigned to experts at random."""
     rows = {}
     for s in (0.2, 0.6, 1.0, 1.4):
         load = [1 / rank ** s for rank in range(1, 65)]

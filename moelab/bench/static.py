@@ -38,7 +38,7 @@ from moelab.trace import PREFILL, RoutingTrace
 #: block sizes that are looked at, tokens
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 TASKS = ("loss", "needle_multikey", "needle")
-BASELINE, NOBODY = "nothing dropped", "no experts at all"
+BASELINE, NO_EXPERTS = "nothing dropped", "no experts at all"
 #: the series of `padding_curves` that skips no block
 ALL_BLOCKS = "all N blocks, any routing"
 
@@ -180,7 +180,7 @@ class DropCosts:
         return 100 * row["difference"], *(100 * side for side in row["interval"])
 
     def told(self, task: str, way: str) -> str:
-        """`points` with their interval, in words."""
+        """`points` with their interval, as text."""
         return "{:+.1f} points (95 % {:+.1f} to {:+.1f})".format(*self.points(task, way))
 
     def against(self, other: str, way: str) -> Interval:
@@ -189,10 +189,11 @@ class DropCosts:
         return row["difference"], *row["interval"]
 
     def verdict(self, way: str, other: str = "random") -> str:
-        """Whether the loss of a way can be told from another's, in words."""
+        """Whether the loss of a way differs from another's at 95 %, in words."""
         _, low, high = self.against(other, way)
-        how = "better than" if high < 0 else "worse than" if low > 0 else "not to be told from"
-        return f"{how} {other}"
+        if high < 0:
+            return f"better than {other}"
+        return f"worse than {other}" if low > 0 else f"indistinguishable from {other}"
 
     def nearest(self, drop: float) -> str:
         """The way whose drop rate on the loss's windows is nearest to `drop`."""
@@ -217,7 +218,7 @@ def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
     capacity = [list(layer.capacity) for layer in tiers]
     ways = {order: lambda saliency, order=order: Tiered(capacity, order=order, saliency=saliency, seed=seed)
             for order in ORDERS}
-    return ways | {NOBODY: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
+    return ways | {NO_EXPERTS: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def parse_mode(text: str) -> tuple[str, str]:
     usable = [name for name in PREDICTORS if name != "oracle"]
     if predictor not in usable:
         raise ValueError(f"{text!r}: the predictor is {predictor!r}; it can be {', '.join(usable)}" + (
-            " (an oracle must be told what these very prompts choose: see moelab.speculate.scoring)"
+            " (an oracle must be given what these very prompts choose: see moelab.speculate.scoring)"
             if predictor == "oracle" else ""))
     if mode == "router-free" and predictor != "estimator":
         raise ValueError(f"{text!r}: without routers only the estimator can choose experts; write router-free")

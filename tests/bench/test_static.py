@@ -154,7 +154,7 @@ def test_a_verdict_needs_an_interval_that_excludes_zero():
     assert costs.against("random", "router") == pytest.approx(
         (difference.mean(), difference.mean() - 2.009575 * error, difference.mean() + 2.009575 * error))      # t(49)
     assert [costs.verdict(name) for name in ("router", "saliency", "token")] == [
-        "better than random", "not to be told from random", "worse than random"]
+        "better than random", "indistinguishable from random", "worse than random"]
 
 
 def test_ways_of_tiers_drop_what_their_capacities_say(model, trace):
@@ -170,5 +170,5 @@ def test_ways_of_tiers_drop_what_their_capacities_say(model, trace):
         assert sum(layer.routed for layer in of.by_layer) == of.total.routed
     counts = calibration.counts(PREFILL)
     order = static.costs(model, {name: way for name, way in static.drop_orders(plan.tiers).items()
-                                 if name in ("token", static.NOBODY)}, ("loss",), n=2, windows=2, tokens=96)
-    assert order.tally(static.NOBODY).executed == 0 < order.tally("token").executed and counts.sum() > 0
+                                 if name in ("token", static.NO_EXPERTS)}, ("loss",), n=2, windows=2, tokens=96)
+    assert order.tally(static.NO_EXPERTS).executed == 0 < order.tally("token").executed and counts.sum() > 0

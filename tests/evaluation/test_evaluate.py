@@ -93,7 +93,7 @@ def test_modes_by_name(text, expected):
 @pytest.mark.parametrize("arguments, message", [
     (["--modes", "guess"], "no mode 'guess'; there are baseline, hint"),
     (["--modes", "hint:nobody"], "it can be router, quasi"),
-    (["--modes", "hint:oracle"], "an oracle must be told"),
+    (["--modes", "hint:oracle"], "an oracle must be given"),
     (["--modes", "router-free:quasi"], "only the estimator"),
     (["--modes", "speculative:hybrid"], "need --estimator FILE")])
 def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
