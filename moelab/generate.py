@@ -1,4 +1,4 @@
-"""`python -m moelab generate [MODEL]`: text from a model: in memory, within a budget, or its experts on several processes.
+"""`python -m moelab generate [MODEL]`: text from a model, in memory, within a budget or on several processes.
 
     moelab generate --prompt "the red fox" --max-new-tokens 40
     moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router

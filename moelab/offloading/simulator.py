@@ -283,8 +283,10 @@ class MachineRates:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> MachineRates:
-        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit arithmetic. ValueError for
-        a card that has neither a link nor a disk, or no arithmetic."""
+        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit arithmetic.
+
+        ValueError for a card that has neither a link nor a disk, or no arithmetic.
+        """
         arrival = [device[key] for key in ("link_bandwidth_gbs", "storage_read_gbs") if key in device.figures]
         compute = [device[key] for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops") if key in device.figures]
         if not arrival or not compute:

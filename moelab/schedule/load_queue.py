@@ -126,7 +126,8 @@ class LoadQueue:
     """
 
     def __init__(self, count: Mapping[str, int], ahead: int = 0, *, held: dict[ExpertKey, dict[str, int]] | None = None,
-                 counts: PrefetchCounts | None = None, tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
+                 counts: PrefetchCounts | None = None,
+                 tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
                  separable: Callable[[Load, str], bool] = lambda load, tensor: True, in_place: bool = False,
                  check: bool = True) -> None:
         if ahead < 0:
@@ -203,7 +204,7 @@ class LoadQueue:
                 del self.held[request.key]
         self._admit()
 
-    # ------------------------------------------------------------------------------------- what disk and workers do next
+    # ------------------------------------------------------------------------------------ what disk and workers do next
 
     def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
         """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must follow."""
