@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
-from moelab.bench.static import NOBODY, DropCosts, Ran
+from moelab.bench.static import NO_EXPERTS, DropCosts, Ran
 from moelab.experts.blocks import Padding
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, EDGE, GREY, Points, add_lines, add_points, add_ranges, bar_look, differences,
@@ -60,7 +60,7 @@ def capacity(costs: DropCosts) -> go.Figure:
 def drop_orders(costs: DropCosts) -> go.Figure:
     """What each order of dropping costs in language loss and right answers; no experts at all in the latter only."""
     tasks = [task for task in costs.scores if task != "loss"]
-    loss = {way: costs.loss(way) for way in costs.tallies if way != NOBODY}
+    loss = {way: costs.loss(way) for way in costs.tallies if way != NO_EXPERTS}
     return differences(
         {"language loss": loss} | {task: {way: costs.points(task, way) for way in costs.tallies} for task in tasks},
         {"language loss": "more loss (%)"} | dict.fromkeys(tasks, "difference (points)"))

@@ -19,7 +19,7 @@ from moelab.ane.device.synthetic_popularity import assumed_loads  # noqa: E402
 from moelab.ane.systems import ABLATION, SYSTEMS  # noqa: E402
 from moelab.bench import ane, neuron_examples, parallel, static  # noqa: E402
 from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
-from moelab.bench.roofline import ExpertTimes  # noqa: E402
+from moelab.bench.experts import ExpertTimes  # noqa: E402
 from moelab.experts.executor import Tally  # noqa: E402
 from moelab.ndp import conditions  # noqa: E402
 from moelab.ndp.claims import CLAIMS, FIT, JUDGED  # noqa: E402
@@ -47,7 +47,7 @@ def costs():
     loss = {"score": 2.0, "error": 0.1, "relative": 3.0, "relative error": 0.5, "n": 6}
     scores = {"loss": {"nothing dropped": loss, "1": loss, "2": loss},
               "needle": {"nothing dropped": answer, "1": answer, "2": answer}}
-    return static.Costs(scores, {"loss": {"1": [1.0, 2.0], "2": [1.0, 2.5], "random": [1.5, 2.0]}},
+    return static.DropCosts(scores, {"loss": {"1": [1.0, 2.0], "2": [1.0, 2.5], "random": [1.5, 2.0]}},
                         {"1": {"loss": Tally(10, 8, 16)}, "2": {"loss": Tally(10, 10, 40)}})
 
 
@@ -65,7 +65,7 @@ def test_of_static_shapes(costs):
     assert rows[4]["accuracy in the paper, fp16 → NPUMoE"] == "88.57 → 87.62 %"                 # HellaSwag's
     assert row(shown(expert_tables.orders(costs), 2), "who is dropped first", "2")["against random, nats"] == "+0.0000"
     assert expert_tables.knob(static.block_paddings(16, 4, 2)[8], 16, 4, 2, 0).startswith("B = 8, 16 tokens, Zipf 0:")
-    times = ExpertTimes({"transformers eager": [0.004], "gemv": [0.002]}, 1e9, 1e9, {"FLOPs": 0.001})
+    times = ExpertTimes({"transformers eager": [0.004], "gemv": [0.002]}, 0, 1e6, 1e9, 1e9)
     assert shown(expert_tables.executors({"decode": times}), 1)[0] == {
         "phase": "decode", "best of transformers, ms": "4.00 (eager)", "best here, ms": "2.00 (gemv)",
         "times as fast": "2.00", "share of the roofline that it reaches": "50 %"}
