@@ -83,7 +83,7 @@ def orders(costs: DropCosts) -> list[Row]:
     """What each order of dropping costs, its loss beside that of dropping at random."""
     rows = []
     for way in costs.tallies:
-        row = {"who is dropped first": way, "dropped, loss's windows": percent(costs.tally(way).drop_rate),
+        row = {"dropped first": way, "dropped, loss's windows": percent(costs.tally(way).drop_rate),
                "loss, % more": _loss(costs, way).replace(" %", ""), "against random, nats": "–", "95 %": "–"}
         if way not in ("random", NO_EXPERTS):
             difference, low, high = costs.against("random", way)

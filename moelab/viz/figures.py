@@ -190,14 +190,13 @@ def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str
             there = {group: spread for group, spread in by_group.items() if spread is not None}
             value, low, high = scale * np.array(list(there.values()), dtype=float).reshape(-1, 3).T
             n = names.index(name)
-            spread = (high > low).any() or None
             figure.add_bar(x=list(there), y=value, name=name, offsetgroup=str(n), marker=bar_look(n),
-                           error_y=spread and interval(value, low, high, color="#333333"),
+                           error_y=interval(value, low, high, color="#333333") if (high > low).any() else None,
                            hovertemplate=hover("%{x}: %{y:.3g}", name), **at)
             said = (paper or {}).get(panel, {}).get(name, {})
-            ends = [point for group, values in said.items() for point in (*((group, v) for v in values), (group, None))]
+            ends = [(group, v) for group, values in said.items() for v in (*values, np.nan)]        # NaN ends a line
             if said:
-                figure.add_scatter(x=[group for group, _ in ends], y=[v if v is None else scale * v for _, v in ends],
+                figure.add_scatter(x=[group for group, _ in ends], y=[scale * v for _, v in ends],
                                    mode="lines+markers", name="the paper", offsetgroup=str(n), marker=PAPER,
                                    line=EDGE | {"dash": "solid"},
                                    hovertemplate=hover("%{x}: %{y:.3g}", f"{name}, paper"), **at)

@@ -63,7 +63,7 @@ def test_of_static_shapes(costs):
     assert (rows[1]["dropped"], rows[1]["padding"]) == ("20.0 %", "50.0 %")
     assert [of["needle, points (95 %)"] for of in rows[:2]] == ["50.0 % right", "-2.0 (-4.0 to +0.0)"]
     assert rows[4]["accuracy in the paper, fp16 → NPUMoE"] == "88.57 → 87.62 %"                 # HellaSwag's
-    assert row(shown(expert_tables.orders(costs), 2), "who is dropped first", "2")["against random, nats"] == "+0.0000"
+    assert row(shown(expert_tables.orders(costs), 2), "dropped first", "2")["against random, nats"] == "+0.0000"
     assert expert_tables.knob(static.block_paddings(16, 4, 2)[8], 16, 4, 2, 0).startswith("B = 8, 16 tokens, Zipf 0:")
     times = ExpertTimes({"transformers eager": [0.004], "gemv": [0.002]}, 0, 1e6, 1e9, 1e9)
     assert shown(expert_tables.executors({"decode": times}), 1)[0] == {
@@ -160,7 +160,7 @@ def test_of_ndp():
     shown(ndp_tables.published(found), len(FIT) + len(JUDGED))
     rows = shown(ndp_tables.misses(found, {"Qwen3 prefill": "Seen."}, "unknown"), len(FIT) + len(JUDGED))
     told = row(rows, "miss", CLAIMS["Qwen3 prefill"].text)
-    assert told["why, as far as we can tell"].endswith("Seen.") and rows[0]["why, as far as we can tell"] == "unknown"
+    assert told["likely reason"].endswith("Seen.") and rows[0]["why, as far as we can tell"] == "unknown"
     rows = shown(ndp_tables.end_to_end({"MoNDE": {(MODELS[0], 2): 1.0, (MODELS[1], 3): 3.0}}), 1)
     assert (rows[0]["mean of all cells"], rows[0]["where"]) == ("2.00×", "Qwen3-30B-A3B, N = 3")
     rows = shown(ndp_tables.space({MODELS[0]: {"a": {6: math.nan}, "b": {6: 0.002}}}, 6), 1)
