@@ -160,7 +160,7 @@ def test_of_ndp():
     shown(ndp_tables.published(found), len(FIT) + len(JUDGED))
     rows = shown(ndp_tables.misses(found, {"Qwen3 prefill": "Seen."}, "unknown"), len(FIT) + len(JUDGED))
     told = row(rows, "miss", CLAIMS["Qwen3 prefill"].text)
-    assert told["likely reason"].endswith("Seen.") and rows[0]["why, as far as we can tell"] == "unknown"
+    assert told["likely reason"].endswith("Seen.") and rows[0]["likely reason"] == "unknown"
     rows = shown(ndp_tables.end_to_end({"MoNDE": {(MODELS[0], 2): 1.0, (MODELS[1], 3): 3.0}}), 1)
     assert (rows[0]["mean of all cells"], rows[0]["where"]) == ("2.00×", "Qwen3-30B-A3B, N = 3")
     rows = shown(ndp_tables.space({MODELS[0]: {"a": {6: math.nan}, "b": {6: 0.002}}}, 6), 1)
