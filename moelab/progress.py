@@ -1,8 +1,4 @@
-"""One helper for long work: a bar on a terminal or in a notebook, plain lines where nobody can see a bar move.
-
-Headless runs (papermill, CI, a pipe) get one line every few seconds instead of carriage returns or widgets,
-because both would fill logs and executed notebooks with rubbish.
-"""
+"""Progress of long work: a bar on a terminal or in a notebook, a plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -12,32 +8,33 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+EVERY = 10.0        # seconds between two lines
+
 
 class _Lines:
-    """The part of tqdm's interface that is used here, printed as plain lines at most every `every` seconds."""
+    """The part of tqdm's interface that is used here, as plain lines; work that is shorter needs none."""
 
-    def __init__(self, total: float | None, desc: str, unit: str, initial: float = 0, every: float = 10.0) -> None:
-        self.total, self.desc, self.unit, self.every = total, desc, unit, every
+    def __init__(self, total: float | None, desc: str, unit: str, initial: float) -> None:
+        self.total, self.desc, self.unit = total, desc, unit
         self.n = self._first = initial
-        self._start = self._said = time.monotonic()
+        self._start = self._printed = time.monotonic()
         self._note = ""
 
     def update(self, n: float = 1) -> None:
         self.n += n
-        if time.monotonic() - self._said >= self.every:
-            self._say()
+        if time.monotonic() - self._printed >= EVERY:
+            self._print()
 
     def set_postfix_str(self, text: str) -> None:
         self._note = text
 
     def close(self) -> None:
-        if self._said > self._start:        # short work needs no line at all
-            self._say()
+        if self._printed > self._start:
+            self._print()
 
-    def _say(self) -> None:
-        self._said = time.monotonic()
-        seconds = max(self._said - self._start, 1e-9)
-        rate = (self.n - self._first) / seconds
+    def _print(self) -> None:
+        self._printed = time.monotonic()
+        rate = (self.n - self._first) / max(self._printed - self._start, 1e-9)
         parts = [f"{self.desc}: {self.n:,.0f}" + (f" of {self.total:,.0f}" if self.total else "") + f" {self.unit}"]
         if self.total and rate:
             parts.append(f"{max(self.total - self.n, 0) / rate:,.0f} s left")
@@ -46,12 +43,12 @@ class _Lines:
 
 
 class progress:
-    """Progress of long work, as an iterator or as a context whose `update(n)` is called.
+    """Progress as an iterator, or as a context whose `update(n)` is called.
 
     >>> for layer in progress(range(48), "calibrating", unit="layer"): ...
     >>> with progress(total=size, desc="writing", unit="B") as bar: bar.update(4096)
 
-    `bar.note(text)` shows a word of the current state (a loss, a rate) beside the bar.
+    `bar.note(text)` shows the current state (a loss, a rate) beside the bar.
     """
 
     def __init__(self, items: Iterable | None = None, desc: str = "", *, total: float | None = None,
@@ -64,18 +61,13 @@ class progress:
             from tqdm.auto import tqdm
             self.bar = tqdm(total=total, desc=desc, unit=unit, initial=initial, unit_scale=unit == "B",
                             dynamic_ncols=True)
-
-    def note(self, text: str) -> None:
-        self.bar.set_postfix_str(text)
-
-    def update(self, n: float = 1) -> None:
-        self.bar.update(n)
+        self.note, self.update = self.bar.set_postfix_str, self.bar.update
 
     def __iter__(self) -> Iterator:
         with self:
             for item in self.items or ():
                 yield item
-                self.update()
+                self.update(1)
 
     def __enter__(self) -> progress:
         return self
@@ -86,5 +78,4 @@ class progress:
 
 def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and hasattr(shell, "kernel")
+    return hasattr(ipython.get_ipython() if ipython else None, "kernel")

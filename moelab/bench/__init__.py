@@ -8,15 +8,12 @@ import os
 import platform
 from importlib import import_module
 
-from moelab.table import format_value, text_table
+from moelab.table import format_value, head_and_rows, text_table
 
 #: name → the module whose `run()` measures
-BENCHES = {"foundation": "moelab.bench.foundation", "store": "moelab.bench.store",
-           "conversion": "moelab.bench.conversion", "engine": "moelab.bench.engine",
-           "planning": "moelab.bench.planning", "prefetch": "moelab.bench.prefetch",
-           "quantization": "moelab.bench.quantization", "ane": "moelab.bench.ane",
-           "ane_accuracy": "moelab.bench.ane_accuracy", "ndp": "moelab.bench.ndp", "parallel": "moelab.bench.parallel",
-           "experts": "moelab.bench.experts", "dataset_free": "moelab.bench.dataset_free"}
+BENCHES = {name: f"moelab.bench.{name}" for name in (
+    "foundation", "store", "conversion", "engine", "planning", "prefetch", "quantization", "ane", "ane_accuracy", "ndp",
+    "parallel", "experts", "dataset_free")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +32,8 @@ def main(args: argparse.Namespace) -> int:
     for section, figures in results.items():
         print(f"\n{section}")
         if figures and all(isinstance(row, dict) for row in figures.values()):
-            columns = list(dict.fromkeys(column for row in figures.values() for column in row))
-            print(text_table(["", *columns], [[name, *(format_value(row.get(column)) for column in columns)]
-                                              for name, row in figures.items()]))
+            columns, rows = head_and_rows(figures.values())
+            print(text_table(["", *columns], [[name, *map(format_value, row)] for name, row in zip(figures, rows)]))
             continue
         for name, value in figures.items():
             print(f"  {name:<40} {_text(name, value):>14}")

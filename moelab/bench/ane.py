@@ -1,8 +1,8 @@
-"""Planning for the Apple Neural Engine, and its device model beside the paper's figures (NPUMoE); no Mac is needed.
+"""Planning for the Apple Neural Engine, and its device model beside NPUMoE's figures; needs no Mac.
 
 The fit to Table 5 with leave-one-out, the four systems of Table 2 and the ablation on PhiMoE, every published figure
-that the model was not fitted to, and the time that planning takes. Times of planning are CPU time and measured, counts
-exact for an assumed popularity, all else is modelled. Table 9 is left out, as its run is not said.
+that the model was not fitted to, and the time of planning. Times of planning are CPU time, measured; counts are exact
+for an assumed popularity; all else is modelled. Table 9 is left out, as its run is not described.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moelab.ane.plan import Plan, make_plan
 from moelab.ane.device.published import FITTED
 from moelab.ane.device.synthetic_popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.table import span
 
 PLANNED = ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B")
 
@@ -45,7 +46,7 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
                                                  "ablation": " < ".join(order(run, metric, ABLATION))}
             for (prompt, chunk), run in found.items() for metric in ("ttft", "energy")},
         "published figures that only judge (paper, modelled)": {
-            row.name: {"paper": _range(row.paper), "modelled": _range(row.modelled), "error": f"{row.error:+.0%}",
+            row.name: {"paper": span(*row.paper), "modelled": span(*row.modelled), "error": f"{row.error:+.0%}",
                        "": "MISS" if row.miss else "", "source": row.source}
             for row in compare_with_paper(mode, skew=skew)},
         f"plans from cards, popularity assumed: {skew}": {name: planned(name, skew) for name in PLANNED}}
@@ -66,18 +67,13 @@ def cpu_share(plan: Plan) -> float:
 
 
 def planned(name: str, skew: str) -> dict[str, Any]:
-    """What planning a card takes and gives, for chunks of 256; drops and padding on chunks that it did not see."""
+    """A card's plan for chunks of 256 in figures; drops and padding on chunks that it was not made from."""
     plan, took = plan_card(name, skew)
     account = count(plan, assumed_loads(plan.spec, 256, 128, skew)[64:])
     return {"CPU ms to plan": 1e3 * took, "launches a chunk": plan.launches, "rows a chunk": plan.slots,
             "experts on the CPU": round(cpu_share(plan) * plan.spec.L * plan.spec.E),
             "largest graph, MB": plan.largest_graph_bytes / 1e6, "dropped": account.drop_rate,
             "padded": account.padded_fraction, "does not fit": "; ".join(plan.problems) or "–"}
-
-
-def _range(values: tuple[float, float]) -> str:
-    low, high = (f"{value:.3g}" for value in values)
-    return low if low == high else f"{low}–{high}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

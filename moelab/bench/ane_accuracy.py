@@ -1,22 +1,22 @@
-"""What dropping and padding cost in right answers: the small model through an NPUMoE plan, against dense execution.
+"""Accuracy of the small model through an NPUMoE plan, with drops and padding, against dense execution.
 
 The plan comes from a calibration on the training split; its `slack` is chosen there so that pruning drops the wanted
-share of routings (NPUMoE Table 3 has 10.6 to 21.8 %), and then every way of choosing whom to drop answers the same
-held-out prompts, one prompt at a time, by teacher forcing. Scores and differences are measured, in float32 with
-standard errors; drop and padding rates are exact counts. The answer's own tokens are part of the prefill and may be
-dropped like any other, which is harder than the paper's setting.
+share of routings (10.6 to 21.8 % in NPUMoE Table 3). Then every order of dropping answers the same held-out prompts, at
+batch size 1, by teacher forcing. Scores and differences are measured, in float32 with standard errors; drop and padding
+rates are exact counts. The answer's own tokens are part of the prefill and may be dropped, which is harder than the
+paper's setting.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from moelab import datasets
 from moelab.ane.device.accounting import count, loads_of_ids
@@ -30,12 +30,12 @@ from moelab import open_model
 from moelab.recording import record
 from moelab.trace import PREFILL, RoutingTrace
 
-#: mode → whom it drops first, a name in `moelab.experts.static.ORDERS`
+#: mode → which routings it drops first, a name in `moelab.experts.static.ORDERS`
 MODES = {"weakest attention (NPUMoE)": "saliency", "lowest router weight": "router", "random": "random",
          "latest token": "token", "strongest attention": "strongest"}
 TASKS = ("needle", "needle_multikey", "yesno", "completion")
 COLUMNS = ("n", "score", "error", "difference", "difference error", "lost", "gained", "p")
-#: sources of the training split that the plan is calibrated on, whatever is asked afterwards
+#: sources of the training split that the plan is calibrated on
 CALIBRATION = ("needle", "needle_multikey", "yesno", "code", "prose")
 
 
@@ -47,9 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=whole(1), default=256, metavar="B", help="(%(default)s)")
     parser.add_argument("--group-size", type=whole(1), default=8, metavar="G", help="(%(default)s)")
     parser.add_argument("--system", default="npumoe", help="a key of moelab.ane.systems.SYSTEMS (%(default)s)")
-    parser.add_argument("--drop", type=number(0, most=1), default=0.14,
-                        help="share of routings that shall be dropped, which "
-                        "chooses the slack on the calibration (%(default)s)")
+    parser.add_argument("--drop", type=number(0, most=1), default=0.14, help="share of routings to drop, by which the "
+                        "slack is chosen on the calibration (%(default)s)")
     parser.add_argument("--slack", type=number(above=0), help="factor of all capacities, instead of --drop")
     parser.add_argument("--calibration", type=whole(1), default=32, metavar="N", help="prompts a source (%(default)s)")
     parser.add_argument("--seed", type=whole(), default=0)
@@ -58,25 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
         chunk: int = 256, group_size: int = 8, system: str = "npumoe", drop: float = 0.14, slack: float | None = None,
         calibration: int = 32, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Measure; {section: {row: {column: figure}}}, the sections' names say what kind of figures they are.
-
-    Raises
-    ------
-    ValueError : unknown tasks or system, and what the plan objects to.
-    """
-    import torch
+    """Measure; {section: {row: {column: figure}}}, the sections' names say what kind of figures they are."""
     tasks = tasks.split(",") if isinstance(tasks, str) else list(tasks)
     live = open_model(model, dtype=torch.float32)
     trace = recorded(live, calibration, tokens, "train", seed)
     plan, slack, expected = fitting_plan(trace, chunk, drop, slack, group_size=group_size, system=system)
-
-    counts: dict[str, list[LayerCount]] = {name: [] for name in MODES}
-    modes = {"dense": nullcontext} | {name: partial(counted, live, plan, order, seed, counts[name])
-                                      for name, order in MODES.items()}
-    found = accuracy.compare(live, modes, tasks, n=prompts, windows=max(prompts // 4, 4), tokens=tokens, seed=seed,
-                             batch_size=1)          # prompts of a batch would compete for the same capacities
+    found, of = compare(live, {name: (plan, order) for name, order in MODES.items()}, tasks, seed, n=prompts,
+                        windows=max(prompts // 4, 4), tokens=tokens)
     print("\n" + accuracy.table(found), flush=True)
-    of = {name: dict(zip(found["scores"], of_task)) for name, of_task in counts.items()}
     return {
         "plan (exact)": {"slack": slack, "chunk": float(chunk), "layers": float(plan.spec.L),
                          "expert graphs a chunk": float(plan.launches), "rows a chunk": float(plan.slots),
@@ -86,8 +74,16 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
             | (rates(of[mode][task]) if mode in of else {})
             for task, by_mode in found["scores"].items() for mode, row in by_mode.items()},
         "NPUMoE Table 3 (paper), PhiMoE": {name: {"dropped": dropped, "padded": padded}
-                                           for name, (dropped, padded) in TABLE_3.items()},
-    }
+                                           for name, (dropped, padded) in TABLE_3.items()}}
+
+
+def compare(model: Any, ways: Mapping[str, tuple[Plan, str]], tasks: Sequence[str], seed: int = 0, **how: Any
+            ) -> tuple[dict[str, Any], dict[str, dict[str, LayerCount]]]:
+    """(`accuracy.compare` of "dense" and of name → (plan, order of dropping); name → task → counts)."""
+    modes = {name: partial(prefill_through, model, plan, order=order, seed=seed)
+             for name, (plan, order) in ways.items()}
+    found, ran = accuracy.compare_dropping(model, modes, tasks, "dense", seed=seed, **how)
+    return found, {name: {task: ane.total for task, ane in by_task.items()} for name, by_task in ran.items()}
 
 
 def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> RoutingTrace:
@@ -106,7 +102,7 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
                  ) -> tuple[Plan, float, float]:
     """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of the trace's routings.
 
-    Each prompt of the trace has chunks of its own. `options` are those of `make_plan`.
+    options : those of `make_plan`.
     """
     found, loads = calibrate(trace), prompt_loads(trace, chunk)
     plans = {factor: make_plan(trace.spec, found.counts(PREFILL), found.tokens[PREFILL], chunk, slack=factor,
@@ -118,26 +114,15 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
 
 
 def rates(counts: LayerCount) -> dict[str, float]:
-    """What the plan did, as columns of the table."""
     return {"dropped": counts.drop_rate, "padded": counts.padded_fraction,
             "launches a chunk and layer": counts.launches / counts.chunks}
 
-
-@contextmanager
-def counted(model: Any, plan: Plan, order: str, seed: int, into: list[LayerCount]) -> Iterator[Any]:
-    """`prefill_through`, whose counts go into a list at the end."""
-    with prefill_through(model, plan, order=order, seed=seed) as ane:
-        yield ane
-    into.append(ane.total)
-
-
-# ----------------------------------------------------------------------------------------------- parts of notebook 06
 
 def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, Plan], float]:
     """Plans from one calibration, and the slack of the third.
 
     "printed" has the paper's capacities r·B/E, "factor_k" r·K·B/E, "plan" the same with the slack that drops about
-    `drop`, "one_capacity" that of the busiest expert for all.
+    `drop`, "one_capacity" that of the most popular expert for all.
     """
     found, how = calibrate(trace), {"chunk": chunk, "group_size": group_size}
     counted_in = (trace.spec, found.counts(PREFILL), found.tokens[PREFILL])
@@ -148,14 +133,14 @@ def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Right answers of the model as it is and through a plan: task → row of `accuracy.compare`, and its counts."""
+    """Right answers, dense and through a plan: task → row of `accuracy.compare`, and its counts."""
 
     dense: dict[str, dict[str, Any]]
     pruned: dict[str, dict[str, Any]]
     counts: dict[str, LayerCount]
 
     def points(self, task: str) -> float:
-        """What pruning changes, in points."""
+        """Change by pruning, in points."""
         return 100 * self.pruned[task]["difference"]
 
     @property
@@ -164,7 +149,7 @@ class Answers:
         return min(self.pruned, key=self.points)
 
     def guessed(self, task: str) -> bool:
-        """Whether the model as it is cannot be told from a coin, by two standard errors."""
+        """Whether the dense model is within two standard errors of guessing."""
         row = self.dense[task]
         return abs(row["score"] - 0.5) <= 2 * max(row["error"], 0.5 / row["n"] ** 0.5)
 
@@ -177,16 +162,14 @@ class Answers:
 def pruned_answers(model: Any, plan: Plan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
                    **how: Any) -> Answers:
     """Ask every task of the model, dense and pruned by the plan; `how` are the sizes of `accuracy.compare`."""
-    counts: list[LayerCount] = []
-    modes = {"dense": nullcontext, "pruned": partial(counted, model, plan, order, seed, counts)}
-    scores = accuracy.compare(model, modes, tasks, seed=seed, batch_size=1, **how)["scores"]
-    return Answers({task: of["dense"] for task, of in scores.items()},
-                   {task: of["pruned"] for task, of in scores.items()}, dict(zip(scores, counts, strict=True)))
+    found, counts = compare(model, {"pruned": (plan, order)}, tasks, seed, **how)
+    dense, pruned = ({task: of[mode] for task, of in found["scores"].items()} for mode in ("dense", "pruned"))
+    return Answers(dense, pruned, counts["pruned"])
 
 
 @dataclass(frozen=True, eq=False)
 class LossByOrder:
-    """Language loss by whom one drops first and by the capacities' slack.
+    """Language loss by the order of dropping and by the capacities' slack.
 
     cost : mode of `MODES` → slack → (share dropped, per cent more than dense, its standard error).
     beside_random : slack → loss by saliency less loss at random on the same windows, nats a token: (mean, low, high).
@@ -196,7 +179,7 @@ class LossByOrder:
     beside_random: dict[float, tuple[float, float, float]]
 
     def at(self, slack: float) -> dict[str, tuple[float, float, float]]:
-        """Order, a key of `ORDERS`, → its cost at that slack, from the cheapest to the dearest."""
+        """Order, a key of `ORDERS`, → its cost at that slack, by increasing loss."""
         found = {MODES[mode]: of[slack] for mode, of in self.cost.items()}
         return dict(sorted(found.items(), key=lambda one: one[1][1]))
 
@@ -205,16 +188,14 @@ def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chun
                   **how: Any) -> LossByOrder:
     """Language loss through plans of the trace's calibration, in every order; `how` as in `pruned_answers`."""
     plans = {s: fitting_plan(trace, chunk, 0.0, s, group_size=group_size)[0] for s in slacks}
-    counts: dict[tuple[str, float], list[LayerCount]] = {(mode, s): [] for mode in MODES for s in slacks}
-    modes = {"dense": nullcontext} | {f"{mode} @ {s:g}": partial(counted, model, plans[s], MODES[mode], seed, into)
-                                      for (mode, s), into in counts.items()}
-    found = accuracy.compare(model, modes, ["loss"], seed=seed, batch_size=1, **how)
+    found, counts = compare(model, {f"{order} @ {s:g}": (plans[s], order) for order in MODES.values() for s in slacks},
+                            ["loss"], seed, **how)
     rows, samples = found["scores"]["loss"], found["samples"]["loss"]
     cost: dict[str, dict[float, tuple[float, float, float]]] = {mode: {} for mode in MODES}
-    for (mode, s), (count_of,) in counts.items():
-        row = rows[f"{mode} @ {s:g}"]
-        cost[mode][s] = count_of.drop_rate, row["relative"], row["relative error"]
-    name = {order: mode for mode, order in MODES.items()}
-    beside = {s: accuracy.paired_means(*(np.array(samples[f"{name[order]} @ {s:g}"])
-                                         for order in ("random", "saliency"))) for s in slacks}
+    for mode, order in MODES.items():
+        for s in slacks:
+            row = rows[way := f"{order} @ {s:g}"]
+            cost[mode][s] = counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
+    beside = {s: accuracy.paired_means(*(np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency")))
+              for s in slacks}
     return LossByOrder(cost, {s: (row["difference"], *row["interval"]) for s, row in beside.items()})

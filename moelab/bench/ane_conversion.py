@@ -1,9 +1,9 @@
-"""A conversion checked without a Mac: sizes, the linter, differences to torch, and what fp16 alone would do.
+"""A conversion checked without a Mac: sizes, the linter, differences to torch, and the error of fp16.
 
-`convert` carries out a plan on a model's first layers and has each saved package linted; `fp16_error` runs one graph
-in double precision and with fp16 rounding after each operation; `shaken` puts noise of that size on the experts of the
-unconverted model: a control, which says how far apart logits come by rounding alone. Whole prompts through the packages
-are `moelab.ane.parity`. Sources: NPUMoE §A.4, Fig. 20. Times are CPU time and measured, validation included.
+`convert` carries out a plan on a model's first layers and lints each saved package; `fp16_error` runs one graph in
+double precision and with fp16 rounding after each operation; `shaken` is the control: noise of that size on the experts
+of the unconverted model, which shows how far apart logits come by rounding alone. Whole prompts through the packages
+are in `moelab.ane.parity`. Sources: NPUMoE §A.4, Fig. 20. Times are CPU time, measured, validation included.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def on_first_layers(plan: Plan, n: int) -> Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class Package:
+class ConvertedPackage:
     """A written package: "attention" or "G×C", its largest difference to torch in double precision (None for
     attention, which parity compares), and what the linter says."""
 
@@ -48,7 +48,7 @@ class Conversion:
     model: ConvertedModel
     seconds: float
     expected_bytes: int
-    packages: tuple[Package, ...]
+    packages: tuple[ConvertedPackage, ...]
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -70,16 +70,9 @@ class Conversion:
 
 
 def convert(model: str | None, folder: str | Path, plan: Plan, context: int) -> Conversion:
-    """Convert and lint.
+    """Convert a checkpoint folder or hub id (None: the small model) into a new folder, and lint it.
 
-    Parameters
-    ----------
-    model : a checkpoint folder or a hub id; None is the small model. folder : new.
-    context : positions of the KV cache at least; taken up to a multiple of 32.
-
-    Raises
-    ------
-    ImportError : coremltools is missing.
+    context : least positions of the KV cache; rounded up to a multiple of 32.
     """
     began = time.process_time()
     converted = convert_model(model, folder, plan, Settings(context=-(-context // 32) * 32))
@@ -89,7 +82,7 @@ def convert(model: str | None, folder: str | Path, plan: Plan, context: int) -> 
     entries += [(f"{len(group['experts'])}×{group['capacity']}", group)
                 for layer in converted.layers for group in layer["groups"] if "file" in group]
     return Conversion(converted, seconds, plan.ane_bytes + 2 * attention_params(plan.spec) * attentions, tuple(
-        Package(kind, entry["difference"], lint(converted.package(entry)))
+        ConvertedPackage(kind, entry["difference"], lint(converted.package(entry)))
         for kind, entry in entries if "file" in entry))
 
 

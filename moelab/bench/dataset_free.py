@@ -1,15 +1,14 @@
-"""Dataset-free prefetching in the offloading engine: what of it real answers use, beside calibration on other data.
+"""Dataset-free prefetching in the offloading engine: utilisation of prefetched experts, beside calibration.
 
-Source: GPU-NDP §III-D, Fig. 6 and 7. A prompt runs through a model whose experts lie in a store; then the x most used
-experts of each layer are made resident, and nothing else is kept while the answer is decoded. Who is most used says the
-prompt itself (dataset-free), other prompts of the same source, or other sources. Utilisation is the share of resident
-experts that a decode step uses: hits that the engine counts, exact; intervals are of 95 %, over prompts.
+Source: GPU-NDP §III-D, Fig. 6 and 7. After the prefill, the x most used experts of each layer are made resident, and
+nothing else is kept while the answer is decoded. Popularity comes from the prompt itself (dataset-free), from other
+prompts of the same source, or from other sources. Utilisation is the share of resident experts that a decode step uses
+(hits counted by the engine, exact); intervals are of 95 %, over prompts.
 
-The engine stays as it is: the pool has room for x experts a layer, the eviction policy `Chosen` keeps the chosen ones
-and refuses all others, and calling a layer's experts once with the chosen ids makes them resident. Left out: doing the
-loading while something else runs; the residency only starts with the answer.
+The pool has slots for x experts a layer, the eviction policy `Chosen` keeps the chosen ones and refuses all others, and
+calling a layer's experts once with the chosen ids loads them. Loading is not overlapped with anything.
 
-    counts [L, E]   resident bool [L, E]   wanted bool [D, L, E], what each of D decode steps uses
+    counts [L, E]   resident bool [L, E]   wanted bool [D, L, E]: what each of D decode steps uses
 """
 
 from __future__ import annotations
@@ -63,11 +62,9 @@ class Chosen:
 class Answer:
     """One answer of D + 1 tokens under one choice of resident experts.
 
-    Attributes
-    ----------
     tokens : int64 [D + 1], the answer, greedy; the same whatever is resident.
     counts : int64 [L, E], the prompt's tokens for each expert. resident, wanted : see the file's docstring.
-    hits, requests : experts that decode steps found resident, and wanted; counted by the engine.
+    hits, requests : experts that decode steps found resident, and wanted, counted by the engine.
     read_bytes : read while decoding.
     """
 
@@ -91,12 +88,7 @@ class Answer:
 
 
 class Prefetcher:
-    """A store's model that keeps x chosen experts of each layer; a context manager.
-
-    Raises
-    ------
-    ValueError : x is not between 1 and E.
-    """
+    """A store's model that keeps x chosen experts of each layer, 1 to E; a context manager."""
 
     def __init__(self, store: ExpertStore | str | Path, x: int) -> None:
         store = store if isinstance(store, ExpertStore) else ExpertStore(store)
@@ -117,14 +109,8 @@ class Prefetcher:
                 choose: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> dict[str, Answer]:
         """Run a prompt once, and answer it once for each way of choosing.
 
-        Parameters
-        ----------
-        ids : the prompt. steps : decode steps D; no end of text ends an answer before.
+        ids : the prompt. steps : decode steps D, at least 1; no end of text ends an answer before.
         choose : name → counts [L, E] of the prompt's tokens → resident [L, E], x experts a layer.
-
-        Raises
-        ------
-        ValueError : no steps, as nothing of the prefetched experts could be used.
         """
         if steps < 1:
             raise ValueError(f"{steps} decode steps use no expert; ask for at least 1")
@@ -147,12 +133,12 @@ class Prefetcher:
         return found
 
     def _load(self, resident: np.ndarray) -> None:
-        """The intermediate step (Fig. 7, 2): exactly these experts are in memory afterwards."""
+        """The intermediate step (Fig. 7, 2): exactly these experts are resident afterwards."""
         self.policy.keys = {ExpertKey(*key) for key in np.argwhere(resident).tolist()}
         for layer in discover(self.model):
             ids = torch.from_numpy(np.flatnonzero(resident[layer.index]))[None]
-            nothing = torch.zeros(1, self.spec.H, dtype=self.model.dtype)
-            layer.experts(nothing, ids, torch.zeros(ids.shape, dtype=self.model.dtype))
+            x, weights = (torch.zeros(1, n, dtype=self.model.dtype) for n in (self.spec.H, self.x))
+            layer.experts(x, ids, weights)
 
     def _decode(self, logits: torch.Tensor, past: Any, steps: int) -> np.ndarray:
         ends = self.model.generation_config.eos_token_id
@@ -166,7 +152,7 @@ class Prefetcher:
             logits = self.model(input_ids=tokens[-1], past_key_values=past, use_cache=True).logits
 
     def _by_expert(self, steps: Sequence[Sequence[tuple[int, Mapping[int, int]]]]) -> np.ndarray:
-        """What the engine's forwards routed: tokens of each expert, int64 [forwards, L, E]."""
+        """Tokens of each expert in the engine's forwards, int64 [forwards, L, E]."""
         found = np.zeros((len(steps), self.spec.L, self.spec.E), np.int64)
         for forward, layers in enumerate(steps):
             for layer, tokens in layers:
@@ -175,21 +161,21 @@ class Prefetcher:
 
 
 def calibration(model: Any, sources: Sequence[str], n: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Counts [L, E] of n prompts of each source's train split: what a calibration run knows."""
+    """Source → counts [L, E] of n prompts of its train split."""
     return {source: record(model, [p.text for p in prompts(source, n, tokens=tokens, seed=seed, split="train")]
                            ).counts().numpy() for source in sources}
 
 
 def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """The choosers of `WAYS` for a prompt of that source."""
-    same, others = history[source], sum(counts for name, counts in history.items() if name != source)
-    known = (most_used(same, x), most_used(others, x))
-    return {WAYS[0]: lambda counts: most_used(counts, x), WAYS[1]: lambda _: known[0], WAYS[2]: lambda _: known[1]}
+    same = most_used(history[source], x)
+    others = most_used(sum(counts for name, counts in history.items() if name != source), x)
+    return dict(zip(WAYS, (lambda counts: most_used(counts, x), lambda _: same, lambda _: others)))
 
 
 def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8, steps: int = 16, tokens: int = 256,
-            calibrated: int = 48, seed: int = 0,
-            sources: Sequence[str] = SOURCES) -> dict[str, list[dict[str, Answer]]]:
+            calibrated: int = 48, seed: int = 0, sources: Sequence[str] = SOURCES
+            ) -> dict[str, list[dict[str, Answer]]]:
     """source → for each of n prompts of its test split an `Answer` by each of `WAYS`.
 
     model : the store's model, whole, to calibrate with. x : 0 for K. calibrated : prompts of each source's train split.
@@ -219,18 +205,15 @@ def table(found: Mapping[str, Sequence[Mapping[str, Answer]]]) -> dict[str, dict
 
 
 def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[int, float]]]:
-    """Per cent of a step's experts that hit, by x experts prefetched a layer: mean over answers.
-
-    By the prompt's counts, by the answer's own ("its own future (ceiling)"), and by chance. No further run is needed:
-    what each step wanted is recorded, and residency changes no token.
-    """
+    """Per cent of a step's experts that hit, by x experts prefetched a layer, mean over answers: by the prompt's
+    counts, by the answer's own, and by chance. Computed from what each step wanted, as residency changes no token."""
     xs = sorted({1, 2, spec.K, *(x for x in (8, 12, 16, 24, 32, 48, 64, 128) if x <= spec.E)})
 
-    def hits(answer: Answer, counts: np.ndarray, x: int) -> float:
-        return answer.wanted[:, most_used(counts, x)].sum() / answer.wanted.sum()
-    return {"dataset-free": [(x, 100 * float(np.mean([hits(a, a.counts, x) for a in answers]))) for x in xs],
-            "its own future (ceiling)": [
-                (x, 100 * float(np.mean([hits(a, a.wanted.sum(0), x) for a in answers]))) for x in xs],
+    def curve(counts: Callable[[Answer], np.ndarray]) -> list[tuple[int, float]]:
+        return [(x, 100 * float(np.mean([answer.wanted[:, most_used(counts(answer), x)].sum() / answer.wanted.sum()
+                                         for answer in answers]))) for x in xs]
+    return {"dataset-free": curve(lambda answer: answer.counts),
+            "its own future (ceiling)": curve(lambda answer: answer.wanted.sum(0)),
             "chance": [(x, 100 * x / spec.E) for x in xs]}
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from moelab.arguments import one_of, several, whole
@@ -41,8 +41,7 @@ def resident(bench: EngineBenchmark) -> dict[str, Any]:
     arms: dict[str, Arm] = {"moelab": bench.moelab("raw", 1.0), "eager": ("eager", {}, None),
                             "moelab fast": ("moelab fast", *bench.moelab("raw", 1.0)[1:]),
                             "llama.cpp": ("llama.cpp", {"gguf": str(bench.folder / "model.gguf")}, None)}
-    reports = bench.interleave("resident", arms)
-    rows = bench.table("resident", arms, reports, "eager")
+    rows, reports = bench.compare("resident", arms, "eager")
     bench.aim("everything resident: TPOT ÷ eager", rows["moelab"].get("÷ eager"), 1.0)
     if not any("result" in reports[name][-1] for name in ("moelab fast", "llama.cpp")):
         fast, best = rows["moelab fast"], min(rows[name]["2nd TTFT s"] for name in ("eager", "llama.cpp"))
@@ -55,18 +54,17 @@ def limit(bench: EngineBenchmark) -> dict[str, Any]:
     """Budgets of 25 % and 50 % against the on-demand limit; TTFT against reading the experts once."""
     arms = {f"{codec}, {share:.0%}": bench.moelab(codec, share)
             for share in (0.25, 0.5) for codec in ("huffman", "raw")}
-    reports = bench.interleave("limit", arms)
-    rows, against = bench.table("limit", arms, reports, "huffman, 50%"), {}
+    (rows, reports), against = bench.compare("limit", arms, "huffman, 50%"), {}
     for name, found in reports.items():
         if "result" in found[-1]:
             continue
-        demand = statistics.median(report["on_demand_s"] for report in found)
-        over = multiple(statistics.median(statistics.fmean(r["tpot_s"]) / r["on_demand_s"] for r in found), 1.0)
+        over = multiple(median(fmean(r["tpot_s"]) / r["on_demand_s"] for r in found), 1.0)
         rate = max(report["read_rate"] for report in found)
         once = found[-1]["experts_bytes"] / rate
-        first, second = (statistics.median(report["ttft_s"][i] for report in found) for i in (0, -1))
+        first, second = (median(report["ttft_s"][i] for report in found) for i in (0, -1))
         against[name] = {
-            "mean TPOT s": statistics.fmean(s for r in found for s in r["tpot_s"]), "limit s": demand, "÷ limit": over,
+            "mean TPOT s": fmean(s for r in found for s in r["tpot_s"]),
+            "limit s": median(report["on_demand_s"] for report in found), "÷ limit": over,
             "read GB/s": rate / 1e9, "all experts raw s": once,
             "as stored s": once * found[-1]["stored_fraction"], "TTFT s": first, "2nd TTFT s": second,
             "TTFT ÷ raw": first / once, "2nd TTFT ÷ raw": second / once}
@@ -99,8 +97,7 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
                                                "offload": str(bench.folder / "offload")}, memory),
             "ftllm": ("ftllm", {"checkpoint": str(bench.folder / "hub"), "cache": budget}, None)}
         title = f"peers in {memory / 1e9:.2f} GB"
-        reports = bench.interleave(title, arms)
-        rows = sections[title] = bench.table(title, arms, reports, "moelab")
+        rows = sections[title] = bench.compare(title, arms, "moelab")[0]
         for name, aim in (("llama.cpp mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("LRU baseline", 1)):
             bench.aim(f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False)
     return sections
@@ -116,8 +113,7 @@ def throttled(bench: EngineBenchmark) -> dict[str, Any]:
         arms |= {f"{name}, prefetching": bench.moelab(name, share, predictor="router", ahead=bench.spec.K,
                                                       bandwidth=SLOW) for name in ("raw", "huffman")}
         title = f"reads of {SLOW / 1e6:.0f} MB/s, budget {share:.0%}"
-        reports = bench.interleave(title, arms)
-        rows = sections[title] = bench.table(title, arms, reports, "raw")
+        rows = sections[title] = bench.compare(title, arms, "raw")[0]
         for name in ("huffman", "huffman, kept compressed"):
             bench.aim(f"{title}: TPOT of {name} ÷ raw", rows[name].get("÷ raw"), 0.72)
         raw, coded = (rows[f"{name}, prefetching"].get("÷ raw") for name in ("raw", "huffman"))
@@ -140,7 +136,7 @@ def memory(bench: EngineBenchmark, tokens: int = 64) -> dict[str, Any]:
     return {title: parts | {"peak_rss_bytes": report["peak_rss_bytes"], "above_bytes": above,
                             "anonymous_bytes": report["anonymous_bytes"],
                             "imports_alone_rss_bytes": report["imports_rss_bytes"],
-                            "TPOT seconds": statistics.median(report["tpot_s"]),
+                            "TPOT seconds": median(report["tpot_s"]),
                             "major faults while decoding": report["decode_major_faults"]}}
 
 
@@ -168,7 +164,7 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
                           other=profiled.other, head=profiled.head)
         said = played.metrics()
         equal = [key for key, value in zip(FOUND, run_of["found"]) if getattr(said, key) == value]
-        measured = statistics.median(report["tpot_s"])
+        measured = median(report["tpot_s"])
         rows[name] = {
             "measured TPOT s": measured, "simulated TPOT s": said.tpot, "simulated ÷ measured":
             said.tpot / measured, "measured TTFT s": report["ttft_s"][-1], "simulated TTFT s": said.ttft,

@@ -3,21 +3,24 @@
 Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same steps
 in interleaved rounds: a prompt, and single tokens whose experts are cold, as several layers with more weights than any
 cache take turns, and neighbours in a round compute other steps. Each runs twice, on two steps, and the second run
-counts, when the memory that it allocates is pre-faulted. Rates are of the weights that a step must read; the roofline
-is the time that memory or arithmetic alone would take, whichever is longer. Both limits are the best of several readers
-and products, in the experts' type and in fp32, in the same rounds (`moelab.bench.measure`). Ratios are medians over
-rounds, to the best of transformers' three. CPU only.
+counts, when the memory that it allocates is pre-faulted. The roofline is the time that reading the weights or computing
+alone would take, whichever is longer; its rates are the best of several readers and products, in the experts' type and
+in fp32 (a CPU may lack bf16 instructions), in the same rounds (`moelab.bench.measure`). Ratios are medians over rounds,
+to the best of transformers' three. `loading` times the guide's two ways of loading a decode step's experts.
 
-Source: AWS Neuron's MoE guide (executors), Williams et al. 2009 (roofline).
+Sources: AWS Neuron's MoE guide (executors, "Selective loading", "All-Experts algorithm"), Williams et al. 2009
+(roofline).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
@@ -34,12 +37,16 @@ from moelab.experts.gemm import Packed
 from moelab.experts.gemv import PlanesGEMV
 from moelab.models.seam import seam_class
 from moelab.registry import make
+from moelab.specs import DeviceSpec, Figure
 from moelab.store import bits
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PLANES = "gemv of split planes"
 GATHERED = 4e9                  # bytes that `batched_mm` may copy weights to: beyond, it is not run
+#: lossless executors that a comparison of techniques leaves out: a naive loop, a choice of others
+LEFT_OUT = ("exact", "neuron")
+LOADING = ("selective", "all_experts")
 Arms = dict[str, Callable[[int], Any]]          # name → computes the step of a number
 
 
@@ -76,17 +83,17 @@ class Layers:
         return found
 
     def arms(self, T: int, rounds: int) -> tuple[Arms, int]:
-        """All that compute the steps of T tokens; and the bytes of weights that a step must read, on average.
-
-        Step 0 warms up: with it, weights are packed and kernels compiled.
-        """
+        """All that compute the steps of T tokens, of which step 0 warms up (packs weights, compiles kernels); and the
+        bytes of weights that a step must read, on average."""
         steps = self.steps(T, rounds)
         arms: Arms = {}
         for name in STOCK:
             if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
-        for name in lossless():
-            arms[name] = self._arm(make("executor", name), steps)
+        for name in EXECUTORS:
+            with suppress(ValueError):              # needs options, such as a plan
+                if (run := make("executor", name)).lossless:
+                    arms[name] = self._arm(run, steps)
         if T == 1 and self.dtype == torch.bfloat16:
             planes = [[{name: bits.split(w) for name, w in seam.own(e).items()} for e in range(seam.num_experts)]
                       for seam in self.seam]
@@ -109,16 +116,6 @@ class Layers:
     def _stock(self, name: str, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         self.config._experts_implementation = name
         return self.stock[layer](x, ids, weights)
-
-
-def lossless() -> list[str]:
-    """The names of the registry's executors that are lossless and need no plan."""
-    found = []
-    for name in EXECUTORS:
-        with suppress(ValueError):              # it cannot be made without options
-            if make("executor", name).lossless:
-                found.append(name)
-    return found
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
@@ -206,18 +203,117 @@ def _loops() -> dict[str, Callable[[np.ndarray], int]]:
     return {"plain loop": plain, "prefetching loop": ahead}
 
 
-def table(samples: Samples, read: int, flops: float, bandwidth: float, peak: float) -> dict[str, dict[str, Any]]:
-    """A row for each arm, of a step's seconds."""
-    medians = {name: median(seconds) for name, seconds in samples.items()}
-    best = min((name for name in medians if name.startswith("transformers")), key=medians.get)
-    roofline, rows = max(read / bandwidth, flops / peak), {}
-    for name, seconds in samples.items():
-        low, high = measure.tenths(seconds)
-        rows[name] = {"ms": 1e3 * medians[name], "10 %": 1e3 * low, "90 %": 1e3 * high,
-                      "× transformers' best": measure.speed_up(samples, name, best), "GB/s": read / medians[name] / 1e9,
-                      "of bandwidth": measure.share(read / medians[name] / bandwidth),
-                      "GFLOP/s": flops / medians[name] / 1e9, "of roofline": measure.share(roofline / medians[name])}
-    return rows
+@dataclass(frozen=True, eq=False)
+class ExpertTimes:
+    """A layer's experts on T tokens: seconds of every executor and of the limits in the same rounds.
+
+    read, flops : bytes of weights that a step must read, and its arithmetic.
+    bandwidth, rate : bytes/s of the fastest reader, FLOP/s of the fastest product.
+    """
+
+    samples: Samples
+    read: float
+    flops: float
+    bandwidth: float
+    rate: float
+    limit_samples: Samples = field(default_factory=dict)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The roofline: what limits → seconds."""
+        return {"weights ÷ bandwidth": self.read / self.bandwidth, "FLOPs ÷ rate": self.flops / self.rate}
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {name: median(of) for name, of in self.samples.items()}
+
+    @property
+    def ours(self) -> tuple[float, str]:
+        """(seconds, name) of the fastest executor of the registry."""
+        return min((seconds, name) for name, seconds in self.medians.items() if name in EXECUTORS)
+
+    @property
+    def stock(self) -> tuple[float, str]:
+        """(seconds, name) of the fastest of transformers' own."""
+        return min((seconds, name) for name, seconds in self.medians.items() if name.startswith("transformers"))
+
+    @property
+    def speedup(self) -> float:
+        return self.stock[0] / self.ours[0]
+
+    @property
+    def reached(self) -> float | str:
+        """Share of what the roofline allows that the fastest executor reaches; words if the roofline was beaten."""
+        return measure.share(max(self.limits.values()) / self.ours[0])
+
+    @property
+    def bound(self) -> str:
+        """The limit that counts."""
+        return max(self.limits, key=self.limits.get)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """A row of a step's figures for each executor."""
+        rows, best = {}, self.stock[1]
+        for name, taken in self.medians.items():
+            low, high = measure.tenths(self.samples[name])
+            rows[name] = {"ms": 1e3 * taken, "10 %": 1e3 * low, "90 %": 1e3 * high,
+                          "× transformers' best": measure.speed_up(self.samples, name, best),
+                          "GB/s": self.read / taken / 1e9,
+                          "of bandwidth": measure.share(self.read / taken / self.bandwidth),
+                          "GFLOP/s": self.flops / taken / 1e9,
+                          "of roofline": measure.share(max(self.limits.values()) / taken)}
+        return rows
+
+
+class ExpertBenchmark:
+    """A layer of E experts, top-K, H × I, in as many copies as `cold` bytes take; `close` ends its threads."""
+
+    def __init__(self, E: int, K: int, H: int, I: int, threads: int = 0, cold: float = 400e6,
+                 dtype: torch.dtype = torch.bfloat16) -> None:
+        self.expert_flops, self.threads = 6 * H * I, threads or os.cpu_count() or 1
+        self.layers = Layers(E, K, H, I, dtype, cold)
+        self._pool = ThreadPoolExecutor(self.threads)
+        with measure.torch_threads(self.threads):
+            self._limits = Limits(self.layers, self._pool)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def machine(self, rounds: int) -> DeviceSpec:
+        """This machine as a card: the bandwidth and the rate of the two limits."""
+        with measure.torch_threads(self.threads), torch.inference_mode():
+            bandwidth, rate = self._limits.best(rounds_of(self._limits.arms, rounds + 1, "limits"))
+        return DeviceSpec(f"this machine ({self.threads} thread(s))", {
+            "memory_bandwidth_gbs": Figure(bandwidth / 1e9, "GB/s", "measured", "reading a layer's weights"),
+            "bf16_tflops": Figure(rate / 1e12, "TFLOPS", "measured", "the fastest of large products, bf16 or fp32")})
+
+    def executors(self, T: int, rounds: int, left_out: Collection[str] = LEFT_OUT) -> ExpertTimes:
+        """Every executor on T tokens, in turn, another routing and layer in each round."""
+        with measure.torch_threads(self.threads), torch.inference_mode():
+            arms, read = self.layers.arms(T, rounds + 1)
+            arms = {name: arm for name, arm in arms.items() if name not in left_out}
+            samples = rounds_of(self._limits.arms | arms, rounds + 1, f"{T} token{'s' * (T > 1)}")
+        own = {name: samples.pop(name) for name in arms}
+        return ExpertTimes(own, read, T * self.layers.K * self.expert_flops, *self._limits.best(samples), samples)
+
+    def loading(self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING) -> dict[int, Samples]:
+        """Decode steps of each batch with the needed experts' weights, and with all: batch → executor → seconds."""
+        found = {}
+        with measure.torch_threads(self.threads), torch.inference_mode():
+            for b in batches:
+                arms, _ = self.layers.arms(b, rounds + 1)
+                found[b] = rounds_of({name: arms[name] for name in names}, rounds + 1, f"batch {b}")
+        return found
+
+
+def all_over_selective(found: dict[int, Samples]) -> dict[int, float]:
+    """Batch → how many times as long all experts take as only those that are needed, of medians."""
+    return {b: median(of["all_experts"]) / median(of["selective"]) for b, of in found.items()}
+
+
+def crossing(ratios: dict[int, float]) -> int | None:
+    """The first batch at which loading all is faster; None where there is none."""
+    return next((b for b, ratio in ratios.items() if ratio < 1), None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,7 +326,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
 
 
-@torch.inference_mode()
 def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,
         dtypes: list[str] | None = None) -> dict[str, dict[str, Any]]:
     """Sections of figures; what is aimed at, and the samples in seconds, come last."""
@@ -239,20 +334,17 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
                                                        "load average before": measure.load_average()}}
     aims: dict[str, dict[str, Any]] = {}
     every: Samples = {}
-    with ThreadPoolExecutor(threads) as pool:
-        for label in dtypes or list(DTYPES):
-            layers = Layers(E, K, H, I, DTYPES[label], cold)
-            limits = Limits(layers, pool)
-            for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
-                arms, read = layers.arms(T, n + 1)
-                title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
-                samples = rounds_of(limits.arms | arms, n + 1, title)
-                bandwidth, peak = limits.best(samples)
-                found["conditions"] |= {f"{title}: memory GB/s": bandwidth / 1e9, f"{title}: GFLOP/s": peak / 1e9}
-                own = {name: samples[name] for name in arms}
-                found[title] = table(own, read, 6 * T * K * H * I, bandwidth, peak)
-                every |= {f"{title}: {name}": seconds for name, seconds in samples.items()}
-                aims |= _aims(label, phase, found[title])
+    for label in dtypes or list(DTYPES):
+        bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])
+        for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
+            title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
+            times = bench.executors(T, n, ())
+            found["conditions"] |= {f"{title}: memory GB/s": times.bandwidth / 1e9,
+                                    f"{title}: GFLOP/s": times.rate / 1e9}
+            found[title] = times.rows()
+            every |= {f"{title}: {name}": of for name, of in (times.limit_samples | times.samples).items()}
+            aims |= _aims(label, phase, found[title])
+        bench.close()
     return found | {"aims": aims, "samples": every}
 
 

@@ -46,7 +46,7 @@ class Llama(BenchmarkedEngine):
 class Ftllm(BenchmarkedEngine):
     """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory.
 
-    It cannot be told its tokens, so it samples them, all about equally likely; there are no logits to compare.
+    It cannot be given tokens, so it samples them, all about equally likely; there are no logits to compare.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Ftllm(BenchmarkedEngine):
         return np.zeros(1, np.float32)
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
-        """As all others, but each sequence is told its length, as it continues by itself once its prompt is there."""
+        """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt."""
         first = sum(prompts[:-1])
         self.new = 1
         alone = super().measure(tokens[:first], prompts[:-1]) if first else {"ttft_s": []}
@@ -98,13 +98,6 @@ class Ftllm(BenchmarkedEngine):
         return {"decode_hit_rate": hits / (hits + misses) if hits + misses else None}
 
 
-#: GGUF's names of a layer's tensors
-_LAYER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-          "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-          "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp"}
-_REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
 def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file in bf16 (norms and routers in fp32)."""
     import gguf
@@ -112,7 +105,11 @@ def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     folder, path = Path(checkpoint), Path(path)
     config = _config(folder)
     words = _vocabulary(config["vocab_size"])
-    tensors = {name: bits for key, found in _tensors(folder) for name, bits in _renamed(key, found).items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
+    tensors = {}
+    for key, found in _tensors(folder):
+        banks = {f"{key.rpartition('.')[0]}.{part}.weight": bank for part, bank in _banks(key, found).items()}
+        tensors |= {names.get_name(name, (".weight",)): bits for name, bits in (banks or {key: found}).items()}
     fp32 = {name for name, bits in tensors.items() if bits.ndim == 1 or "ffn_gate_inp" in name}
     with atomic(path) as part:
         out = gguf.GGUFWriter(part, "qwen3moe")
@@ -165,20 +162,6 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
                 yield key, bits.reshape(entry["shape"])
 
 
-def _renamed(key: str, bits: Any) -> dict[str, Any]:
-    """GGUF's tensors of one of the checkpoint's."""
-    parts = key.split(".")
-    if parts[1] != "layers":
-        return {_REST[key.removesuffix(".weight")] + ".weight": bits}
-    inner, block = ".".join(parts[3:]).removesuffix(".weight"), f"blk.{parts[2]}."
-    if inner == "mlp.experts.gate_up_proj":
-        half = bits.shape[1] // 2
-        return {f"{block}ffn_gate_exps.weight": bits[:, :half], f"{block}ffn_up_exps.weight": bits[:, half:]}
-    if inner == "mlp.experts.down_proj":
-        return {f"{block}ffn_down_exps.weight": bits}
-    return {block + _LAYER[inner] + ".weight": bits}
-
-
 def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
     """Write a Qwen3-MoE checkpoint with stacked experts as the hub has it: three weights for each expert."""
     import torch
@@ -187,7 +170,9 @@ def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
     for key, bits in _tensors(source):
         layer = key.split(".")[2] if ".layers." in key else "rest"
         tensor = torch.frombuffer(bits, dtype=torch.bfloat16).view(bits.shape)
-        files.setdefault(f"model-{layer}.safetensors", {}).update(_unstacked(key, tensor))
+        experts = {f"{key.rpartition('.')[0]}.{e}.{part}.weight": expert
+                   for part, bank in _banks(key, tensor).items() for e, expert in enumerate(bank)}
+        files.setdefault(f"model-{layer}.safetensors", {}).update(experts or {key: tensor})
     config = _config(source)
     words = _vocabulary(config["vocab_size"])
     tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
@@ -206,13 +191,12 @@ def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
     return Path(folder)
 
 
-def _unstacked(key: str, tensor: Any) -> dict[str, Any]:
-    stem, _, name = key.rpartition(".")
-    if name not in ("gate_up_proj", "down_proj"):
-        return {key: tensor}
-    parts = {"gate": 0, "up": 1} if name == "gate_up_proj" else {"down": 0}
-    return {f"{stem}.{e}.{part}_proj.weight": expert.chunk(len(parts))[i]
-            for e, expert in enumerate(tensor) for part, i in parts.items()}
+def _banks(key: str, tensor: Any) -> dict[str, Any]:
+    """Projection → its bank [E, rows, columns], of stacked experts; {} of any other tensor."""
+    if key.endswith("experts.gate_up_proj"):
+        half = tensor.shape[1] // 2
+        return {"gate_proj": tensor[:, :half], "up_proj": tensor[:, half:]}
+    return {"down_proj": tensor} if key.endswith("experts.down_proj") else {}
 
 
 def _config(folder: Path) -> dict[str, Any]:

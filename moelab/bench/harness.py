@@ -46,7 +46,7 @@ class EngineBenchmark:
     reference: dict[str, Any] | None = None
 
     def prepare(self, external: bool) -> None:
-        """Write the model in every form that is missing; what was interrupted goes on."""
+        """Write the model in every form that is missing; an interrupted conversion is resumed."""
         from moelab.models.convert import convert
         from moelab.models.synthesize import synthesize
         model, gguf, hub = (self.folder / name for name in ("model", "model.gguf", "hub"))
@@ -98,14 +98,6 @@ class EngineBenchmark:
                 return {"result": report["missing"]}
             return report | {"limit": group.reason, "group_peak_bytes": group.peak_bytes}
 
-    def interleave(self, title: str, arms: dict[str, Arm]) -> dict[str, list[dict[str, Any]]]:
-        """The reports of all rounds of each arm; one that cannot run is not tried again."""
-        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-        for _, name in measure.turns(list(arms), self.rounds, title):
-            if not any("result" in report for report in reports[name]):
-                reports[name].append(self.report(arms[name]))
-        return reports
-
     def moelab(self, codec: str, budget: float, limit: int | None = None, trace: Path | None = None,
                predictor: str | None = None, compressed: bool = False, **options: Any) -> Arm:
         """moelab on a store; the arguments are those of `peers.Moelab`."""
@@ -113,9 +105,16 @@ class EngineBenchmark:
                           "trace": str(trace) if trace else None, "predictor": predictor,
                           "compressed": compressed}, limit
 
-    def table(self, title: str, arms: dict[str, Arm], reports: dict[str, list[dict[str, Any]]], base: str
-              ) -> dict[str, dict[str, Any]]:
-        """A row of figures for each arm; `base` is the arm that ratios are of."""
+    def compare(self, title: str, arms: dict[str, Arm], base: str
+                ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+        """Run all arms in turn: (arm → row of figures, arm → reports of all rounds).
+
+        base : the arm that ratios are of. An arm that cannot run is not tried again.
+        """
+        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+        for _, name in measure.turns(list(arms), self.rounds, title):
+            if not any("result" in report for report in reports[name]):
+                reports[name].append(self.report(arms[name]))
         rows = {}
         for name, found in reports.items():
             if "result" in found[-1]:
@@ -134,7 +133,7 @@ class EngineBenchmark:
                 "hit rate": _mean(found, "decode_hit_rate"), "peak GB": _mean(found, "peak_rss_bytes", 1e9),
                 "load s": median(report["load_s"] for report in found),
                 "output": self.judge(arms[name][0], found), "result": found[-1]["limit"]}
-        return rows
+        return rows, reports
 
     def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float:
         """TPOT of one arm over that of another: the median over rounds of the ratio of their medians."""

@@ -13,7 +13,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Limit:
-    """A control group: `procs` is the file that a process joins it by; None where there is none, for a `reason`."""
+    """A control group: `procs` is the file by which a process joins; None if it could not be made, for a `reason`."""
 
     procs: Path | None
     reason: str
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that the group has used, page cache included; None where the system doesn't tell."""
+        """The most that the group has used, page cache included; None where the system does not tell."""
         for name in ("memory.max_usage_in_bytes", "memory.peak") if self.procs else ():
             if (self.procs.parent / name).exists():
                 return int((self.procs.parent / name).read_text())
@@ -39,36 +39,28 @@ class Limit:
 
 @contextmanager
 def memory_limit(nbytes: int | None, root: Path = CGROUPS) -> Iterator[Limit]:
-    """A new control group of so many bytes, removed at the end; None limits nothing.
-
-    root : where the control groups are mounted.
-    """
+    """A new control group of so many bytes, removed at the end; None limits nothing. root : of all groups."""
     if nbytes is None:
         yield Limit(None, "no limit")
         return
     v1 = (root / "memory" / "memory.limit_in_bytes").exists()
     parent = root / "memory" if v1 else root / _own_group()
     folder = parent / f"moelab-{os.getpid()}-{time.monotonic_ns()}"
-    try:
-        if not v1 and not (root / "cgroup.controllers").exists():
-            raise OSError(f"no control groups at {root}")
-        folder.mkdir()
+    with ExitStack() as stack:
         try:
+            if not v1 and not (root / "cgroup.controllers").exists():
+                raise OSError(f"no control groups at {root}")
+            folder.mkdir()
+            stack.callback(_remove, folder)
             if not v1 and not (folder / "memory.max").exists():
                 (parent / "cgroup.subtree_control").write_text("+memory")
             (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(nbytes))
             if (folder / "memory.swap.max").exists():
                 (folder / "memory.swap.max").write_text("0")
-        except OSError:
-            folder.rmdir()
-            raise
-    except OSError as error:
-        yield Limit(None, f"no control group can be made here ({error.strerror or error}): nothing was limited")
-        return
-    try:
-        yield Limit(folder / "cgroup.procs", f"control group v{1 if v1 else 2} of {nbytes / 1e9:.2f} GB")
-    finally:
-        _remove(folder)
+            limit = Limit(folder / "cgroup.procs", f"control group v{1 if v1 else 2} of {nbytes / 1e9:.2f} GB")
+        except OSError as error:
+            limit = Limit(None, f"no control group can be made here ({error.strerror or error}): nothing was limited")
+        yield limit
 
 
 def _own_group() -> str:
@@ -97,35 +89,38 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
     reads past the system's cache, which would otherwise hold everything twice and outside of the limit.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    image, mount, device = folder / "disk.ext4", folder / "disk", None
-    try:
-        new = not image.exists()
-        if new:
-            with open(image, "wb") as f:
-                f.truncate(int(nbytes))
-        device = _command("losetup", "--find", "--show", "--direct-io=on", str(image))
-        if new:
-            _command("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", device)
-        _command("blockdev", "--setra", str(2 * READ_AHEAD), device)
-        mount.mkdir(exist_ok=True)
-        _command("mount", "-o", "noatime", device, str(mount))
-    except OSError as error:
-        if device is not None:
-            _command("losetup", "--detach", device)
-        if image.exists() and new:
-            image.unlink()
-        yield folder, f"no separate file system ({error}); read-ahead {read_ahead(folder)} KB"
-        return
-    direct = Path(f"/sys/block/{Path(device).name}/loop/dio")
-    cached = "" if direct.exists() and direct.read_text().strip() == "1" else ", cached below: reads look too fast"
-    try:
-        yield mount, f"ext4 on a loop device, read-ahead {read_ahead(mount)} KB{cached}"
-    finally:
+    image, mount = folder / "disk.ext4", folder / "disk"
+    new = not image.exists()
+    with ExitStack() as stack:
         try:
-            _command("umount", str(mount))
-        except OSError:                         # somebody still has a file open; it goes when that one does
-            _command("umount", "--lazy", str(mount))
-        _command("losetup", "--detach", device)
+            if new:
+                with open(image, "wb") as f:
+                    f.truncate(int(nbytes))
+            device = _command("losetup", "--find", "--show", "--direct-io=on", str(image))
+            stack.callback(_command, "losetup", "--detach", device)
+            if new:
+                _command("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", device)
+            _command("blockdev", "--setra", str(2 * READ_AHEAD), device)
+            mount.mkdir(exist_ok=True)
+            _command("mount", "-o", "noatime", device, str(mount))
+            stack.callback(_unmount, mount)
+            direct = Path(f"/sys/block/{Path(device).name}/loop/dio")
+            cached = "" if direct.exists() and direct.read_text().strip() == "1" else \
+                ", cached below: reads look too fast"
+            found = mount, f"ext4 on a loop device, read-ahead {read_ahead(mount)} KB{cached}"
+        except OSError as error:
+            stack.close()
+            if new:
+                image.unlink(missing_ok=True)
+            found = folder, f"no separate file system ({error}); read-ahead {read_ahead(folder)} KB"
+        yield found
+
+
+def _unmount(mount: Path) -> None:
+    try:
+        _command("umount", str(mount))
+    except OSError:                             # a file is still open: unmounted once it is closed
+        _command("umount", "--lazy", str(mount))
 
 
 def _command(*words: str) -> str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from moelab.progress import progress
@@ -68,13 +69,20 @@ def tenths(values: Sequence[float]) -> tuple[float, float]:
     return found[0], found[-1]
 
 
-def in_process(code: str, *arguments: Any) -> dict[str, Any]:
-    """What Python code prints last, a JSON object, run in a process of its own so that its peak memory is its own.
+@contextmanager
+def torch_threads(n: int) -> Iterator[None]:
+    """torch uses n threads within the block."""
+    import torch
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(n)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-    Raises
-    ------
-    RuntimeError : the code failed; the message is its stderr.
-    """
+
+def in_process(code: str, *arguments: Any) -> dict[str, Any]:
+    """The JSON object that Python code prints last, run in a process of its own; RuntimeError with its stderr."""
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)

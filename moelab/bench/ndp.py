@@ -2,8 +2,8 @@
 
 Speedups are modelled by the closed form under one set of assumptions, which `--fit` searches again by half of the
 published numbers (marked "fit"; the others only judge); their spread is over seeds of the simulated routing. The event
-simulation is compared with the closed form on the paper's models, and random configurations are checked for anything
-computed twice, lost or overlapping (exact). `--sensitivity` changes one assumption at a time.
+simulation is compared with the closed form on the paper's models, and random configurations are checked for work that
+is repeated, lost or overlapping (exact). `--sensitivity` changes one assumption at a time.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from moelab.offloading.metrics import metrics
 from moelab.specs import Event
 
 OURS = PAPER[4:]                                # the systems that have an improved version
+TIMES = ("moe_prefill", "moe_decode", "end_to_end")
 
 
 def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, search: bool = False,
         sensitive: bool = False) -> dict[str, dict[str, Any]]:
     """Every figure, each section with its kind."""
-    searched = {}
-    assumptions = Assumptions()
+    searched, assumptions = {}, Assumptions()
     if search:
         assumptions, trials = fit()
         searched["the fit's best trials (modelled)"] = {
@@ -60,19 +60,18 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
     found = over_seeds(sweep)
     results = {
         "assumptions": {name: str(value) for name, value in vars(assumptions).items()}, **searched,
-        "published figures (paper, modelled)": published(found) | modules(assumptions),
+        "published figures (paper, modelled)": published(found, assumptions),
         "agreement": agreement(found),
         "improved over literal (modelled)": improved(sweep),
         "room beyond the paper, gain over literal NDP+TP+LB+PRE (modelled)": room(assumptions),
         "Eq. 1's promise and the event simulation (modelled, simulated)": promises(assumptions),
         "event simulation ÷ closed form, experts only (simulated)": engines(assumptions, engine_tokens),
-        "the paper's sweep (measured)": {"runs": len(sweep.cells), "CPU seconds": took},
-    }
+        "the paper's sweep (measured)": {"runs": len(sweep.cells), "CPU seconds": took}}
     if configurations:
         checks = conserve(configurations)
         problems = checks.pop("problems")
-        results["conservation (exact)"] = {**checks, "problems": len(problems),
-                                           **({"first problem": problems[0]} if problems else {})}
+        results["conservation (exact)"] = checks | {"problems": len(problems)} | (
+            {"first problem": problems[0]} if problems else {})
     if sensitive:
         table = sensitivity(assumptions)
         results["sensitivity (modelled)"] = {
@@ -81,35 +80,27 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
     return results
 
 
-def published(found: dict[str, Spread]) -> dict[str, dict[str, Any]]:
-    """Each published figure beside the modelled one: mean over seeds and spread."""
+def published(found: dict[str, Spread], assumptions: Assumptions) -> dict[str, dict[str, Any]]:
+    """Each published figure beside the modelled one: mean over seeds and spread; modules needed, from capacities."""
     rows = {}
     for used_to, names in HALVES.items():
         for name in names:
             claim, (middle, least, most) = CLAIMS[name], found[name]
-            words = f": {claim.text}" if isinstance(claim.value, tuple) else ""
-            rows[name] = {"paper": f"{claim.said}{words}" if words else claim.value, "modelled": middle,
-                          "least": least, "most": most, "error": claim.error(middle), "agrees": claim.agrees(middle),
-                          "used to": used_to}
-    return rows
-
-
-def modules(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
-    """Where "not supported" ends; from capacities alone."""
-    rows = {}
+            paper = f"{claim.said}: {claim.text}" if isinstance(claim.value, tuple) else claim.value
+            rows[name] = {"paper": paper, "modelled": middle, "least": least, "most": most,
+                          "error": claim.error(middle), "agrees": claim.agrees(middle), "used to": used_to}
     for model in MODELS:
-        claim, needed = CLAIMS[f"modules needed, {model}"], modules_needed(model, assumptions)
-        rows[f"modules needed, {model}"] = {"paper": claim.value, "modelled": needed, "agrees": claim.agrees(needed),
-                                            "used to": "judge"}
+        claim, needed = CLAIMS[name := f"modules needed, {model}"], modules_needed(model, assumptions)
+        rows[name] = {"paper": claim.value, "modelled": needed, "agrees": claim.agrees(needed), "used to": "judge"}
     return rows
 
 
 def agreement(found: dict[str, Spread]) -> dict[str, Any]:
     """How many figures agree, those that were fitted and those that judge apart."""
     middle, agree = {name: values[0] for name, values in found.items()}, agreeing(found)
-    return {f"{kind}: within 10 % or as described": f"{agree[half]} of {len(HALVES[half])}"
-            for kind, half in (("fitted", "fit"), ("judged", "judge"))} | {
-        "error on fitted": error(middle, FIT), "error on judged": error(middle, JUDGED)}
+    return {"fitted: within 10 % or as described": f"{agree['fit']} of {len(FIT)}",
+            "judged: within 10 % or as described": f"{agree['judge']} of {len(JUDGED)}",
+            "error on fitted": error(middle, FIT), "error on judged": error(middle, JUDGED)}
 
 
 def agreeing(found: dict[str, Spread]) -> dict[str, int]:
@@ -118,15 +109,15 @@ def agreeing(found: dict[str, Spread]) -> dict[str, int]:
 
 
 def gains(sweep: Sweep, name: str = OURS[-1]) -> dict[str, list[float]]:
-    """What the improved version of a system gains over the literal one, in every cell that the sweep has both of."""
+    """Gains of the improved version of a system over the literal one, in every cell that the sweep has both of."""
     return {what: [getattr(old, what) / getattr(new, what)
                    for (model, N, system, seed), old in sweep.cells.items() if system == name and old
                    for new in [sweep.cells[model, N, name + ", improved", seed]] if new]
-            for what in ("moe_prefill", "moe_decode", "end_to_end")}
+            for what in TIMES}
 
 
 def improved(sweep: Sweep) -> dict[str, dict[str, Any]]:
-    """What the improved versions gain over every model, number of units and seed."""
+    """Gains of the improved versions over every model, number of units and seed."""
     both = sweep.joined(paper_sweep(sweep.assumptions, systems=[name + ", improved" for name in OURS],
                                     seeds=sweep.seeds))
     rows = {}
@@ -139,33 +130,31 @@ def improved(sweep: Sweep) -> dict[str, dict[str, Any]]:
 
 
 def room(assumptions: Assumptions, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """What each step beyond the literal framework adds: mean gain over it, all models and numbers of units."""
-    whole = assumptions.system("NDP+TP+LB+PRE")
-    steps = {"literal": whole, "as many experts prefetched as fit": replace(whole, limit="memory"),
-             "of those as many as pay": replace(whole, limit="pay"),
-             "shares of experts, misses balanced": replace(whole, version="improved"),
-             "both: improved": replace(whole, version="improved", limit="pay")}
-    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
+    """Mean gain of each step beyond the literal framework, over all models and numbers of units."""
+    literal = assumptions.system("NDP+TP+LB+PRE")
+    steps = {"literal": literal, "as many experts prefetched as fit": replace(literal, limit="memory"),
+             "of those as many as pay": replace(literal, limit="pay"),
+             "shares of experts, misses balanced": replace(literal, version="improved"),
+             "both: improved": replace(literal, version="improved", limit="pay")}
+    times: dict[str, list[Any]] = {name: [] for name in steps}
     for model in progress(MODELS, "beyond the paper", unit="model"):
         routing = assumptions.routing(model, seed)
         for N in range(modules_needed(model, assumptions), UNITS[-1] + 1):
             for name, system in steps.items():
-                result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
-                times[name].append((result.moe_prefill, result.moe_decode, result.end_to_end))
-    return {name: {what: mean(first[i] / own[i] for first, own in zip(times["literal"], times[name]))
-                   for i, what in enumerate(("moe_prefill", "moe_decode", "end_to_end"))} for name in steps}
+                times[name].append(simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement))
+    return {name: {what: mean(getattr(first, what) / getattr(own, what) for first, own in zip(times["literal"], of))
+                   for what in TIMES} for name, of in times.items()}
 
 
 def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
-    """Eq. 1's E_g, the layer time it promises (its right side), and what the event simulation finds for it.
-
-    With shares of experts, as the equation's real number says; and with the next lower whole number.
-    """
+    """Eq. 1's E_g, the layer time it promises (its right side), and the event simulation's for shares of experts, as
+    E_g is a real number, and for the next lower whole number."""
     rows = {}
     for model in MODELS:
+        spec = load_model(model)
         for N in (modules_needed(model, assumptions), UNITS[-1]):
-            costs = Costs(load_model(model), assumptions.hardware(N))
-            terms, K = costs.balance_terms(), costs.spec.K
+            costs, K = Costs(spec, assumptions.hardware(N)), spec.K
+            terms = costs.balance_terms()
             E_g = balance(**terms)
             promised = stay(E_g, terms)
             step = LayerStep(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1)
@@ -178,7 +167,7 @@ def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
 
 
 def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str, dict[str, Any]]:
-    """Simulated over closed-form seconds of the experts, every model, fewest and most units, some of the layers."""
+    """Simulated ÷ closed-form seconds of the experts, every model, fewest and most units, some of the layers."""
     rows = {}
     for name in progress([*PAPER, *(f"{name}, improved" for name in OURS)], "both engines", unit="system"):
         ratios: dict[str, list[float]] = {"prefill": [], "decode": []}
@@ -201,8 +190,6 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
     return rows
 
 
-# ----------------------------------------------------------------------------------------------- parts of notebook 07
-
 def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> dict[str, float]:
     """A decode step of `timeline` on N modules: seconds, busy shares of GPU, link, modules (mean, and the least)."""
     found = metrics(events, forwards)
@@ -221,7 +208,7 @@ SHORT_ANSWERS = tuple(name for name in (*FIT, *JUDGED) if not name.startswith("e
 
 
 def moved(table: dict[str, dict[str, float]], names: Sequence[str] = SHORT_ANSWERS) -> dict[str, float]:
-    """Changed assumption of `sensitivity` → by how much it moves any of those figures, relative; the largest first."""
+    """Changed assumption of `sensitivity` → largest relative change of any of those figures; the largest first."""
     fitted = table["as fitted"]
     found = {what: math.expm1(max(abs(math.log(row[n] / fitted[n])) for n in names)) for what, row in table.items()}
     return {what: found[what] for what in sorted(found, key=found.get, reverse=True) if found[what]}
@@ -251,7 +238,7 @@ def never_slower(found: dict[str, list[tuple[int, float]]], label: str) -> bool:
 
 
 def filling(sweep: Sweep, seed: int, prompt: int, answer: int, name: str = OURS[-1]) -> float:
-    """What the experts' decode would gain on average if the literal rules filled the GPU's memory (§III-D)."""
+    """Mean gain of the experts' decode if the literal rules filled the GPU's memory (§III-D)."""
     assumed = replace(sweep.assumptions, limit="memory")
     filled = paper_sweep(assumed, sweep.models, sweep.units, (name,), (seed,), prompt, answer)
     return mean(sweep.result(model, N, name, seed).moe_decode / result.moe_decode
@@ -303,12 +290,8 @@ class OneLayer:
 
 
 def one_layer(machine: Hardware, system: System, routing: Routing, placement: str = "id") -> OneLayer:
-    """The first layer and token by the event simulation, and two layers of four tokens by the closed form.
-
-    Raises
-    ------
-    NotSupported : the experts do not fit.
-    """
+    """The first layer and token by the event simulation, and two layers of four tokens by the closed form; NotSupported
+    if the experts do not fit."""
     run = Run(machine, system, routing, placement)
     plans = [run.plan(run.decode_step(l, routing.decode[t, l])) for l in range(2) for t in range(4)]
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])

@@ -1,7 +1,7 @@
-"""The worked examples of AWS's guide to MoE inference on Neuron, computed again from the inputs that it gives itself.
+"""Worked examples of AWS's guide to MoE inference on Neuron, recomputed from the inputs that the guide gives.
 
-Every example is arithmetic (exact; what depends on a device's published rates is modelled). Seven do not follow
-from their own inputs. Left out: whatever the guide states without saying what it was computed from.
+Every example is arithmetic (exact; what depends on a device's published rates is modelled). Seven do not follow from
+their own inputs. Statements without inputs are left out.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def intensity(T: int, weight_bytes: int) -> float:
 
 
 def gather_ratios() -> dict[str, float]:
-    """How much less is gathered after selection than before, 128 experts and top-8, by the type of the ids."""
+    """How many times less is gathered after selection than before, 128 experts and top-8, by the type of the ids."""
     return {str(ids).removeprefix("torch."): gather_volume(1, 128, 8, 2, ids=ids).ratio
             for ids in (torch.int64, torch.int32, torch.uint8)}
 
 
 def router_bytes() -> tuple[float, float, float]:
-    """Bytes of GPT-OSS-120B's router, of those of its 36 layers, and their share of a logical core's memory."""
+    """Bytes of GPT-OSS-120B's router, of its 36 layers' routers, and their share of a logical core's memory."""
     router, routers = (blocks.router_bytes(2880, 128, layers) for layers in (1, 36))
     return router, routers, routers / (1e9 * load_device("trn2")["memory_gb"] / 4)      # four logical cores (LNC2)
 
@@ -105,13 +105,11 @@ def _told(p: blocks.Padding) -> str:
             f"algorithmic {p.algorithmic:.1%}").replace("%", " %")
 
 
-# ------------------------------------------------------------------------------- its advice, for models of its time
-
 @dataclass(frozen=True)
 class BlockAdvice:
-    """A device, a model, a dtype and T tokens: which block size the intensity factor advises (modelled).
+    """The block size that the intensity factor advises for a device, a model, a dtype and T tokens (modelled).
 
-    reuse : whether weights are read once or for each block. real : FLOPs a byte that real tokens bring, read once.
+    reuse : whether weights are read once or for each block. real : FLOPs a byte of the real tokens, read once.
     """
 
     device: str
@@ -132,7 +130,6 @@ PARALLEL = ("Mixtral-8x7B", "Phi-3.5-MoE", "GPT-OSS-20B", "Qwen1.5-MoE-A2.7B", "
 
 
 def block_sizes() -> list[BlockAdvice]:
-    """The advice for each of `ASKED`, with weights read once and with weights read for each block."""
     found = []
     for device, dtype, T, model in ASKED:
         card, spec = load_device(device), load_model(model)

@@ -1,29 +1,31 @@
-"""Experts in parallel: bytes sent beside the formulas, time of a layer, and imbalance with and without EPLB.
+"""Expert parallelism: bytes sent beside the formulas, time of a layer, and imbalance with and without EPLB.
 
 One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes of this machine. Rows a token
 are counted where they are sent; "as predicted" says whether the bytes of every rank are exactly those of
-`moelab.parallel.volumes`. Times are medians of interleaved rounds, of the slowest rank; on a machine with fewer
-cores than ranks they show what exchange costs and not what parallelism brings.
+`moelab.parallel.volumes`. Times are medians over rounds, of the slowest rank; with fewer cores than ranks they show
+what exchange costs and not what parallelism gains.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
-import time
+from statistics import median
 from typing import Any
 
 import torch
 
 from moelab.arguments import whole
+from moelab.bench.experts import Layers
+from moelab.bench.measure import seconds, torch_threads
 from moelab.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
 from moelab.parallel.eplb import Balance, balance, measure
-from moelab.models import eager, plug
+from moelab.models import eager
 
 E, K, H, I = 64, 8, 512, 256
 ROUNDS = 7
-#: ways without a formula of what they send
+PHASES = ("prefill, ms", "decode, ms")
+#: variants without a formula of what they send
 LEFT_OUT = ("hidden", "blocks")
 
 
@@ -60,7 +62,7 @@ def on_a_rank(W: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
     for variant, kind in VARIANTS.items():
         if variant in LEFT_OUT or variant == "tp-ep" and W < 4:         # two ranks are one or the other
             continue
-        grid, experts = Grid(degree(variant, W)), layer(seed)
+        grid, experts = Grid(degree(variant, W)), layer()
         placement = Placement.consecutive(E, grid.ep.size)
         experts.source = ShardedExperts([experts], lambda _, e: experts.own(e), placement, grid.ep.rank, grid.tp.rank,
                                         grid.tp.size)
@@ -72,47 +74,29 @@ def on_a_rank(W: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
         own = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
         executor.run_own(x[own], ids[own], weights[own], experts)
         made[variant] = {"sent": executor.grid.traffic()}
-    samples: dict[tuple[str, str], list[float]] = {}
+    samples: dict[tuple[str, str], list[float]] = {(variant, name): [] for variant in runs for name in PHASES}
     for _ in range(ROUNDS):
-        for variant, (executor, experts) in runs.items():
-            for name, T in (("prefill, ms", tokens), ("decode, ms", 1)):
-                executor.grid.world.sizes(0, x.device)                  # all begin together
-                start = time.perf_counter()
-                executor.run(x[:T], ids[:T], weights[:T], experts)
-                samples.setdefault((variant, name), []).append(1e3 * (time.perf_counter() - start))
+        for variant, name in samples:
+            executor, experts = runs[variant]
+            T = tokens if name == PHASES[0] else 1
+            executor.grid.world.sizes(0, x.device)                  # all begin together
+            samples[variant, name].append(seconds(executor.run, x[:T], ids[:T], weights[:T], experts))
     for (variant, name), values in samples.items():
-        made[variant][name] = statistics.median(values)
+        made[variant][name] = 1e3 * median(values)
     return made
 
 
 def alone(tokens: int, seed: int) -> dict[str, float]:
     """The same layer in one process, one thread, as each rank has."""
-    threads, experts = torch.get_num_threads(), layer(seed)
-    ids, weights, x = routing(tokens, seed)
-    try:
-        torch.set_num_threads(1)
-        made = {}
-        for name, T in (("prefill, ms", tokens), ("decode, ms", 1)):
-            values = []
-            for _ in range(ROUNDS):
-                start = time.perf_counter()
-                eager(x[:T], ids[:T], weights[:T], experts)
-                values.append(1e3 * (time.perf_counter() - start))
-            made[name] = statistics.median(values)
-        return made
-    finally:
-        torch.set_num_threads(threads)
+    experts, (ids, weights, x) = layer(), routing(tokens, seed)
+    with torch_threads(1):
+        return {name: 1e3 * median(seconds(eager, x[:T], ids[:T], weights[:T], experts) for _ in range(ROUNDS))
+                for name, T in zip(PHASES, (tokens, 1))}
 
 
-def layer(seed: int) -> Any:
+def layer() -> Any:
     """The experts of one layer behind the seam, the same on every rank."""
-    import transformers
-    torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(
-        "qwen3_moe", vocab_size=64, hidden_size=H, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        num_experts=E, num_experts_per_tok=K, moe_intermediate_size=I, intermediate_size=I, decoder_sparse_step=1,
-        mlp_only_layers=[])
-    return plug(transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False))[0].experts
+    return Layers(E, K, H, I, torch.float32, 0).seam[0]
 
 
 def routing(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,7 +107,7 @@ def routing(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def eplb(seed: int) -> dict[str, dict[str, float]]:
-    """Popularity that falls like rank^−s, ranks dealt to experts at random."""
+    """max/mean load of devices for Zipf popularity rank^−s, ranks assigned to experts at random."""
     rows = {}
     for s in (0.2, 0.6, 1.0, 1.4):
         load = [1 / rank ** s for rank in range(1, 65)]
@@ -134,7 +118,7 @@ def eplb(seed: int) -> dict[str, dict[str, float]]:
 
 
 def placed(known: torch.Tensor, seen: torch.Tensor, devices: int = 8, spare: int = 8) -> dict[str, list[Balance]]:
-    """How even devices are under counts `seen` [L, E] if experts are placed by counts `known`: way → layer by layer."""
+    """Balance of devices under counts `seen` [L, E] if experts are placed by counts `known`: way → a layer each."""
     L, E = known.shape
     ways = {"in order": lambda load: Placement.consecutive(E, devices),
             "EPLB, none spare": lambda load: balance(load, devices).placement,

@@ -71,7 +71,7 @@ def counters() -> dict[str, int | None]:
 
 
 def _proc(file: str, pattern: str) -> int | None:
-    """A number in a file of /proc/self; None where there is none (macOS, Windows)."""
+    """A number in a file of /proc/self; None on other systems."""
     try:
         return int(re.search(pattern, Path("/proc/self", file).read_text(), re.M)[1])
     except (OSError, TypeError):
@@ -151,23 +151,22 @@ class Transformers(BenchmarkedEngine):
 
 
 class Moelab(Transformers):
-    """Options: store, budget, and those of `offload` as "options"; "trace": a file for its steps;
+    """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps;
     "predictor": its name, whose predicted experts are prefetched; "compressed": the budget, a share, is divided into
     staging, which must be given, and experts kept compressed."""
 
+    executor = "exact"
+
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
-        from moelab.offloading.offload import offload
+        from moelab import open_model
         self.options, self.imports = options, process()["peak_rss_bytes"]
         given = dict(options.get("options", {}))
         if options.get("compressed"):
             given["plan"] = compressed_pool(options["store"], options["budget"], given["staging"])
-        super().__init__(offload(options["store"], options["budget"], **given))
+        super().__init__(open_model(options["store"], memory=options["budget"], executor=self.executor,
+                                    prefetch=options.get("predictor"), **given))
         self.offloading = self.model.moelab
-        if options.get("predictor"):
-            from moelab.registry import make
-            from moelab.speculate import Speculation
-            Speculation(self.model, make("predictor", options["predictor"], self.model), "hint")
 
     def decoding(self) -> None:
         counters = self.offloading.residency.counters
@@ -184,9 +183,9 @@ class Moelab(Transformers):
         hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
-            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.run.settings.pools)),
-                     "workers": workers, "staging": this.run.settings.staging,
-                     "found": [getattr(metrics, key) for key in FOUND]}
+            settings = this.run.settings
+            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(settings.pools)), "workers": workers,
+                     "staging": settings.staging, "found": [getattr(metrics, key) for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {
@@ -233,14 +232,11 @@ class Moelab(Transformers):
 class MoelabFast(Moelab):
     """The same engine with the fused kernels, which equal eager but for rounding."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        from moelab.models.fast_decode import FastDecode
-        super().__init__(options | {"options": options.get("options", {}) | {"executor": "fast"}})
-        FastDecode(self.model)
+    executor = "fast"
 
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float]:
-    """{"during": the most bytes a second that the disk delivered in any forward (start, end, …) while it was busy}."""
+    """{"during": the highest read rate of any forward (start, end, …), bytes a second while the disk was busy}."""
     reads, rates = [event for event in events if event.kind.startswith("read")], []
     for start, end, *_ in forwards:
         mine = [event for event in reads if start <= event.start < end]
@@ -250,7 +246,7 @@ def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float
 
 
 def compressed_pool(store: str, share: float, staging: int) -> Any:
-    """As many experts kept compressed as a share of what all of them take decoded has room for."""
+    """As many experts kept compressed as fit into a share of what all experts take decoded."""
     from moelab.cache.pools import Pools
     from moelab.offloading.slots import Sizes
     from moelab.store.layout import ExpertStore
@@ -260,22 +256,21 @@ def compressed_pool(store: str, share: float, staging: int) -> Any:
     return Pools(C=int(share * everything - staging * sizes.in_flight) // (sizes.e + sizes.sm))
 
 
-class Eager(Transformers):
-    """transformers with all weights in this process's own memory, not mapped from a file."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        import moelab
-        super().__init__(moelab.open_model(options["model"]))
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()
-
-
 class Mapped(Transformers):
     """transformers' default: weights stay mapped from a checkpoint that is laid out as its parameters are."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import moelab
         super().__init__(moelab.open_model(options["model"]))
+
+
+class Eager(Mapped):
+    """transformers with all weights in this process's own memory, not mapped from a file."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()
 
 
 class Accelerate(Transformers):

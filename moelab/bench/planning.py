@@ -54,7 +54,7 @@ def run(instances: int = 10_000, repeats: int = 300, seed: int = 0) -> dict[str,
 
 
 def inclusion_of_ranks() -> np.ndarray:
-    """Inclusion probabilities [E] that fall like 1/rank, none above 0.95, of K experts a step."""
+    """Inclusion probabilities [E] ~ 1/rank, none above 0.95, of K experts a step."""
     f = 1 / np.arange(1, E + 1)
     for _ in range(100):                                    # scaling up meets the ceiling, so repeatedly
         f = np.minimum(f * K / f.sum(), 0.95)

@@ -1,11 +1,9 @@
-"""Experts in fewer bits: bytes, error of every layer, and right answers, against the model's own bf16 experts.
+"""Quantised experts: bytes, error of every layer, and right answers, against the model's own bf16 experts.
 
-Bytes are counted, exact. Errors are relative RMS, in float32, on router inputs recorded from prompts of the training
-split: of the weights, of what single experts return, and of each layer's routed output by itself, given bf16 inputs. In
-the tasks the whole model runs on the quantised experts (dequantised on use, products in bf16), and every format answers
-the same prompts: differences are paired, with standard errors.
-
-Routers, attention and shared experts stay as they are.
+Bytes are exact. Errors are relative RMS, in float32, on router inputs recorded from prompts of the training split: of
+the weights, of single experts' outputs, and of each layer's routed output, given bf16 inputs. In the tasks the whole
+model runs on the quantised experts (dequantised on use, products in bf16); differences are paired, with standard
+errors. Routers, attention and shared experts stay as they are.
 """
 
 from __future__ import annotations
@@ -39,12 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
         tasks: str | Sequence[str] = tuple(accuracy.TASKS), prompts: int = 200, tokens: int = 256,
         calibration: int = 16, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Measure; {section: {row: {column: figure}}}, the sections' names say what kind of figures they are.
-
-    Raises
-    ------
-    ValueError : unknown formats or tasks, or fewer than four prompts.
-    """
+    """Measure; {section: {row: {column: figure}}}, the sections' names say what kind of figures they are."""
     formats, tasks = (value.split(",") if isinstance(value, str) else list(value) for value in (formats, tasks))
     if unknown := [name for name in formats if name not in FORMATS]:
         raise ValueError(f"there is no format {', '.join(unknown)}; there are {', '.join(FORMATS)}")
@@ -57,8 +50,8 @@ def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
                "bits a weight": 8 * size / live.spec.expert_params, "all experts, bytes": sum(
                    source.nbytes(*key) for key in source.kept)}
         for name, source in sources.items()}}
-    results |= {"relative RMS error by layer, per cent (measured)": layer_errors(live, layers, sources, calibration,
-                                                                                tokens, seed)}
+    results["relative RMS error by layer, per cent (measured)"] = layer_errors(live, layers, sources, calibration,
+                                                                               tokens, seed)
     if tasks != [""]:
         modes = {"as it is": nullcontext} | {name: partial(plugged, live, source=source)
                                              for name, source in sources.items()}
@@ -72,8 +65,7 @@ def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
 
 def layer_errors(model: Any, layers: Sequence[Any], sources: dict[str, Quantized], prompts: int, tokens: int,
                  seed: int) -> dict[str, dict[str, float]]:
-    """{format and layer: errors in per cent}, on the routing of `prompts` recorded prompts; the last row of a format is
-    the root mean square over layers."""
+    """Format and layer → errors in per cent, on the routing of `prompts` prompts; "all" is the RMS over layers."""
     kinds = ("code", "prose", "lookup", "needle")
     texts = [p for kind in kinds for p in datasets.prompts(kind, -(-prompts // len(kinds)), tokens=tokens, seed=seed,
                                                            split="train")]

@@ -58,8 +58,9 @@ def timeline(store: ExpertStore, mode: str, threads: int | None, bandwidth: floa
         if threads == 0:
             decoders.put((_decoder(store), reads))
         for _ in range((threads or 0) + 1):
-            buffers.put(reader.buffer())
-            buffers.queue[-1][:] = 0                # pre-faulted pages
+            buffer = reader.buffer()
+            buffer[:] = 0                           # pre-faulted pages
+            buffers.put(buffer)
         start = time.perf_counter()
 
         def span(spans: list, kind: str, action: Callable[[], Any]) -> Any:

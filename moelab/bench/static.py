@@ -1,10 +1,9 @@
-"""What static shapes cost a model: padding by block size, drops by capacity, and what dropping changes in accuracy.
+"""Costs of static shapes: padding by block size, drops by capacity, and the accuracy that dropping costs.
 
 Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model whose executors
-drop, each way on the same texts (`moelab.evaluation.accuracy.compare`), one text a forward pass, as capacities hold
-for a
-call and texts of a batch would compete for them. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication",
-"Dropping MoE", "Future Optimizations"), NPUMoE §3.2, §4.1, §4.2, §5.6. Times are `moelab.bench.roofline`.
+drop (`moelab.evaluation.accuracy.compare`), at batch size 1, as texts of a batch would compete for capacity. Times are
+in `moelab.bench.experts`. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", "Dropping MoE", "Future
+Optimizations"), NPUMoE §3.2, §4.1, §4.2, §5.6.
 
     counts [E] or loads [n, L, E]: tokens of each expert    ids [T, L, K]    capacity [L][E]
 """
@@ -12,7 +11,7 @@ call and texts of a batch would compete for them. Sources: AWS Neuron's MoE guid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -22,9 +21,10 @@ import torch
 from torch import Tensor
 
 from moelab import datasets
-from moelab.evaluation.accuracy import compare, paired_means
 from moelab.bench.experts import Layers
 from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
+from moelab.evaluation.accuracy import compare_dropping, paired_means
+from moelab.evaluation.calibrate import SOURCES
 from moelab.experts import blocks
 from moelab.experts.blockwise import Blockwise
 from moelab.experts.executor import Tally
@@ -35,11 +35,10 @@ from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged
 from moelab.trace import PREFILL, RoutingTrace
 
-SOURCES = ("code", "prose", "needle_multikey", "lookup")
 #: block sizes that are looked at, tokens
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 TASKS = ("loss", "needle_multikey", "needle")
-BASELINE, NOBODY = "nothing dropped", "no experts at all"
+BASELINE, NO_EXPERTS = "nothing dropped", "no experts at all"
 #: the series of `padding_curves` that skips no block
 ALL_BLOCKS = "all N blocks, any routing"
 
@@ -58,8 +57,6 @@ def chunk_texts(tokenizer: Any, n: int, tokens: int, seed: int = 0) -> list[str]
     return [text for text in texts("test", n, tokens, seed) if len(tokenizer(text)["input_ids"]) > tokens // 2][:2 * n]
 
 
-# ----------------------------------------------------------------------------------------------------------- blocks
-
 def routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> Tensor:
     """ids [T, K]: K distinct experts a token, popularity of expert e falling like (e + 1)^−skew."""
     generator = torch.Generator().manual_seed(seed)
@@ -69,26 +66,23 @@ def routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> Tensor:
 
 @lru_cache(maxsize=64)
 def routed(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> tuple[int, ...]:
-    """Tokens of each expert [E] under such a routing; remembered, so that a knob answers at once."""
+    """Tokens of each expert [E] under such a routing, cached for widgets."""
     return tuple(torch.bincount(routing(T, E, K, skew, seed).flatten(), minlength=E).tolist())
 
 
 def block_paddings(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> dict[int, blocks.Padding]:
-    """The padding of one such routing for each block size of `SIZES`."""
     return {B: blocks.padding(routed(T, E, K, skew, seed), T, K, B) for B in SIZES}
 
 
 def padded_share(counts: Iterable[Sequence[int]], T: int, K: int, B: int, skip: bool = True) -> float:
     """Share of the slots that hold no token, over routings of T tokens; `skip`: of the filled blocks only."""
-    made = [blocks.padding(of, T, K, B) for of in counts]
-    return 1 - sum(p.pairs for p in made) / sum(B * (p.needed if skip else p.provisioned) for p in made)
+    found = [blocks.padding(of, T, K, B) for of in counts]
+    return 1 - sum(p.pairs for p in found) / sum(B * (p.needed if skip else p.provisioned) for p in found)
 
 
 def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> dict[str, Points]:
-    """Padded share by block size of `SIZES`, a series a routing: uniform, two of Zipf popularity, and real loads.
-
-    loads : [n, L, E], steps of T tokens of the model of that name; the last series has them without skipping blocks.
-    """
+    """Padded share by block size of `SIZES`, a series a routing: uniform, two of Zipf popularity, and real loads
+    [n, L, E] of steps of T tokens of the model `name`; the last series does not skip empty blocks."""
     real, zipf = loads.reshape(-1, loads.shape[-1]).tolist(), {"uniform": 0.0, "Zipf 0.6": 0.6, "Zipf 1.2": 1.2}
     drawn = {title: [routed(T, loads.shape[-1], K, skew, seed + i) for i in range(8)] for title, skew in zipf.items()}
     curves = {title: [(B, padded_share(of, T, K, B)) for B in SIZES]
@@ -103,12 +97,12 @@ def apart(curves: Mapping[str, Points], one: str, other: str) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class BlockCount:
-    """What blocks of B slots did to one step of all layers, counted while the executor ran.
+    """Blocks of B slots in one step of all layers, counted while the executor ran.
 
     by_text, by_code : the two formulas' N of a layer. filled : blocks with a token, mean of layers.
     padded, padded_all : share of slots without a token, of the filled and of all N blocks.
     weights_skipped, rows_skipped : share of the loads that skipping saves.
-    as_formula : whether the slots are those of `moelab.experts.blocks.padding`, and no choice was dropped.
+    as_formula : whether the slots are those of `moelab.experts.blocks.padding`, without drops.
     """
 
     B: int
@@ -126,14 +120,13 @@ def count_blocks(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> list[Bloc
     """Run ids [T, L, K] through tiny experts in blocks of each size, with and without skipping empty blocks."""
     T, L, K = ids.shape
     x, weights, found = torch.randn(T, 16), torch.full((T, K), 1 / K), []
-    experts = Layers(E, K, 16, 8, torch.float32, 0).seam[0]
+    experts, layers = Layers(E, K, 16, 8, torch.float32, 0).seam[0], ids.long().unbind(1)
     for B in sizes:
         skipping, whole = Blockwise(B), Blockwise(B, skip_blocks=False)
-        for layer in ids.long().unbind(1):
+        for layer in layers:
             skipping(x, layer, weights, experts)
             whole(x, layer, weights, experts)
-        formula = [blocks.padding(torch.bincount(layer.flatten(), minlength=E).tolist(), T, K, B)
-                   for layer in ids.long().unbind(1)]
+        formula = [blocks.padding(torch.bincount(layer.flatten(), minlength=E).tolist(), T, K, B) for layer in layers]
         as_formula = (skipping.tally.slots == sum(B * p.needed for p in formula)
                       and whole.tally.slots == sum(p.slots for p in formula)
                       and skipping.tally.dropped == whole.tally.dropped == 0)
@@ -144,11 +137,8 @@ def count_blocks(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> list[Bloc
 
 
 def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Points]:
-    """Distinct experts of a decode step by the batch, mean of layers: counted in the trace, and what formulas say.
-
-    "counted" from sequences that decode together; the others for tokens that are independent, by the trace's own
-    popularity or evenly, and the guide's worst case.
-    """
+    """Distinct experts of a decode step by batch size, mean of layers: counted in sequences that decode together, for
+    independent tokens (by the trace's own popularity or evenly), and the guide's worst case."""
     E, K, alone = trace.spec.E, trace.spec.K, inclusion_probabilities(trace, 1)                 # [L, E]
     return {"counted": [(b, float(inclusion_probabilities(trace, b).sum(1).mean())) for b in batches],
             "independent, own popularity": [
@@ -157,21 +147,18 @@ def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Poi
             "provisioned: min(bK, E)": [(b, min(b * K, E)) for b in batches]}
 
 
-# ------------------------------------------------------------------------------------------------ drops and accuracy
-
 @contextmanager
-def limited(model: Any, make: Callable[[Saliency], Any], into: list[Any]) -> Iterator[Any]:
-    """A mode for `compare`: the model on a new executor `make(saliency)`, which goes into a list at the end."""
+def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
+    """The model on a new executor `make(saliency)`."""
     with Saliency(model, discover(model)) as saliency, plugged(model, make(saliency)) as executor:
         yield executor
-    into.append(executor)
 
 
 @dataclass(frozen=True, eq=False)
-class Costs:
-    """What ways of dropping cost one model, each against `BASELINE`.
+class DropCosts:
+    """Accuracy costs of ways of dropping, each against `BASELINE`.
 
-    scores, samples : those of `moelab.evaluation.accuracy.compare`. tallies : way → task → what its executor did.
+    scores, samples : those of `moelab.evaluation.accuracy.compare`. tallies : way → task → its executor's counts.
     """
 
     scores: dict[str, dict[str, dict[str, Any]]]
@@ -193,7 +180,7 @@ class Costs:
         return 100 * row["difference"], *(100 * side for side in row["interval"])
 
     def told(self, task: str, way: str) -> str:
-        """`points` with their interval, in words."""
+        """`points` with their interval, as text."""
         return "{:+.1f} points (95 % {:+.1f} to {:+.1f})".format(*self.points(task, way))
 
     def against(self, other: str, way: str) -> Interval:
@@ -202,23 +189,23 @@ class Costs:
         return row["difference"], *row["interval"]
 
     def verdict(self, way: str, other: str = "random") -> str:
-        """Whether the loss of a way can be told from another's, in words."""
+        """Whether the loss of a way differs from another's at 95 %, in words."""
         _, low, high = self.against(other, way)
-        how = "better than" if high < 0 else "worse than" if low > 0 else "not to be told from"
-        return f"{how} {other}"
+        if high < 0:
+            return f"better than {other}"
+        return f"worse than {other}" if low > 0 else f"indistinguishable from {other}"
 
     def nearest(self, drop: float) -> str:
         """The way whose drop rate on the loss's windows is nearest to `drop`."""
         return min(self.tallies, key=lambda way: abs(self.tally(way).drop_rate - drop))
 
 
-def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> Costs:
+def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> DropCosts:
     """Score every way on the same windows and prompts; `how` are the sizes of `accuracy.compare`."""
-    ran: dict[str, list[Any]] = {way: [] for way in ways}
-    modes = {BASELINE: nullcontext} | {way: partial(limited, model, make, ran[way]) for way, make in ways.items()}
-    found = compare(model, modes, tasks, batch_size=1, **how)
-    tallies = {way: {task: executor.tally for task, executor in zip(tasks, of, strict=True)} for way, of in ran.items()}
-    return Costs(found["scores"], found["samples"], tallies)
+    modes = {way: partial(limited, model, make) for way, make in ways.items()}
+    found, ran = compare_dropping(model, modes, tasks, BASELINE, **how)
+    return DropCosts(found["scores"], found["samples"],
+                     {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()})
 
 
 def capacity_factors(factors: Sequence[float]) -> Ways:
@@ -231,10 +218,8 @@ def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
     capacity = [list(layer.capacity) for layer in tiers]
     ways = {order: lambda saliency, order=order: Tiered(capacity, order=order, saliency=saliency, seed=seed)
             for order in ORDERS}
-    return ways | {NOBODY: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
+    return ways | {NO_EXPERTS: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
 
-
-# -------------------------------------------------------------------------------------------------- tiers and groups
 
 @dataclass(frozen=True)
 class TierPlan:
@@ -282,11 +267,7 @@ def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Ran:
-    """What one way did with some texts.
-
-    total, by_layer : counts. changed : largest change of a logit. agree : share of places whose most likely token is
-    the same, mean of texts.
-    """
+    """Counts of one way; the largest change of a logit; share of positions with the same best token, mean of texts."""
 
     total: Tally
     by_layer: list[Tally]
@@ -298,9 +279,9 @@ def run_ways(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Ran]:
     """Read the texts in every way, beside the model as it is."""
     plain, found = read_all(model, texts), {}
     for name, make in ways.items():
-        with limited(model, make, []) as executor:
+        with limited(model, make) as executor:
             pairs = list(zip(plain, read_all(model, texts)))
+        agree = [float((a.argmax(-1) == b.argmax(-1)).double().mean()) for a, b in pairs]
         found[name] = Ran(executor.tally, [executor.by_layer[l] for l in range(model.spec.L)],
-                          max(float((a - b).abs().max()) for a, b in pairs),
-                          float(np.mean([float((a.argmax(-1) == b.argmax(-1)).double().mean()) for a, b in pairs])))
+                          max(float((a - b).abs().max()) for a, b in pairs), float(np.mean(agree)))
     return found

@@ -39,10 +39,8 @@ MISSING = "not installed"
 
 
 def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
-    """A bf16 matrix [rows, 2048] of about `nbytes`, its exponents spread like those of trained weights.
-
-    2.64 bits of exponent entropy; ZipMoE's models have 2.55–2.65 (Fig. 2).
-    """
+    """A bf16 matrix [rows, 2048] of about `nbytes`, of 2.64 bits of exponent entropy; ZipMoE's models have 2.55–2.65
+    (Fig. 2)."""
     rows = max(1, nbytes // (2 * COLUMNS))
     return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
 
@@ -54,17 +52,11 @@ class Coder:
     nbytes: int
     compress: Callable[[], Any]
     decode: Callable[[], Any]
-    #: a decode with buffers of its own, for one more thread
-    another: Callable[[], Callable[[], Any]]
+    another: Callable[[], Callable[[], Any]]        # a decode with buffers of its own, for one more thread
 
 
 def coders(weights: torch.Tensor, names: Iterable[str] = CODECS) -> dict[str, Coder]:
-    """A coder for each codec, and for zipnn where it is installed.
-
-    Raises
-    ------
-    ValueError : one does not give the same weights back.
-    """
+    """A coder for each codec, and for zipnn where it is installed; ValueError for one that loses anything."""
     made = {name: _coder(weights, name) for name in names}
     with suppress(ImportError):
         made[PEER] = _zipnn(weights)
@@ -89,11 +81,11 @@ def _zipnn(weights: torch.Tensor) -> Coder:
     import zipnn
     options = {"input_format": "byte", "bytearray_dtype": "bfloat16", "threads": 1}
     data = bytes(bits.as_bytes(weights))
-    room = bytearray(data)
+    buffer = bytearray(data)
 
     def compress() -> Any:
-        room[:] = data
-        return zipnn.ZipNN(**options).compress(room)
+        buffer[:] = data
+        return zipnn.ZipNN(**options).compress(buffer)
 
     packed = bytes(compress())
 

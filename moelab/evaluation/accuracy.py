@@ -1,30 +1,24 @@
-"""What a way of running a model costs in accuracy: language loss and right answers, each mode against a baseline.
+"""Accuracy of running a model in several modes: language loss and right answers, each mode against a baseline.
 
 Source: Speculating Experts §4.1 and Table 1 (accuracy ± standard error of executing predicted experts), on text and
-questions that need no network. Every mode sees the same windows and prompts, so what is compared is the *paired*
-difference, whose error is a fraction of that of either score: questions that both modes answer alike cancel.
+questions that need no network. All modes see the same windows and prompts, so differences are *paired*.
 
     score        mean ± s/√n over windows or prompts (s: sample standard deviation; nats a token, or share of right
                  answers)
     difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these differences
     relative     of the loss, in per cent of the baseline's; its error is that of a ratio of means (delta method)
     p            of right answers: exact two-sided McNemar test on the answers lost and gained
+    interval     95 %: of right answers that of Agresti and Min (2005), which is never empty; of losses Student's
 
-Where no answer changed, the paired error is 0, which says nothing about the next prompt: `interval` is the 95 %
-interval of Agresti and Min (2005), half an answer added to each of the four cells, and never empty. For losses it is
-Student's (`moelab.intervals`). Any two modes are compared like a mode and the baseline. Windows of one library file are
-taken as independent, which makes errors of the loss slightly small.
-
-Left out: generation beyond an answer (`moelab.evaluation.lm_eval_adapter` has tasks that generate) and
-encoder-decoders.
+Windows of one library file are taken as independent, which makes errors of the loss slightly small.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -51,28 +45,27 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
             tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16) -> dict[str, Any]:
     """Score one model in several modes on the same held-out text and prompts.
 
-    Parameters
-    ----------
     model : a model with a `.tokenizer`, resident, offloaded or otherwise plugged.
-    modes : {name: function that returns a context manager}; the first is the baseline of the differences.
-        `contextlib.nullcontext` is the model as it is.
+    modes : {name: function that returns a context manager}; the first is the baseline. `nullcontext` is the model
+        as it is.
     tasks : keys of `TASKS`.
     n : prompts a task; windows : windows of library text; tokens : length of each, in the model's own tokens.
-    decode : False reads each text in one forward pass, so a mode must act on those ("prefill"); True computes what is
-        scored (the answers, the last quarter of each window) in decode steps after an ordinary prefill.
-    batch_size : texts a forward pass, where it isn't decode.
+    decode : False reads each text in one forward pass ("prefill"); True computes what is scored (the answers, the
+        last quarter of each window) in decode steps after an ordinary prefill.
+    batch_size : texts a forward pass, unless `decode`.
 
     Returns
     -------
-    dict, as JSON knows it: "settings"; "scores", see `summarise`, with the "recall" of modes that count it (mean over
-    layers); "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode:
-    [score, …]}}.
+    JSON-able: "settings"; "scores", see `summarise`, with the "recall" of modes that count it (mean over layers);
+    "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode: [score, …]}}.
 
     Raises
     ------
     ValueError : unknown tasks, no modes, fewer than two windows or prompts, an encoder-decoder, no tokenizer.
     """
-    texts = material(model.tokenizer, _checked(model, modes, tasks), n, windows, tokens, seed)
+    _check(model, modes, tasks)
+    texts = {task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed) if task == "loss"
+             else task_prompts(model.tokenizer, task, n, tokens, seed) for task in tasks}
     samples: Samples = {task: {} for task in texts}
     recalls: dict[tuple[str, str], float] = {}
     for mode, context in modes.items():
@@ -93,10 +86,22 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
     return found
 
 
-def material(tokenizer: Any, tasks: Sequence[str], n: int, windows: int, tokens: int, seed: int) -> dict[str, Any]:
-    """{task: its prompts, or the windows [windows, tokens] of the loss}, from the test split."""
-    return {task: scores.text_windows(tokenizer, "test", windows, tokens, seed) if task == "loss"
-            else task_prompts(tokenizer, task, n, tokens, seed) for task in tasks}
+def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: str, **how: Any
+                     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's context yielded).
+
+    Batch size is 1, as texts of a batch would compete for capacity. how : other arguments of `compare`.
+    """
+    kept: dict[str, list[Any]] = {mode: [] for mode in modes}
+
+    @contextmanager
+    def keeping(mode: str) -> Iterator[Any]:
+        with modes[mode]() as running:
+            yield running
+        kept[mode].append(running)
+    found = compare(model, {baseline: nullcontext} | {mode: partial(keeping, mode) for mode in modes}, tasks,
+                    batch_size=1, **how)
+    return found, {mode: dict(zip(tasks, of, strict=True)) for mode, of in kept.items()}
 
 
 def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:
@@ -108,7 +113,7 @@ def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> l
 
 
 def result(samples: Samples, settings: dict[str, Any]) -> dict[str, Any]:
-    """The document that `compare` returns, of any samples: their scores, and they themselves as plain lists."""
+    """The document that `compare` returns, of any samples."""
     return {"kind": "measured", "settings": settings, "scores": summarise(samples),
             "pairs": {task: {f"{mode} − {other}": paired(by_mode[other], by_mode[mode])
                              for other, mode in combinations(list(by_mode)[1:], 2)}
@@ -117,18 +122,12 @@ def result(samples: Samples, settings: dict[str, Any]) -> dict[str, Any]:
                         for task, by_mode in samples.items()}}
 
 
-# --------------------------------------------------------------------------------------------------- the statistics
-
 def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
     """{task: {mode: row}}; the first mode of a task is its baseline.
 
     A row has "unit", "n", "score" and "error" (standard error) and, but for the baseline, "difference",
     "difference error", "interval" (95 %) and, for answers, "lost", "gained" and "p" or, for other scores, "relative"
     and "relative error" (per cent).
-
-    Raises
-    ------
-    ValueError : fewer than two samples of a mode, or not as many as of its baseline.
     """
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for task, by_mode in samples.items():
@@ -140,7 +139,7 @@ def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
             if len(values) < 2 or len(values) != len(base):
                 raise ValueError(f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; a standard "
                                  f"error needs at least two, and pairs as many of each")
-            unit = "share of right answers" if answers else "nats a token" if task == "loss" else "score"
+            unit = "share of right answers" if answers else {"loss": "nats a token"}.get(task, "score")
             rows[task][mode] = {"unit": unit, "n": len(values)} | _mean("score", "error", values)
             if mode != baseline:
                 rows[task][mode] |= paired(base, values)
@@ -148,11 +147,11 @@ def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def paired(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
-    """What one mode's scores are beside another's, over the same windows or prompts [n]: right answers if both are."""
-    both = [np.asarray(scores) for scores in (base, values)]
-    if all(scores.dtype == bool for scores in both):
-        return paired_answers(*both)
-    return paired_means(*(scores.astype(float) for scores in both))
+    """One mode's scores against another's, over the same windows or prompts [n]: right answers if both are bool."""
+    base, values = np.asarray(base), np.asarray(values)
+    if base.dtype == values.dtype == bool:
+        return paired_answers(base, values)
+    return paired_means(base.astype(float), values.astype(float))
 
 
 def paired_means(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
@@ -179,7 +178,7 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Exact two-sided p value of McNemar's test: how likely so uneven a split is, were each change a fair coin."""
+    """Exact two-sided p value of McNemar's test: of a split so uneven if both directions were equally likely."""
     changed = lost + gained
     tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2**changed)
@@ -189,8 +188,6 @@ def _mean(name: str, error: str, values: np.ndarray) -> dict[str, float]:
     values = values.astype(float)
     return {name: float(values.mean()), error: standard_error(values)}
 
-
-# --------------------------------------------------------------------------------------------------------- in print
 
 def table(found: dict[str, Any]) -> str:
     """A result as text, one line a task and mode; answers in per cent and points, losses in nats a token."""
@@ -215,7 +212,7 @@ def table(found: dict[str, Any]) -> str:
     return text_table(["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines)
 
 
-def _checked(model: Any, modes: Modes, tasks: Sequence[str]) -> Sequence[str]:
+def _check(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
         raise ValueError(f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}")
@@ -223,7 +220,6 @@ def _checked(model: Any, modes: Modes, tasks: Sequence[str]) -> Sequence[str]:
         raise ValueError("there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
-                         f"doesn't do; lm-eval's tasks can be used")
+                         "doesn't do; lm-eval's tasks can be used")
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("the model has no tokenizer; put one beside its weights, or set model.tokenizer")
-    return tasks

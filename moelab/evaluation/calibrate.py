@@ -1,11 +1,11 @@
-"""`python -m moelab calibrate MODEL FILE`: who is busy in a model, counted once, for whatever must guess (NPUMoE §3.3).
+"""`python -m moelab calibrate MODEL FILE`: count a model's expert popularity once, for all that predicts (NPUMoE §3.3).
 
     moelab calibrate small small.calibration.safetensors
     moelab calibrate Qwen/Qwen3-30B-A3B qwen.safetensors --prompts 64 --new-tokens 32 --external
     moelab ane plan small --calibration small.calibration.safetensors
 
-Prompts of several sources (the training split) run through the model, and of the routing of their tokens only counts
-are kept, a few kilobytes that know which model they belong to: a `moelab.calibration.Calibration`. Nothing is timed.
+Prompts of several sources (the training split) run through the model; of their routing only counts are kept, a few
+kilobytes that are bound to the model: a `moelab.calibration.Calibration`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="the new file, FILE.safetensors")
     parser.add_argument("--prompts", type=whole(1), default=16, metavar="N", help="of each source (%(default)s)")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"of {', '.join(datasets.SOURCES)} (%(default)s)")
-    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt, in tokens of the model "
-                                                                "(%(default)s)")
-    parser.add_argument("--new-tokens", type=whole(), default=17, metavar="N",
-                        help="generated after each prompt; n tokens "
-                        "are n - 1 decode steps, 0 leaves decode out (%(default)s)")
+    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
+    parser.add_argument("--new-tokens", type=whole(), default=17, metavar="N", help="generated after each prompt; n "
+                        "tokens are n - 1 decode steps, 0 leaves decode out (%(default)s)")
     parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="prompts a forward pass (%(default)s)")
     parser.add_argument("--external", action="store_true", help="read experts one by one where they are needed: "
-                                                                "slower, and a fraction of the memory")
+                        "slower, and a fraction of the memory")
     parser.add_argument("--seed", type=whole(), default=0, help="picks the prompts (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
 
@@ -56,12 +54,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def checked(args: argparse.Namespace) -> Sequence[str]:
-    """The sources; everything that can be known to be wrong before a model is opened.
-
-    Raises
-    ------
-    FileExistsError, NotADirectoryError, PermissionError : the file is there, or cannot be written.
-    ValueError : an unknown source.
+    """The sources; an unknown one, or a file that is there or cannot be written, is an error before a model is opened.
     """
     sources = [name for name in args.sources.split(",") if name]
     if unknown := [name for name in sources if name not in datasets.SOURCES] or not sources:
@@ -80,12 +73,7 @@ def checked(args: argparse.Namespace) -> Sequence[str]:
 
 def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, tokens: int = 256, new_tokens: int = 17,
                 batch_size: int = 8, seed: int = 0) -> Calibration:
-    """Calibrate a model on n prompts of each source, of `tokens` in its own tokens.
-
-    Raises
-    ------
-    ValueError : the model has no tokenizer.
-    """
+    """Calibrate a model on n prompts of each source; ValueError without a tokenizer."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer, so no prompts can be made for it; put one beside its weights")
@@ -105,7 +93,6 @@ def hot_share(found: Calibration, phase: int) -> float:
 
 
 def summary(found: Calibration) -> str:
-    """What was counted, in a few lines."""
     spec, hot = found.spec, max(round(HOT * found.spec.E), 1)
     lines = [f"{spec.name}: {spec.L} MoE layers of {spec.E} experts, top-{spec.K}; {found.source}"]
     for name, phase in (("prefill", PREFILL), ("decode", DECODE)):

@@ -1,13 +1,10 @@
-"""lm-eval's tasks on a model that moelab has opened: resident, offloaded from a store, or speculating.
+"""lm-eval's tasks on a model that moelab has opened: resident, offloaded or speculating.
 
-lm-eval is given the open model, so whatever is plugged into its seam is what gets measured. moelab's own prompts are
-lm-eval tasks too (`moelab_needle`, `moelab_completion` …), made from configurations here rather than from files and
-without a network: lm-eval's verdict on them is that of `moelab.evaluation.scores`. lm-eval's own tasks go by lm-eval's
-names, or by those in Table 1 of Speculating Experts, and download their data.
-
-One score a question is kept, so modes are compared in pairs as in `moelab.evaluation.accuracy`. Left out: metrics
-that are
-no mean over questions (corpus BLEU, perplexities), and scores of groups, whose members are listed instead.
+lm-eval is given the open model, so what is plugged into its seam is what is measured. moelab's own prompts are lm-eval
+tasks too (`moelab_needle`, `moelab_completion` …), configured here and without a network; lm-eval's verdicts on them
+are those of `moelab.evaluation.scores`. lm-eval's own tasks go by its names, or by those in Table 1 of Speculating
+Experts, and download their data. One score a question is kept, so that modes are compared in pairs as in
+`moelab.evaluation.accuracy`; metrics that are no mean over questions (corpus BLEU, perplexities) are left out.
 """
 
 from __future__ import annotations
@@ -36,17 +33,8 @@ def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None
             chat: bool = False) -> Samples:
     """Run lm-eval's tasks in every mode: {"task metric": {mode: one score a question [n]}}.
 
-    Parameters
-    ----------
-    modes : see `moelab.evaluation.accuracy.compare`.
-    tasks : what `load` returned.
-    limit : questions a task, all of them if None.
-    batch_size : texts a forward pass or generation.
-    chat : put the questions into the tokenizer's chat template.
-
-    Raises
-    ------
-    ValueError : no metric of these tasks is a mean over questions, or one is not in every mode.
+    modes : see `moelab.evaluation.accuracy.compare`. tasks : what `load` returned. limit : questions a task, None for
+    all. chat : put the questions into the tokenizer's chat template.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -97,8 +85,6 @@ def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, s
          run_code: bool = False) -> list[Any]:
     """lm-eval's task objects, their data loaded.
 
-    Parameters
-    ----------
     names : of `LOCAL`, of `BENCHMARKS` in any case, or lm-eval's own; a group or tag stands for its members.
     model : its tokenizer measures the local prompts and those of RULER.
     n, tokens, seed : prompts of a local task; `tokens` is RULER's context length too.
@@ -165,19 +151,13 @@ def _adapter(model: Any, batch_size: int, label: str) -> Any:
     """lm-eval's view of an open model, with moelab's progress bar in place of its own."""
     from lm_eval.models.huggingface import HFLM
 
-    class OpenModel(HFLM):
-        def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list:
-            return self._with_bar(super().loglikelihood, requests)
-
-        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list:
-            return self._with_bar(super().loglikelihood_rolling, requests)
-
-        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list:
-            return self._with_bar(super().generate_until, requests)
-
-        def _with_bar(self, answer: Any, requests: list) -> list:
+    def with_bar(method: str) -> Any:
+        def answer(self: Any, requests: list, disable_tqdm: bool = False) -> list:
             with progress(total=len(requests), desc=f"{label}: {requests[0].task_name}", unit="request") as bar:
                 self.cache_hook.add_partial = lambda *_: bar.update()       # lm-eval calls it once a request
-                return answer(requests, disable_tqdm=True)
+                return getattr(HFLM, method)(self, requests, disable_tqdm=True)
+        return answer
 
-    return OpenModel(pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)
+    methods = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+    return type("OpenModel", (HFLM,), {name: with_bar(name) for name in methods})(
+        pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)

@@ -51,9 +51,8 @@ def right_answers(model: Any, prompts: Sequence[Prompt], batch_size: int = 16, d
                   label: str = "answering") -> list[bool]:
     """For each prompt, whether greedy decoding gives exactly its answer.
 
-    One forward pass a batch: greedy decoding reproduces the answer if and only if, with the answer given, every
-    one of its tokens is the most likely next one. With `decode`, prompts run one at a time and every token of an
-    answer comes from a decode step, see `last_logits`.
+    That is so if and only if, with the answer given, every one of its tokens is the most likely next one: one forward
+    pass a batch. With `decode`, prompts run one at a time, every token of an answer in a decode step.
     """
     pairs = [split_ids(model.tokenizer, prompt) for prompt in prompts]
     by_length: dict[int, list[int]] = {}            # batches of one length need no padding, which a router would see

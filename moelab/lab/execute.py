@@ -1,12 +1,11 @@
-"""What the process of one notebook does: papermill, then a look at what papermill overlooks.
+"""The process of one notebook: runs papermill, and finds the errors that papermill does not report.
 
 The runner starts `python -m moelab.lab.execute` and writes one line of JSON to its standard input; when that
 input closes, because the runner ended or was killed, this process ends too and its kernel follows. It leaves the
 executed notebook and, after a failure, `error.txt` in the run directory: first a sentence, then the traceback.
 
-Papermill takes three things for success that are none: an exception inside a widget's callback (it lands in the
-widget's state), a notebook bound to another interpreter's kernel, and a parameter that does not exist (refused
-before, in the runner). The first two are dealt with here.
+Papermill reports success after an exception inside a widget's callback, which lands in the widget's state, and for a
+notebook bound to another interpreter's kernel; both are dealt with here.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moelab.files import atomic, write_text
 from moelab.progress import progress
 
 WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
-def _never_miss_a_reply() -> None:
-    """Make Jupyter's client look for messages once a second, not only when it is told of one.
+def _poll_for_replies() -> None:
+    """Make Jupyter's client poll for messages once a second.
 
-    Where a widget's messages are sent while a cell's reply is awaited, the notice of the reply can be lost; the
-    client would then wait for it until the cell's time limit, with the reply in its queue.
+    Where a widget's messages are sent while a cell's reply is awaited, the notification of the reply can be lost; the
+    client would then wait until the cell's time limit, with the reply in its queue.
     """
     from queue import Empty
     from time import monotonic
@@ -50,15 +50,15 @@ def _never_miss_a_reply() -> None:
 
 
 def import_nbformat() -> Any:
-    """nbformat, without the seconds in which jsonschema builds grammars of web addresses that no notebook has."""
-    sys.modules.setdefault("rfc3987_syntax", None)      # an optional package: jsonschema goes on without it
+    """nbformat, without an optional package of jsonschema that takes seconds to import."""
+    sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
     return nbformat
 
 
-def _save_now_and_then(engine: type) -> type:
-    """A papermill engine that saves a notebook twice a minute, not before and after each cell; and at its end."""
-    class NowAndThen(engine):
+def _saving_twice_a_minute(engine: type) -> type:
+    """A papermill engine that saves a notebook twice a minute and at its end, not before and after each cell."""
+    class SavingTwiceAMinute(engine):
         @classmethod
         def execute_managed_notebook(cls, manager: Any, *args: Any, **kwargs: Any) -> Any:
             save = manager.save
@@ -71,11 +71,11 @@ def _save_now_and_then(engine: type) -> type:
                 return super().execute_managed_notebook(manager, *args, **kwargs)
             finally:
                 manager.save = save
-    return NowAndThen
+    return SavingTwiceAMinute
 
 
 class _Watch:
-    """Which cell is running, told every ten seconds even when it takes long."""
+    """Shows which cell is running, every ten seconds."""
 
     def __init__(self, bar: progress) -> None:
         self.bar, self.cell = bar, None
@@ -104,14 +104,9 @@ def first_line(cell: Any) -> str:
 
 
 def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: float, pictures: bool) -> str | None:
-    """Execute a notebook into a run directory; returns what went wrong, or None.
+    """Execute a notebook into a run directory, both absolute paths; returns the error, or None.
 
-    Parameters
-    ----------
-    notebook, directory : absolute paths.
-    parameters : name → value, already checked.
-    timeout : seconds that one cell may take.
-    pictures : also draw the figures as PNG, where that works.
+    parameters : already checked. timeout : seconds that one cell may take. pictures : also draw the figures as PNG.
     """
     nbformat = import_nbformat()
     import papermill
@@ -127,7 +122,7 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         def kernel_spec(self) -> KernelSpec:
             return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=50"]))
 
-    papermill_engines.register("moelab", _save_now_and_then(NBClientEngine))
+    papermill_engines.register("moelab", _saving_twice_a_minute(NBClientEngine))
     source, output = Path(notebook), Path(directory) / Path(notebook).name
     cells = sum(cell.cell_type == "code" for cell in nbformat.read(source, 4).cells) + bool(parameters)
     error = None
@@ -154,9 +149,8 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         tidy(executed)
         if error is None and pictures:
             add_pictures(executed, Path(directory))
-        part = output.with_suffix(".part")
-        nbformat.write(executed, part)
-        os.replace(part, output)
+        with atomic(output) as part:
+            nbformat.write(executed, part)
     return error
 
 
@@ -214,7 +208,7 @@ def _displays(notebook: Any) -> Iterator[Any]:
     return (output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output)
 
 
-def _end_with_the_runner() -> None:
+def _exit_with_the_runner() -> None:
     os.read(sys.stdin.fileno(), 1)      # returns when the runner closes the pipe, or dies
     os._exit(1)
 
@@ -222,11 +216,11 @@ def _end_with_the_runner() -> None:
 def main() -> None:
     job = json.loads(sys.stdin.readline())
     logging.disable()       # what papermill and nbclient log is in the error that is returned
-    threading.Thread(target=_end_with_the_runner, daemon=True).start()
-    _never_miss_a_reply()
+    threading.Thread(target=_exit_with_the_runner, daemon=True).start()
+    _poll_for_replies()
     error = execute(**job)
     if error is not None:
-        (Path(job["directory"]) / "error.txt").write_text(error.strip() + "\n", encoding="utf-8")
+        write_text(Path(job["directory"]) / "error.txt", error.strip() + "\n")
         sys.exit(1)
 
 

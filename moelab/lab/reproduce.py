@@ -1,7 +1,7 @@
-"""`python -m moelab reproduce`: runs the notebooks one after the other, then a table and one page of results.
+"""`python -m moelab reproduce`: runs the notebooks one after the other, prints a table and writes the report.
 
-A notebook that fails does not stop the others, but the exit status tells. Parameters given with `-p` go to every
-notebook that has them; one that none of them has is refused before anything runs.
+A notebook that fails does not stop the others, but sets the exit status. Parameters given with `-p` go to every
+notebook that has them.
 """
 
 from __future__ import annotations
@@ -9,55 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
-from moelab.lab.report import write_report
 from moelab.files import read_json
+from moelab.lab.report import write_report
 from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, notebooks, run_notebook,
                                split_assignments)
 from moelab.table import format_value, text_table
 
 SHOWN_METRICS = 3
-
-
-def share_parameters(paths: list[Path], given: dict[str, Any]) -> dict[Path, dict[str, Any]]:
-    """To every notebook the parameters that it has, checked.
-
-    Raises
-    ------
-    ValueError : a parameter that no notebook has, or a value that one of them cannot read.
-    """
-    valid = {path: inspect(path) for path in paths}
-    for name in given:
-        if not any(name in parameters for parameters in valid.values()):
-            known = sorted({name for parameters in valid.values() for name in parameters})
-            raise ValueError(f"no notebook has a parameter {name!r}; they have {', '.join(known) or 'none'}")
-    return {path: check_parameters(path, {k: v for k, v in given.items() if k in valid[path]}) for path in paths}
-
-
-def reproduce(paths: list[Path], given: dict[str, Any], results: str | None, timeout: float) -> int:
-    """Run, print the table, write the report; returns how many notebooks failed."""
-    parameters = share_parameters(paths, given)
-    rows, errors = [], []
-    for number, path in enumerate(paths, 1):
-        print(f"[{number}/{len(paths)}] {path.stem} …", flush=True)
-        start, status, main_metrics = time.monotonic(), "ok", ""
-        try:
-            metrics = run_notebook(path, parameters[path], results, timeout) / "metrics.json"
-            found = read_json(metrics)["metrics"] if metrics.exists() else {}
-            main_metrics = "; ".join(f"{name} {format_value(m['value'])} {m['unit']} [{m['kind']}]"
-                                     for name, m in list(found.items())[:SHOWN_METRICS])
-        except NotebookFailed as failure:
-            status, main_metrics = "FAILED", failure.error.splitlines()[0]
-            errors.append(str(failure))
-        rows.append([path.stem, status, f"{time.monotonic() - start:.1f} s", main_metrics])
-        print(f"[{number}/{len(paths)}] {path.stem}: {status}, {rows[-1][2]}", flush=True)
-    for error in errors:
-        print(f"\n{error}", file=sys.stderr)
-    print("\n" + text_table(["notebook", "status", "time", "first metrics"], rows))
-    print(f"\nReport: {write_report(results)}")
-    return len(errors)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,4 +31,30 @@ def main(args: argparse.Namespace) -> int:
     if not paths:
         raise FileNotFoundError("there are no notebooks in notebooks/; run this from a clone of the repository")
     given = split_assignments(args.parameter + ["full=true"] * args.full)
-    return 1 if reproduce(paths, given, args.results, args.timeout) else 0
+    valid = {path: inspect(path) for path in paths}
+    known = sorted({name for parameters in valid.values() for name in parameters})
+    for name in given:
+        if name not in known:
+            raise ValueError(f"no notebook has a parameter {name!r}; they have {', '.join(known) or 'none'}")
+    parameters = {path: check_parameters(path, {name: value for name, value in given.items() if name in valid[path]})
+                  for path in paths}
+
+    rows, errors = [], []
+    for number, path in enumerate(paths, 1):
+        print(f"[{number}/{len(paths)}] {path.stem} …", flush=True)
+        start, status, first = time.monotonic(), "ok", ""
+        try:
+            metrics = run_notebook(path, parameters[path], args.results, args.timeout) / "metrics.json"
+            found = read_json(metrics)["metrics"] if metrics.exists() else {}
+            first = "; ".join(f"{name} {format_value(m['value'])} {m['unit']} [{m['kind']}]"
+                              for name, m in list(found.items())[:SHOWN_METRICS])
+        except NotebookFailed as failure:
+            status, first = "FAILED", failure.error.splitlines()[0]
+            errors.append(str(failure))
+        rows.append([path.stem, status, f"{time.monotonic() - start:.1f} s", first])
+        print(f"[{number}/{len(paths)}] {path.stem}: {status}, {rows[-1][2]}", flush=True)
+    for error in errors:
+        print(f"\n{error}", file=sys.stderr)
+    print("\n" + text_table(["notebook", "status", "time", "first metrics"], rows))
+    print(f"\nReport: {write_report(args.results)}")
+    return 1 if errors else 0

@@ -6,10 +6,8 @@
     run.figure("heatmap", fig, caption="…", alt="…")
     run.save()
 
-Everything lands in one run directory: `metrics.json` and `figures/*.json`. Under the runner that directory is
-made, renamed when the notebook has finished, and named in MOELAB_RUN_DIR; in JupyterLab it is
-`results/runs/<notebook>/interactive-<time>/`, which the check and the report pass over. Left out: any database;
-a run is a folder that other tools can read.
+A run is one directory: `metrics.json` and `figures/*.json`. The runner names it in MOELAB_RUN_DIR; in JupyterLab it
+is `results/runs/<notebook>/interactive-<time>/`, which check and report ignore.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ SCHEMA = "moelab.metrics/1"
 #: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
 #: modelled: a fitted formula; paper: a source's figure
 KINDS = ("exact", "measured", "simulated", "modelled", "paper")
-UNFINISHED = (".part", ".failed")
 
 
 def new_run_id() -> str:
@@ -42,25 +39,23 @@ def new_run_id() -> str:
     return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
 
 
+def is_named(notebook: str, name: str) -> bool:
+    """Whether `name` is the notebook's name or number: "01_calibration", "01" or "1"."""
+    return name == notebook or name.zfill(2) == notebook.split("_")[0]
+
+
 def open_run(notebook: str, params: dict[str, Any], seed: int) -> Run:
-    """The run that a notebook writes to.
+    """The run that a notebook, such as "01_calibration", writes to.
 
-    Parameters
-    ----------
-    notebook : the notebook's name without suffix, such as "01_calibration".
-    params : the parameters that determine the metrics; a check refuses to compare runs where they differ.
-    seed : the random seed.
+    params : the parameters that determine the metrics; runs where they differ are not compared.
 
-    Raises
-    ------
-    ValueError : papermill, called directly, has set a parameter that the notebook does not have, or one of another
-        type; it only warns of the first.
+    ValueError where papermill, called directly, has set a parameter that the notebook does not have, or one of another
+    type; it only warns of the first.
     """
     shell = getattr(builtins, "get_ipython", lambda: None)()
     check_injected([] if shell is None else shell.user_ns.get("In", []))
-    directory = os.environ.get("MOELAB_RUN_DIR")
-    if not directory:
-        directory = results_root() / "runs" / notebook / f"interactive-{new_run_id()}"
+    directory = os.environ.get("MOELAB_RUN_DIR") or (
+        results_root() / "runs" / notebook / f"interactive-{new_run_id()}")
     return Run(notebook, dict(params), seed, Path(directory))
 
 
@@ -105,38 +100,25 @@ class Run:
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured") -> None:
-        """Note one number. The same name again replaces it, as running a cell twice should.
-
-        Raises
-        ------
-        ValueError : an unknown kind, or a value that is no finite number, text or truth value.
-        """
+        """Note one finite number, text or truth value; the same name again replaces it."""
         if kind not in KINDS:
             raise ValueError(f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}")
         self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind}
 
     def claim(self, paper: str, section: str, text: str, paper_value: Any, ours: Any) -> None:
-        """Put a claim of a source beside what was found here.
-
-        The values are numbers or text; say in the text what kind of number ours is.
-        """
+        """A claim of a source beside our value, numbers or text; the text says what kind of number ours is."""
         claim = {"paper": paper, "section": section, "text": text}
         claim |= {"paper_value": _plain(text, paper_value), "ours": _plain(text, ours)}
-        same = [i for i, c in enumerate(self.claims) if (c["paper"], c["section"], c["text"]) == (paper, section, text)]
-        if same:
-            self.claims[same[0]] = claim
-        else:
-            self.claims.append(claim)
+        for i, old in enumerate(self.claims):
+            if (old["paper"], old["section"], old["text"]) == (paper, section, text):
+                self.claims[i] = claim
+                return
+        self.claims.append(claim)
 
     def figure(self, name: str, fig: Any, caption: str, alt: str) -> None:
         """Show a plotly figure in the notebook and keep it for the report.
 
-        Parameters
-        ----------
-        name : a file name without suffix: letters, digits, `-` and `_`.
-        fig : plotly.graph_objects.Figure.
-        caption : what the figure shows, the kind of its numbers included.
-        alt : the figure in words, for those who cannot see it.
+        name : a file name without suffix. caption : what it shows, and the kind of its numbers. alt : it in words.
         """
         from moelab.viz import theme
         from moelab.viz.notebook import show
@@ -153,9 +135,7 @@ class Run:
         """Write metrics.json; returns its path. Call it in the last cell."""
         content = {"schema": SCHEMA, "notebook": self.notebook, "params": self.params, "seed": self.seed,
                    "env": environment(), "metrics": self.metrics, "claims": self.claims, "figures": self.figures}
-        path = self.directory / "metrics.json"
-        write_json(path, content)
-        return path
+        return write_json(self.directory / "metrics.json", content)
 
 
 def _plain(name: str, value: Any) -> float | int | str | bool:
@@ -169,9 +149,9 @@ def _plain(name: str, value: Any) -> float | int | str | bool:
 
 
 def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
-    """The finished runs of a notebook by the runner, oldest first; unfinished and interactive ones do not count."""
+    """The runs of a notebook that the runner finished, oldest first; interactive ones do not count."""
     folder = results_root(results) / "runs" / notebook
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and not path.name.endswith(UNFINISHED))
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed"))
 
 
 # ---------------------------------------------------------------------------------------------- the environment
@@ -214,7 +194,6 @@ def _device() -> str:
 
 
 def _cpu() -> str:
-    """The processor's name."""
     try:
         if sys.platform == "darwin":
             return subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True,

@@ -1,14 +1,10 @@
-"""Runs a notebook headlessly, one process a notebook, and keeps the run whole or not at all.
-
-`run_notebook` checks the parameters, starts `moelab.lab.execute` in a process of its own and gives it a run
-directory that does not count until it has its final name:
+"""Runs a notebook headlessly in a process of its own (`moelab.lab.execute`); its run is kept atomically.
 
     results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
     results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/, run.json
     results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came, error.txt
 
-One process a notebook because papermill changes the working directory, which threads would share. Left out:
-running notebooks side by side (they measure, and would disturb each other).
+Notebooks run one after the other, since they measure times.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from typing import Any
 
 from moelab.arguments import number
 from moelab.files import CHECKOUT, read_json, results_root, write_json
-from moelab.lab.results import environment, new_run_id
+from moelab.lab.results import environment, is_named, new_run_id
 
 CELL_TIMEOUT = 1200.0
 
@@ -58,12 +54,7 @@ class Parameter:
 
 
 def notebooks(names: list[str] | None = None) -> list[Path]:
-    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names.
-
-    Raises
-    ------
-    FileNotFoundError : a name that fits none, with the list of those there are.
-    """
+    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names."""
     known = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
     if not names:
         return known
@@ -71,7 +62,7 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
     for name in names:
         path = Path(name)
         matches = [path] if path.suffix == ".ipynb" and path.is_file() else [
-            p for p in known if p.stem == name or p.stem.split("_")[0] == name.zfill(2)]
+            p for p in known if is_named(p.stem, name)]
         if len(matches) != 1:
             raise FileNotFoundError(f"no notebook {name!r}; there are {', '.join(p.stem for p in known) or 'none'}")
         found.append(matches[0].resolve())
@@ -83,11 +74,7 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
 def inspect(path: str | Path) -> dict[str, Parameter]:
     """The parameters of a notebook, from its cell tagged "parameters": name → Parameter.
 
-    Papermill's own reader takes lines with two `=` for none, even where one is in a comment; this one parses.
-
-    Raises
-    ------
-    ValueError : the parameters cell is no plain Python.
+    Papermill's own reader ignores lines with two `=`, even where one is in a comment; this one parses.
     """
     cells = [cell for cell in read_json(Path(path))["cells"] if "parameters" in cell["metadata"].get("tags", ())]
     source = "".join(cells[0]["source"]) if cells else ""
@@ -115,10 +102,7 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
 def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
     """The given parameters with the types that the notebook expects; text, as typed on a command line, is read.
 
-    Raises
-    ------
-    ValueError : a parameter that the notebook does not have (the message lists those it has), or a value of the
-        wrong type.
+    ValueError for one that the notebook does not have, which lists those it has, and for a value of the wrong type.
     """
     valid = inspect(path)
     listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
@@ -176,14 +160,11 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
 
     Parameters
     ----------
-    path : the notebook.
     parameters : name → value, or → text that is read by the parameter's type.
-    results : where results lie; see `moelab.lab.results.results_root`.
-    timeout : seconds that one cell may take.
+    results : where results lie; see `moelab.files.results_root`. timeout : seconds that one cell may take.
 
     Raises
     ------
-    FileNotFoundError, ValueError : no such notebook; unknown or unreadable parameters.
     NotebookFailed : a cell or a widget's callback raised, took too long, or the kernel died.
     """
     path = Path(path).resolve()

@@ -176,7 +176,7 @@ def slots(grid: Mapping[tuple[int, int], float]) -> list[Row]:
 
 def contradictions(found: Sequence[Contradiction]) -> list[Row]:
     """What the source says, and what else it says."""
-    return [{"what does not fit together in the source": one.where, "it says": one.says, "but": one.but}
+    return [{"inconsistency of the source": one.where, "it says": one.says, "but": one.but}
             for one in found]
 
 
@@ -203,9 +203,9 @@ def ablation(found: dict[str, Prefill], apart: dict[str, Prefill]) -> list[Row]:
 
 
 def unsaid(found: Mapping[str, Study]) -> list[Row]:
-    """Tables 6, 7 and 9, whose prompt and chunk the paper does not say, beside all runs."""
+    """Tables 6, 7 and 9, whose prompt and chunk the paper does not state, beside all runs."""
     def row(what: str, paper: str, model: str, figure: Callable[[dict[str, Prefill]], float], source: str) -> Row:
-        return {"tables whose prompt is not said": what, "paper": paper,
+        return {"tables without a stated prompt": what, "paper": paper,
                 f"modelled, {len(found[model])} runs": span(*least_and_most(found[model], figure)), "source": source}
 
     phi, _, qwen = MACHINES

@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
+from moelab.bench.experts import LOADING, ExpertTimes
 from moelab.bench.measure import Samples
 from moelab.bench.neuron_examples import BlockAdvice, Example
-from moelab.bench.roofline import LOADING, ExpertTimes
-from moelab.bench.static import BASELINE, NOBODY, BlockCount, DropCosts, Ran, TierPlan
+from moelab.bench.static import BASELINE, NO_EXPERTS, BlockCount, DropCosts, Ran, TierPlan
 from moelab.cards import load_model
 from moelab.experts.blocks import Padding, intensity_factor
 from moelab.experts.blockwise import BlockMap
@@ -83,9 +83,9 @@ def orders(costs: DropCosts) -> list[Row]:
     """What each order of dropping costs, its loss beside that of dropping at random."""
     rows = []
     for way in costs.tallies:
-        row = {"who is dropped first": way, "dropped, loss's windows": percent(costs.tally(way).drop_rate),
+        row = {"dropped first": way, "dropped, loss's windows": percent(costs.tally(way).drop_rate),
                "loss, % more": _loss(costs, way).replace(" %", ""), "against random, nats": "–", "95 %": "–"}
-        if way not in ("random", NOBODY):
+        if way not in ("random", NO_EXPERTS):
             difference, low, high = costs.against("random", way)
             row |= {"against random, nats": f"{difference:+.4f}", "95 %": f"{low:+.4f} to {high:+.4f}"}
         rows.append(row | _points(costs, way))

@@ -1,147 +1,348 @@
-"""Figures of the notebooks: arrays in, a plotly figure out.
+"""What all figures share, and the figures of popularity: arrays in, a plotly figure out.
 
-Nothing is computed here beyond what drawing needs (shares, quantiles of what is drawn). Series differ in colour
-*and* in dash and marker, colour scales are even in lightness, so each figure can be read in grey and by the
-colour-blind. Reference lines from a paper are grey, dotted, and say that they are the paper's.
-
-`L` MoE layers, `E` experts a layer; arrays may be tensors, numpy arrays or lists.
+Nothing is computed beyond what drawing needs. Series differ in colour *and* in dash, marker or pattern. Times come in
+seconds and are drawn in milliseconds, shares come from 0 to 1 and are drawn in per cent, unless an axis says
+otherwise. What a paper says is grey lines or open diamonds that name it; the axis or the legend's title says whether
+numbers are exact, measured, simulated or modelled. Arrays may be tensors, numpy arrays or lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
+from plotly.subplots import make_subplots
 
 from moelab.viz import theme
 
 GREY = "#555555"
+EDGE = {"color": theme.BLACK, "width": 1}
+PAPER = {"symbol": "diamond-open", "size": 10, "color": theme.BLACK, "line": {"width": 2}}
+#: a dashed grey line across
+DASHED = {"color": GREY, "dash": "dash", "width": 1.5}
+Points = Sequence[tuple[float, float]]
+Spread = tuple[float, float, float]
 
 
-def heatmap(counts: ArrayLike, sort: bool = False) -> go.Figure:
-    """Who is popular: each expert's share of its layer's routings, layers down, experts across.
+# ------------------------------------------------------------------------------------------------------------- looks
 
-    `counts` is [L, E]; with `sort` the experts of every layer stand in order of popularity, so the columns are
-    ranks instead of ids. 100 %/E everywhere would be perfect balance.
+def line_look(i: int) -> dict[str, Any]:
+    """The i-th series as a line: colour, dash and marker differ."""
+    return {"mode": "lines+markers", "line": {"color": theme.PALETTE[i % 8], "dash": theme.DASHES[i % 8]},
+            "marker": {"symbol": theme.MARKERS[i % 8]}}
+
+
+def bar_look(i: int) -> dict[str, Any]:
+    """The marker of the i-th series of bars: colour and pattern differ."""
+    return {"color": theme.PALETTE[i % 8], "pattern": pattern(theme.PATTERNS[i % 8], size=6)}
+
+
+def point_look(i: int, size: int = 11) -> dict[str, Any]:
+    """The marker of the i-th series of points: colour and symbol differ."""
+    return {"symbol": theme.MARKERS[i % 8], "size": size, "color": theme.PALETTE[i % 8], "line": EDGE}
+
+
+def pattern(shape: str, colour: str = "white", **look: Any) -> dict[str, Any]:
+    """A bar's pattern, laid over its colour."""
+    return {"shape": shape, "fgcolor": colour, "fillmode": "overlay"} | look
+
+
+def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> dict[str, Any]:
+    """Error bars from low to high around the values."""
+    value, low, high = (np.asarray(of, dtype=float) for of in (value, low, high))
+    return {"type": "data", "symmetric": False, "array": high - value, "arrayminus": value - low, "thickness": 1.2,
+            "width": 3} | look
+
+
+def hover(template: str, name: str) -> str:
+    return f"{template}<extra>{name}</extra>"
+
+
+# ---------------------------------------------------------------------------------------------------- parts of figures
+
+def panels(titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **how: Any
+           ) -> tuple[go.Figure, list[dict[str, int]]]:
+    """A figure with a panel a title, which may be empty, `columns` (all, if 0) side by side, and where each panel is.
+
+    x, y : titles of the bottom and of the left axes. how : of `make_subplots`.
     """
+    titles = list(titles)
+    columns = min(columns or len(titles), len(titles))
+    figure = make_subplots(rows=-(-len(titles) // columns), cols=columns,
+                           subplot_titles=titles if len(titles) > 1 and any(titles) else None, **how)
+    for column in range(1, columns + 1):
+        figure.update_xaxes(title=x, row=(len(titles) - column) // columns + 1, col=column)
+    figure.update_yaxes(title=y, col=1)
+    figure.update_annotations(font_size=13)
+    return figure, [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
+
+
+def add_lines(figure: go.Figure, series: Mapping[str, Sequence[Sequence[Any]]], template: str = "%{x:g}: %{y:.3g}",
+              names: Iterable[str] = (), **how: Any) -> None:
+    """A line a series of points (x, y) or (x, y, low, high); one of `names` has the same look in every panel."""
+    names = list(names or series)
+    for name, points in series.items():
+        x, y, *ends = zip(*points) if points else ((), ())
+        figure.add_scatter(x=x, y=y, name=name, error_y=interval(y, *ends) if ends else None,
+                           **line_look(names.index(name)) | {"hovertemplate": hover(template, name)} | how)
+
+
+def add_points(figure: go.Figure, points: Sequence[Sequence[Any]], name: str, i: int, template: str,
+               **how: Any) -> None:
+    """Points (x, y) in the look of the i-th series."""
+    x, y = zip(*points) if points else ((), ())
+    figure.add_scatter(**{"x": x, "y": y, "name": name, "mode": "markers", "marker": point_look(i),
+                          "hovertemplate": hover(template, name)} | how)
+
+
+def add_ranges(figure: go.Figure, rows: Mapping[str, Spread], name: str, template: str, **at: int) -> None:
+    """A point with its interval in each named row: {row: (value, low, high)}."""
+    value, low, high = np.array(list(rows.values()), dtype=float).T
+    figure.add_scatter(x=value, y=list(rows), name=name, mode="markers", showlegend=False,
+                       marker={"size": 10, "symbol": "diamond", "color": theme.BLUE, "line": EDGE},
+                       error_x=interval(value, low, high, color="#333333", thickness=1.5, width=4),
+                       hovertemplate=hover(template, name), **at)
+
+
+def add_band(figure: go.Figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, colour: str, opacity: float,
+             name: str, **how: Any) -> None:
+    """A band from low to high in a colour "#rrggbb"."""
+    red, green, blue = (int(colour[i:i + 2], 16) for i in (1, 3, 5))
+    x, low, high = map(np.asarray, (x, low, high))
+    figure.add_scatter(x=np.r_[x, x[::-1]], y=np.r_[high, low[::-1]], fill="toself", name=name, mode="lines",
+                       line={"width": 0}, fillcolor=f"rgba({red},{green},{blue},{opacity})", hoverinfo="skip", **how)
+
+
+def add_reference(figure: go.Figure, y: float, text: str, dash: str = "dash", shift: int = 0) -> None:
+    """A grey horizontal line, labelled in the right margin, where it hides no data; the label `shift` pixels up."""
+    figure.add_hline(y=y, line=DASHED | {"dash": dash}, annotation_text=text, annotation_position="right",
+                     annotation_font_size=11, annotation_yshift=shift)
+
+
+def quantiles(samples: Sequence[float]) -> Spread:
+    """Median, tenth and ninetieth percentile of seconds, in ms."""
+    low, middle, high = np.quantile(1e3 * np.asarray(samples, dtype=float), (0.1, 0.5, 0.9))
+    return middle, low, high
+
+
+def whole_steps(n: int) -> int:
+    """A tick distance that keeps the labels of n layers apart and whole."""
+    return max(1, -(-n // 12))
+
+
+def power_ticks(figure: go.Figure, values: Iterable[float]) -> None:
+    """Logarithmic horizontal axes with a tick at each of the values."""
+    ticks = sorted({float(value) for value in values})
+    figure.update_xaxes(type="log", tickmode="array", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+
+
+def finish(figure: go.Figure, x: str = "", y: str = "", legend: str | None = None, **layout: Any) -> go.Figure:
+    """The figure in moelab's look: titles of all axes, every name once in the legend.
+
+    legend : the title of a legend beside the figure; without, the legend is above, and the right margin holds notes.
+    """
+    if x:
+        figure.update_xaxes(title=x)
+    if y:
+        figure.update_yaxes(title=y)
+    names = [trace.name for trace in figure.data]
+    for i, trace in enumerate(figure.data):
+        if names.count(trace.name) > 1 and trace.showlegend is None:
+            trace.update(legendgroup=trace.name, showlegend=trace.name not in names[:i])
+    if legend is None:
+        place = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+        notes = [len(note.text) for note in figure.layout.annotations if note.xref == "x domain"]
+        right = 20 + 6 * max(notes, default=0)              # plotly leaves no room for them
+    else:
+        place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0,
+                 "title": {"text": legend, "font": {"size": 13}}}
+        right = 24
+    figure.update_layout(template="moelab", showlegend=legend is not None or len(figure.data) > 1, legend=place,
+                         margin={"l": 72, "r": right, "t": 40, "b": 56})
+    return figure.update_layout(**layout)
+
+
+# --------------------------------------------------------------------------------------------- figures of many parts
+
+def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str, x: str = "", *,
+         paper: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] | None = None, columns: int = 2,
+         line: tuple[float, str] | None = None, percent: bool = False, kind: str = "modelled",
+         upwards: bool = True) -> go.Figure:
+    """Groups of bars with whiskers, panels side by side.
+
+    Parameters
+    ----------
+    groups : {panel: {series: {group: (value, low, high)}}}; None is drawn as N.S., not supported.
+    y, x : titles of the axes, with units.
+    paper : {panel: {series: {group: values}}}, open diamonds on the bars; two values are the ends of a range.
+    line : (value, what it is), drawn across.
+    percent : values from 0 to 1 are drawn in per cent. kind : the legend's title.
+    upwards : the vertical axis begins at 0.
+    """
+    height = 310 * -(-len(groups) // columns) + 80
+    figure, places = panels(groups, columns, x, y, horizontal_spacing=0.07, vertical_spacing=80 / height)
+    names, scale = list(dict.fromkeys(name for of in groups.values() for name in of)), 100 if percent else 1
+    for at, (panel, of) in zip(places, groups.items()):
+        for name, by_group in of.items():
+            there = {group: spread for group, spread in by_group.items() if spread is not None}
+            value, low, high = scale * np.array(list(there.values()), dtype=float).reshape(-1, 3).T
+            n = names.index(name)
+            figure.add_bar(x=list(there), y=value, name=name, offsetgroup=str(n), marker=bar_look(n),
+                           error_y=interval(value, low, high, color="#333333") if (high > low).any() else None,
+                           hovertemplate=hover("%{x}: %{y:.3g}", name), **at)
+            said = (paper or {}).get(panel, {}).get(name, {})
+            ends = [(group, v) for group, values in said.items() for v in (*values, np.nan)]        # NaN ends a line
+            if said:
+                figure.add_scatter(x=[group for group, _ in ends], y=[scale * v for _, v in ends],
+                                   mode="lines+markers", name="the paper", offsetgroup=str(n), marker=PAPER,
+                                   line=EDGE | {"dash": "solid"},
+                                   hovertemplate=hover("%{x}: %{y:.3g}", f"{name}, paper"), **at)
+        every = list(dict.fromkeys(group for by_group in of.values() for group in by_group))
+        figure.update_xaxes(categoryarray=every, **at)
+        for group in every:
+            missing = [name for name, by_group in of.items() if group in by_group and by_group[group] is None]
+            if missing:
+                figure.add_scatter(x=[group], y=[0], mode="text", text="N.S.", textposition="top center",
+                                   offsetgroup=str(names.index(missing[len(missing) // 2])), showlegend=False,
+                                   textfont={"size": 11, "color": GREY}, hoverinfo="skip", name="not supported", **at)
+        if line:
+            figure.add_hline(y=scale * line[0], line=DASHED, **at)
+    figure.update_xaxes(type="category", categoryorder="array", showgrid=False)
+    figure.update_yaxes(rangemode=None if upwards else "normal")
+    return finish(figure, legend=kind + (f"<br>dashed: {line[1]}" if line else ""), barmode="group",
+                  scattermode="group", bargap=0.18, height=height)
+
+
+def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns: int = 2, log: str = "",
+          at: float | None = None, kind: str = "modelled") -> go.Figure:
+    """A line a series over units, tokens or whatever else, panels side by side.
+
+    Parameters
+    ----------
+    groups : {panel: {series: [(x, y), …]}}; NaN where there is nothing. A series looks alike in all panels.
+    log : the axes with a logarithmic scale: "x", "y" or "xy". at : a vertical line, such as the present choice.
+    """
+    rows = -(-len(groups) // columns)
+    figure, places = panels(groups, columns, x, y, horizontal_spacing=0.08, vertical_spacing=0.2 / rows)
+    names = list(dict.fromkeys(name for of in groups.values() for name in of))
+    for place, of in zip(places, groups.values()):
+        add_lines(figure, of, names=names, **place)
+        if at is not None:
+            figure.add_vline(x=at, line=DASHED, **place)
+    for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
+        values = np.array([p["xy".index(axis)] for of in groups.values() for points in of.values() for p in points])
+        if axis in log and np.isfinite(values).any():
+            low, high = np.nanmin(values), np.nanmax(values)
+            few = [d * 10.0 ** power for power in range(-6, 7) for d in (1, 2, 5)
+                   if low / 1.6 <= d * 10.0 ** power <= high * 1.6]
+            update(type="log", tickvals=few, range=np.log10([low / 1.15, high * 1.15]).tolist(),
+                   ticktext=[f"{t:g}" for t in few])
+        elif axis == "x":
+            update(rangemode="tozero")
+    return finish(figure, legend=kind, height=310 * rows + 80)
+
+
+def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, str] | str,
+                limits: Mapping[str, float] | None = None) -> go.Figure:
+    """Each way's difference from a baseline with its interval, a panel a task: {task: {way: (value, low, high)}}.
+
+    tasks : NaN where a point is off the scale. title : of the horizontal axes with their unit, of all or of each task.
+    limits : {task: the largest difference that was allowed}, dotted.
+    """
+    figure, places = panels(tasks, shared_yaxes=True, horizontal_spacing=0.04)
+    names = list(dict.fromkeys(name for of in tasks.values() for name in of))
+    for at, (task, of) in zip(places, tasks.items()):
+        add_ranges(figure, of, task, "%{y}: %{x:+.2f}", **at)
+        figure.add_vline(x=0, line=EDGE, **at)
+        if task in (limits or {}):
+            figure.add_vline(x=limits[task], line={"color": theme.VERMILLION, "dash": "dot", "width": 2}, **at)
+        figure.update_xaxes(title=title if isinstance(title, str) else title[task], **at)
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
+    return finish(figure, legend="measured", height=150 + 38 * len(names), margin_l=130)
+
+
+# -------------------------------------------------------------------------------------------------------- popularity
+
+def heatmap(counts: ArrayLike) -> go.Figure:
+    """Expert popularity: each expert's share of its layer's routings; `counts` [L, E], layers down, experts across."""
     counts = np.asarray(counts, dtype=float)
-    share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    share = -np.sort(-share, axis=1) if sort else share
-    column = "rank" if sort else "expert"
     figure = go.Figure(go.Heatmap(
-        z=share, zmin=0, xgap=1, ygap=1, colorbar={"title": {"text": "share of<br>routings (%)"}},
-        hovertemplate=f"layer %{{y}}, {column} %{{x}}: %{{z:.2f}} %<extra></extra>"))
-    figure.update_xaxes(title="popularity rank of the expert (0 = busiest)" if sort else "expert", showgrid=False)
-    figure.update_yaxes(title="MoE layer", autorange="reversed", dtick=_whole_steps(len(share)), showgrid=False)
-    return _styled(figure)
+        z=100 * counts / np.maximum(counts.sum(1, keepdims=True), 1), zmin=0, xgap=1, ygap=1,
+        colorbar={"title": {"text": "share of<br>routings (%)"}},
+        hovertemplate="layer %{y}, expert %{x}: %{z:.2f} %<extra></extra>"))
+    figure.update_xaxes(showgrid=False)
+    figure.update_yaxes(autorange="reversed", dtick=whole_steps(len(counts)), showgrid=False)
+    return finish(figure, "expert", "MoE layer")
 
 
 def imbalance(by_phase: Mapping[str, ArrayLike]) -> go.Figure:
     """Imbalance ratio r_l by layer, one line a phase: {"prefill": [L], "decode": [L]}; 1 is perfect balance."""
     figure = _by_layer(by_phase)
-    _reference(figure, 1, "perfect balance", "dash")
-    figure.update_yaxes(title="busiest expert ÷ mean load", rangemode="tozero")
-    return _styled(figure)
+    add_reference(figure, 1, "perfect balance")
+    return finish(figure, y="busiest expert ÷ mean load")
 
 
 def overlap(by_name: Mapping[str, ArrayLike], paper: Mapping[str, float] | None = None,
             chance: Mapping[str, float] | None = None) -> go.Figure:
     """Overlap@K by layer, one line a comparison: {"top-4, code": [L], ...}, values from 0 to 1.
 
-    `paper` holds the published values ({"Phi-3.5-MoE, top-4": 0.86}), `chance` what two random rankings would
-    reach (k/E); both are drawn as labelled horizontal lines.
+    `paper` holds published values, `chance` what two random rankings would reach (k/E); both are horizontal lines.
     """
     figure = _by_layer({name: 100 * np.asarray(values, dtype=float) for name, values in by_name.items()})
-    for name, value in (chance or {}).items():
-        _reference(figure, 100 * value, f"chance, {name}: {100 * value:.1f} %", "dash")
-    for name, value in (paper or {}).items():
-        _reference(figure, 100 * value, f"paper, {name}: {100 * value:.1f} %", "dot")
-    figure.update_yaxes(title="Overlap@K (%)", range=[0, 104])
-    return _styled(figure)
+    for what, values, dash in (("chance", chance, "dash"), ("paper", paper, "dot")):
+        for name, value in (values or {}).items():
+            add_reference(figure, 100 * value, f"{what}, {name}: {100 * value:.1f} %", dash)
+    figure.update_yaxes(range=[0, 104])
+    return finish(figure, y="Overlap@K (%)")
 
 
 def agreement(values: ArrayLike, rows: Sequence[str], columns: Sequence[str]) -> go.Figure:
-    """Overlap of many comparisons, each cell with its number: calibrated on `rows`, run on `columns`.
-
-    `values` is [rows, columns], from 0 to 1.
-    """
+    """Overlap of many comparisons, 0 to 1 [rows, columns], each cell with its number: calibrated on a row, run on a
+    column."""
     figure = go.Figure(go.Heatmap(
         z=100 * np.asarray(values, dtype=float), x=list(columns), y=list(rows), zmin=0, zmax=100, xgap=2, ygap=2,
         texttemplate="%{z:.0f} %", colorbar={"title": {"text": "Overlap@K (%)"}},
         hovertemplate="calibrated on %{y}, run on %{x}: %{z:.1f} %<extra></extra>"))
-    figure.update_xaxes(title="run on", showgrid=False)
-    figure.update_yaxes(title="calibrated on", autorange="reversed", showgrid=False)
-    return _styled(figure)
+    figure.update_xaxes(showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    return finish(figure, "run on", "calibrated on")
 
 
 def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> go.Figure:
-    """Tokens that each expert of one layer gets in a chunk, over many chunks, busiest expert first.
+    """Tokens of each expert of one layer in a chunk, `loads` [chunks, E], busiest expert first.
 
-    `loads` is [chunks, E]. The band runs from the least to the most that the expert got in any chunk, the dark
-    band over the middle half of the chunks, the line is the median. `capacities` are drawn across, labelled:
-    what lies above such a line would overflow.
+    Bands: all chunks, and the middle half of them; line: the median. `capacities` are drawn across, labelled: what
+    lies above overflows.
     """
     loads = np.asarray(loads)
     order = np.argsort(-loads.mean(0), kind="stable")
     low, q1, median, q3, high = np.quantile(loads[:, order], [0, 0.25, 0.5, 0.75, 1], axis=0)
     ranks = np.arange(loads.shape[1])
     figure = go.Figure()
-    for name, bottom, top, opacity in (("all chunks", low, high, 0.25), ("middle half of the chunks", q1, q3, 0.5)):
-        figure.add_scatter(x=np.r_[ranks, ranks[::-1]], y=np.r_[top, bottom[::-1]], fill="toself", name=name,
-                           mode="lines", line={"width": 0}, fillcolor=f"rgba(0,114,178,{opacity})",
-                           hoverinfo="skip")
-    figure.add_scatter(x=ranks, y=median, name="median chunk", customdata=order, **_line(0),
+    add_band(figure, ranks, low, high, theme.BLUE, 0.25, "all chunks")
+    add_band(figure, ranks, q1, q3, theme.BLUE, 0.5, "middle half of the chunks")
+    figure.add_scatter(x=ranks, y=median, name="median chunk", customdata=order, **line_look(0),
                        hovertemplate="expert %{customdata} (rank %{x}): %{y:.0f} tokens<extra></extra>")
     shift, below = 0, -np.inf
     for name, tokens in sorted((capacities or {}).items(), key=lambda item: item[1]):
         shift = shift + 12 if tokens - below < 0.05 * high.max() else 0         # labels that would overlap move up
-        _reference(figure, tokens, f"{name}: {tokens:.0f}", "dash", shift)
+        add_reference(figure, tokens, f"{name}: {tokens:.0f}", shift=shift)
         below = tokens
-    figure.update_xaxes(title="popularity rank of the expert (0 = busiest)")
-    figure.update_yaxes(title="tokens in a chunk", rangemode="tozero")
-    return _styled(figure)
+    return finish(figure, "popularity rank of the expert (0 = busiest)", "tokens in a chunk")
 
 
 def inclusion(by_name: Mapping[str, ArrayLike]) -> go.Figure:
     """Rank-based inclusion probabilities f_r, one curve a batch size: {"batch 1": [E], ...}."""
     figure = go.Figure()
-    for i, (name, f) in enumerate(by_name.items()):
-        figure.add_scatter(x=np.arange(len(f)), y=np.asarray(f), name=name, **_line(i))
-    figure.update_xaxes(title="popularity rank of the expert (0 = busiest)")
-    figure.update_yaxes(title="probability that a step needs it", range=[0, 1.02])
-    return _styled(figure)
+    add_lines(figure, {name: list(enumerate(np.asarray(f))) for name, f in by_name.items()})
+    figure.update_yaxes(range=[0, 1.02])
+    return finish(figure, "popularity rank of the expert (0 = busiest)", "probability that a step needs it")
 
 
 def _by_layer(series: Mapping[str, ArrayLike]) -> go.Figure:
     figure = go.Figure()
-    for i, (name, values) in enumerate(series.items()):
-        figure.add_scatter(x=np.arange(len(values)), y=np.asarray(values, dtype=float), name=name, **_line(i))
-    figure.update_xaxes(title="MoE layer", dtick=_whole_steps(max(map(len, series.values()), default=1)))
-    return figure
-
-
-def _reference(figure: go.Figure, y: float, text: str, dash: str, shift: int = 0) -> None:
-    """A grey horizontal line, labelled in the right margin, where it hides no data; the label `shift` pixels up."""
-    figure.add_hline(y=y, line={"color": GREY, "dash": dash, "width": 1.5}, annotation_text=text,
-                     annotation_position="right", annotation_font_size=11, annotation_yshift=shift)
-
-
-def _line(i: int) -> dict:
-    """How the i-th series is drawn: colour, dash and marker all differ."""
-    look = [of[i % len(of)] for of in (theme.PALETTE, theme.DASHES, theme.MARKERS)]
-    return {"mode": "lines+markers", "line": {"color": look[0], "dash": look[1]}, "marker": {"symbol": look[2]}}
-
-
-def _whole_steps(n: int) -> int:
-    """A tick distance that keeps the labels of n layers apart and whole."""
-    return max(1, -(-n // 12))
-
-
-def _styled(figure: go.Figure) -> go.Figure:
-    longest = max((len(note.text) for note in figure.layout.annotations), default=0)
-    return figure.update_layout(
-        template="moelab", showlegend=len(figure.data) > 1,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        margin={"l": 72, "r": 20 + 6 * longest, "t": 40, "b": 50})      # plotly leaves no room for annotations
+    add_lines(figure, {name: list(enumerate(np.asarray(values, dtype=float))) for name, values in series.items()})
+    return figure.update_xaxes(title="MoE layer", dtick=whole_steps(max(map(len, series.values()), default=1)))

@@ -53,7 +53,7 @@ def answers(found: Mapping[tuple[str, int], float]) -> list[Row]:
 
 
 def steps(figures: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """One decode step under each schedule: time, and who is busy."""
+    """One decode step under each schedule: time and utilisation."""
     heads = {"gpu": "GPU busy", "link": "link busy", "modules": "modules busy, mean", "least": "least busy module"}
     return [{"schedule": label, "the step, ms (simulated)": ms(of["seconds"])}
             | {head: f"{of[name]:.0%}" for name, head in heads.items()} for label, of in figures.items()]
@@ -94,7 +94,7 @@ def recorded(seconds: Mapping[str, Mapping[str, float]], over: str) -> list[Row]
 def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -> list[Row]:
     """The figures that disagree, and why: what is known in general, and `seen` in this run; else `unknown`."""
     return [{"miss": CLAIMS[name].text, "paper": CLAIMS[name].said, "ours": f"{found[name][0]:.2f}",
-             "why, as far as we can tell": f"{MISSES[name]} {seen.get(name, '')}" if name in MISSES else unknown}
+             "likely reason": f"{MISSES[name]} {seen.get(name, '')}" if name in MISSES else unknown}
             for names in HALVES.values() for name in names if not CLAIMS[name].agrees(found[name][0])]
 
 

@@ -32,7 +32,7 @@ def _template() -> go.layout.Template:
     scale = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
     layout = {"colorway": PALETTE, "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 14,
               "color": "#222"}, "title": {"font": {"size": 16}, "x": 0, "xref": "paper"},
-              "paper_bgcolor": "white", "plot_bgcolor": "white", "xaxis": axis, "yaxis": axis,
+              "paper_bgcolor": "white", "plot_bgcolor": "white", "xaxis": axis, "yaxis": axis | {"rangemode": "tozero"},
               "colorscale": {"sequential": scale}, "hovermode": "closest",
               "legend": {"bgcolor": "rgba(255,255,255,0.8)"}, "margin": {"l": 64, "r": 24, "t": 48, "b": 56}}
     lines = [{"line": {"dash": dash, "width": 2}, "marker": {"symbol": symbol, "size": 7}}

@@ -1,5 +1,6 @@
 """The measurement of executors: a tiny run has every arm, its ratios are right, its arms compute the same."""
 
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -46,6 +47,35 @@ def test_packing_is_no_part_of_what_is_timed(monkeypatch):
 
 def test_rows_of_known_timings():
     samples = {"transformers a": [4.0, 8.0, 4.0], "transformers b": [5.0, 10.0, 5.0], "fast": [2.0, 4.0, 1.0]}
-    rows = experts.table(samples, read=8_000_000_000, flops=1e9, bandwidth=8e9, peak=1e9)
+    rows = experts.ExpertTimes(samples, read=8e9, flops=1e9, bandwidth=8e9, rate=1e9).rows()
     assert rows["fast"]["× transformers' best"] == 2 and rows["transformers b"]["× transformers' best"] == 0.8
     assert rows["fast"]["GB/s"] == 4 and rows["fast"]["of bandwidth"] == 0.5 == rows["fast"]["of roofline"]
+
+
+def test_times_are_read_by_medians():
+    of = experts.ExpertTimes({"transformers eager": [4.0, 9.0, 4.0], "transformers grouped_mm": [3.0, 3.0, 8.0],
+                              "gemv": [1.0, 2.0, 9.0], "packed": [3.0, 2.5, 2.5],
+                              "gemv of split planes": [0.5] * 3}, 0.5e9, 1e9, 1e9, 1e9)
+    assert of.ours == (2.0, "gemv") and of.stock == (3.0, "transformers grouped_mm")
+    assert of.speedup == 1.5 and of.reached == 0.5 and of.bound == "FLOPs ÷ rate"
+
+
+def test_a_tiny_bench_has_every_arm_and_leaves_nothing():
+    before, threads = torch.get_num_threads(), threading.active_count()
+    bench = experts.ExpertBenchmark(4, 2, 32, 16, threads=1, cold=0)
+    card = bench.machine(1)
+    assert card["memory_bandwidth_gbs"] > 0 and card["bf16_tflops"] > 0
+    of = bench.executors(3, 2)
+    assert not set(of.samples) & {*experts.LEFT_OUT, "memory"} and {"gemv", "all_experts"} <= set(of.samples)
+    assert all(len(samples) == 2 for samples in of.samples.values()) and of.reached > 0
+    found = bench.loading((2, 4), 1)
+    assert list(found) == [2, 4] and all(set(arms) == set(experts.LOADING) for arms in found.values())
+    bench.close()
+    assert torch.get_num_threads() == before and threading.active_count() == threads
+
+
+def test_where_loading_all_begins_to_pay():
+    found = {1: {"selective": [1.0, 1.0, 9.0], "all_experts": [4.0]}, 8: {"selective": [2.0], "all_experts": [1.0]}}
+    ratios = experts.all_over_selective(found)
+    assert ratios == {1: 4.0, 8: 0.5} and experts.crossing(ratios) == 8
+    assert experts.crossing({1: 1.5}) is None

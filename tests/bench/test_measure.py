@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moelab.bench import engine, experts, harness, measure, peers
-from moelab.bench.roofline import ExpertTimes
 from moelab.specs import Event
 
 
@@ -27,10 +26,10 @@ def test_a_limit_that_is_beaten_is_said_to_be_invalid(reached):
 
 def test_no_table_has_a_share_above_1():
     samples = {"transformers a": [4.0] * 3, "fast": [0.5] * 3}
-    rows = experts.table(samples, read=8_000_000_000, flops=1e9, bandwidth=8e9, peak=1e9)
+    rows = experts.ExpertTimes(samples, read=8e9, flops=1e9, bandwidth=8e9, rate=1e9).rows()
     assert rows["fast"]["of bandwidth"].startswith("limit invalid") and rows["transformers a"]["of roofline"] == 0.25
-    assert ExpertTimes({"gemv": [0.5]}, 1e9, 1e9, {"weights": 1.0}).reached.startswith("limit invalid")
-    assert ExpertTimes({"gemv": [2.0]}, 1e9, 1e9, {"weights": 1.0}).reached == 0.5
+    assert experts.ExpertTimes({"gemv": [0.5]}, 1e9, 0, 1e9, 1e9).reached.startswith("limit invalid")
+    assert experts.ExpertTimes({"gemv": [2.0]}, 1e9, 0, 1e9, 1e9).reached == 0.5
     json.dumps(experts._aims("bf16", "decode", rows | {experts.PLANES: rows["fast"], "gemv": rows["fast"]}))
 
 

@@ -50,7 +50,7 @@ def test_agreement_counts_each_half():
     assert ndp.agreeing(found) == {half: len(names) for half, names in HALVES.items()}
     found[FIT[0]] = (9.0, 0, 0)
     assert ndp.agreeing(found)["fit"] == len(FIT) - 1
-    assert ndp.published(found)[FIT[0]]["agrees"] is False
+    assert ndp.published(found, ASSUMED)[FIT[0]]["agrees"] is False
 
 
 def test_distances_are_per_cent():

@@ -8,6 +8,7 @@ import torch
 
 import moelab
 from moelab.bench import static
+from moelab.evaluation.accuracy import compare
 from moelab.experts.static import CapacityFactor
 from moelab.experts.executor import Tally
 from moelab.models.seam import SeamExperts
@@ -116,12 +117,12 @@ def test_the_busiest_expert_within_a_chunk(trace):
 
 
 def test_limited_experts_are_those_of_the_block_only_and_are_kept(model):
-    kept, text = [], ["the red fox and the blue whale and the old man"]
+    text = ["the red fox and the blue whale and the old man"]
     before, = static.read_all(model, text)
-    with static.limited(model, lambda saliency: CapacityFactor(0.5), kept) as executor:
+    with static.limited(model, lambda saliency: CapacityFactor(0.5)) as executor:
         within, = static.read_all(model, text)
     after, = static.read_all(model, text)
-    assert kept == [executor] and executor.tally.dropped > 0
+    assert executor.tally.dropped > 0
     assert torch.equal(before, after) and not torch.equal(before, within)
     assert not any(isinstance(module, SeamExperts) for module in model.modules())
 
@@ -130,7 +131,7 @@ def test_costs_are_those_of_compare_with_their_tallies(model):
     ways = static.capacity_factors((0.5, 4.0))
     how = dict(n=2, windows=2, tokens=96, seed=1)
     costs = static.costs(model, ways, ("loss", "needle"), **how)
-    by_hand = static.compare(model, {"plain": nullcontext, "half": lambda: static.limited(model, ways["0.5"], [])},
+    by_hand = compare(model, {"plain": nullcontext, "half": lambda: static.limited(model, ways["0.5"])},
                              ("loss", "needle"), batch_size=1, **how)
     row = by_hand["scores"]["loss"]["half"]
     assert costs.loss("0.5") == pytest.approx((row["relative"], row["relative"] - 12.7062 * row["relative error"],
@@ -146,14 +147,14 @@ def test_a_verdict_needs_an_interval_that_excludes_zero():
     base = 2 + rng.normal(0, 1, 50)
     samples = {"random": base, "router": base - 0.1 + rng.normal(0, 0.01, 50), "saliency": base + rng.normal(0, 1, 50),
                "token": base + 0.2 + rng.normal(0, 0.01, 50)}
-    costs = static.Costs({}, {"loss": {name: values.tolist() for name, values in samples.items()}},
-                         {name: {"loss": Tally()} for name in samples})
+    costs = static.DropCosts({}, {"loss": {name: values.tolist() for name, values in samples.items()}},
+                             {name: {"loss": Tally()} for name in samples})
     difference = samples["router"] - base
     error = difference.std(ddof=1) / 50 ** 0.5
     assert costs.against("random", "router") == pytest.approx(
         (difference.mean(), difference.mean() - 2.009575 * error, difference.mean() + 2.009575 * error))      # t(49)
     assert [costs.verdict(name) for name in ("router", "saliency", "token")] == [
-        "better than random", "not to be told from random", "worse than random"]
+        "better than random", "indistinguishable from random", "worse than random"]
 
 
 def test_ways_of_tiers_drop_what_their_capacities_say(model, trace):
@@ -169,5 +170,5 @@ def test_ways_of_tiers_drop_what_their_capacities_say(model, trace):
         assert sum(layer.routed for layer in of.by_layer) == of.total.routed
     counts = calibration.counts(PREFILL)
     order = static.costs(model, {name: way for name, way in static.drop_orders(plan.tiers).items()
-                                 if name in ("token", static.NOBODY)}, ("loss",), n=2, windows=2, tokens=96)
-    assert order.tally(static.NOBODY).executed == 0 < order.tally("token").executed and counts.sum() > 0
+                                 if name in ("token", static.NO_EXPERTS)}, ("loss",), n=2, windows=2, tokens=96)
+    assert order.tally(static.NO_EXPERTS).executed == 0 < order.tally("token").executed and counts.sum() > 0

@@ -66,7 +66,7 @@ def test_it_writes_a_result_and_shows_it(results, capsys):
 
 def test_a_store_scores_as_the_checkpoint_does(tmp_path, capsys):
     store = moelab.convert(None, tmp_path / "store").folder
-    for arguments, name in (([], "resident"), ([str(store), "--budget", "25%"], "store")):
+    for arguments, name in (([], "resident"), ([str(store), "--memory", "25%"], "store")):
         assert main(["evaluate", *arguments, *QUICK, "--tasks", "loss,needle", "--output",
                      str(tmp_path / f"{name}.json")]) == 0
     resident, stored = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("resident", "store"))
@@ -93,10 +93,9 @@ def test_modes_by_name(text, expected):
 @pytest.mark.parametrize("arguments, message", [
     (["--modes", "guess"], "no mode 'guess'; there are baseline, hint"),
     (["--modes", "hint:nobody"], "it can be router, quasi"),
-    (["--modes", "hint:oracle"], "an oracle must be told"),
+    (["--modes", "hint:oracle"], "an oracle must be given"),
     (["--modes", "router-free:quasi"], "only the estimator"),
-    (["--modes", "speculative:hybrid"], "need --estimator FILE"),
-    (["--budget", "50%"], "--budget 50% is for an expert store")])
+    (["--modes", "speculative:hybrid"], "need --estimator FILE")])
 def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
     assert main(["evaluate", "--calibration", "1", "--tokens", "64", *arguments]) == 2
     told = capsys.readouterr().err
@@ -105,8 +104,8 @@ def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
 
 def test_options_of_an_executor_are_read_as_what_they_are():
     """The text "false" is true in Python."""
-    made = evaluate.executor("blockwise:skip_tokens=false:skip_blocks=True:block_size=8")
-    assert made.skip_tokens is False and made.skip_blocks is True and made.block_size == 8
+    name, options = evaluate.executor_options("blockwise:skip_tokens=false:skip_blocks=True:block_size=8")
+    assert name == "blockwise" and options == {"skip_tokens": False, "skip_blocks": True, "block_size": 8}
 
 
 def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):

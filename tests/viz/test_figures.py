@@ -13,7 +13,6 @@ COUNTS = torch.tensor([[6, 0, 2], [1, 1, 2]])
 LOADS = torch.tensor([[1, 9], [3, 5], [2, 7]])
 MADE = Lazily({
     "heatmap": lambda: figures.heatmap(COUNTS),
-    "heatmap sorted": lambda: figures.heatmap(COUNTS, sort=True),
     "imbalance": lambda: figures.imbalance({"prefill": [2.25, 1.5], "decode": [1.0, 3.0]}),
     "overlap": lambda:
         figures.overlap({f"series {i}": [0.5, i / 10] for i in range(6)}, {"top-4": 0.86}, {"top-4": 0.125}),
@@ -37,9 +36,8 @@ def test_no_two_series_differ_by_colour_alone(name):
     assert MADE[name].layout.showlegend
 
 
-def test_the_heatmap_shows_shares_of_a_layer_by_id_or_by_rank():
+def test_the_heatmap_shows_shares_of_a_layer():
     np.testing.assert_allclose(MADE["heatmap"].data[0].z, [[75, 0, 25], [25, 25, 50]])
-    np.testing.assert_allclose(MADE["heatmap sorted"].data[0].z, [[75, 25, 0], [50, 25, 25]])
     np.testing.assert_array_equal(figures.heatmap([[0, 0]]).data[0].z, [[0, 0]])             # a layer without tokens
 
 

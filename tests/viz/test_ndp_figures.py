@@ -7,6 +7,7 @@ pio = pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
 from moelab.viz import ndp_figures as figures  # noqa: E402
+from moelab.viz.engine_figures import gantt  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
 LAYER = [Event("gpu", "other", 0, -1, 1.000, 1.001), Event("link", "read activations", 0, -1, 1.001, 1.0011, 8),
@@ -19,11 +20,11 @@ ERRORS = {"fit": {"a": (0.05, 0.04, 0.06)}, "judge": {"b": (-0.2, -0.25, -0.1), 
 SPACE = {"Qwen3": {"DDR4": [(1, np.nan), (2, 30.0), (4, 15.0)]}, "Phi": {"DDR4": [(4, 9.0)], "HBM": [(4, 2.0)]}}
 SIDES = {"Eq. 1": {"GPU": ([0, 1, 2], [0.001, np.nan, 0.003]), "modules": ([0, 2], [0.004, 0.0])}}
 MADE = Lazily({
-    "bars": lambda: figures.bars(PANELS, "speedup (×)", "N", paper={"all": {"+TP": {"mean": 1.26}}}, line=(1, "MoNDE")),
+    "bars": lambda: figures.bars(PANELS, "speedup (×)", "N", paper={"all": {"+TP": {"mean": [1.26]}, "+TP+LB": {"mean": (1.4, 1.6)}}}, line=(1, "MoNDE")),
     "percent": lambda:
         figures.bars({"": {"free": {"code": (0.2, 0.1, 0.4)}, "known": {"code": (0.1, 0.1, 0.1)}}}, "used (%)",
                      percent=True, line=(0.125, "chance")),
-    "schedules": lambda: figures.schedules({"MoNDE": LAYER, "+TP": LATER}),
+    "schedules": lambda: gantt({"MoNDE": LAYER, "+TP": LATER}),
     "balance": lambda: figures.balance(SIDES, {"Eq. 1": {"balanced": (1.2, 0.0016), "whole": (1, 0.002)}}),
     "agreement": lambda: figures.agreement(ERRORS),
     "lines": lambda: figures.lines(SPACE, "step (ms)", "units N", log="xy", at=3),
@@ -56,9 +57,10 @@ def test_bars_have_whiskers_and_stand_where_their_paper_is():
     bar, = [trace for trace in named(MADE["bars"], "+TP") if list(trace.x) == ["2"]]
     assert list(bar.y) == [1.5]
     np.testing.assert_allclose([bar.error_y.arrayminus[0], bar.error_y.array[0]], [0.1, 0.2])
-    paper, = named(MADE["bars"], "the paper")
+    paper, span = named(MADE["bars"], "the paper")
+    assert list(span.y[:2]) == [1.4, 1.6] and np.isnan(span.y[2]) and list(span.x) == ["mean"] * 3
     mean, = [trace for trace in named(MADE["bars"], "+TP") if list(trace.x) == ["mean"]]
-    assert list(paper.y) == [1.26] and paper.offsetgroup == mean.offsetgroup and paper.xaxis == mean.xaxis
+    assert paper.y[0] == 1.26 and paper.offsetgroup == mean.offsetgroup and paper.xaxis == mean.xaxis
     assert "MoNDE" in MADE["bars"].layout.legend.title.text
 
 
@@ -119,7 +121,7 @@ def test_a_sweep_is_drawn_by_number_of_units():
     assert (bar.error_y.array[1], bar.error_y.arrayminus[1]) == pytest.approx((high - value, value - low))
     assert [note.text for note in figure.layout.annotations][-1] == "all"
     diamonds = [trace for trace in figure.data if trace.name == "the paper"]
-    assert [trace.y for trace in diamonds] == [(1.99,)]
+    assert [trace.y[0] for trace in diamonds] == [1.99]
     assert sum(trace.name == "not supported" for trace in figure.data) == 2         # Phi and Mixtral on two modules
     figure = figures.by_phase(sweep, MODELS[1], "ours", ours, {p: means[f"Qwen3 {p}"] for p in ("prefill", "decode")})
     assert figure.data[0].x == ("2", "6", "mean") and figure.data[0].y[2] == pytest.approx(means["Qwen3 prefill"][0])

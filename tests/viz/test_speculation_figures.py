@@ -7,6 +7,7 @@ pio = pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
 from moelab.viz import speculation_figures as figures  # noqa: E402
+from moelab.viz.figures import differences  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
 #: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router has run
@@ -27,11 +28,11 @@ MADE = Lazily({
         figures.by_layer(PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}),
     "training": lambda: figures.training({"mean": [(0, 0.1), (5000, 0.7)], "hardest": [(0, 0.1), (5000, 0.5)]},
                                          {"router on s": 0.6, "router on q": 0.61}),
-    "price": lambda: figures.price({"loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)}, "lookup": {
+    "differences": lambda: differences({"loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)}, "lookup": {
                 "quasi": (-1.0, -3.0, 1.0)}}, {"loss": "change (%)", "lookup": "points (%)"}, {"loss": 1}),
     "tpot": lambda: figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
     "breakdown": lambda: figures.breakdown({"on demand": PARTS, "speculative": PARTS}),
-    "theatre": lambda: figures.theatre({"on demand": TOKEN, "speculative": LATER}),
+    "token_timeline": lambda: figures.token_timeline({"on demand": TOKEN, "speculative": LATER}),
     "what_if": lambda: figures.what_if(LINES, 0.5, {"speculative": [(0.5, 0.011)]}),
 })
 
@@ -51,10 +52,10 @@ def test_axes_have_titles_with_units_and_figures_survive_json(name):
 
 @pytest.mark.parametrize("name, look", [
     ("by_layer", lambda trace: trace.line.dash), ("training", lambda trace: trace.line.dash),
-    ("price", lambda trace: trace.marker.symbol), ("what_if", lambda trace: (trace.line.dash, trace.mode)),
+    ("what_if", lambda trace: (trace.line.dash, trace.mode)),
     ("tpot", lambda trace: trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol),
     ("breakdown", lambda trace: trace.marker.pattern.shape),
-    ("theatre", lambda trace: (trace.marker.pattern.shape, trace.y[0]))])
+    ("token_timeline", lambda trace: (trace.marker.pattern.shape, trace.y[0]))])
 def test_no_two_series_differ_by_colour_alone(name, look):
     looks = {trace.name: look(trace) for trace in MADE[name].data}
     assert len(set(looks.values())) == len(looks) > 1
@@ -65,7 +66,6 @@ def test_layers_are_named_by_who_predicts_and_who_is_predicted():
     assert line.x == ("0→1", "1→2", "2→3")
     np.testing.assert_allclose(line.y, [60, 80, 90])
     np.testing.assert_allclose(named(MADE["by_layer"], "s").error_y.array, [1, 2, 0])
-    assert figures.by_layer({"": {"q": [0.5]}}, "recall (%)", ahead=3).data[0].x == ("0→3",)
 
 
 def test_a_series_looks_alike_in_every_panel_and_stands_in_the_legend_once():
@@ -80,10 +80,10 @@ def test_training_counts_thousands_of_tokens():
     assert [note.text for note in MADE["training"].layout.annotations] == ["router on s: 60.0 %", "router on q: 61.0 %"]
 
 
-def test_the_price_has_its_interval_on_both_sides():
-    point = named(MADE["price"], "quasi")
-    np.testing.assert_allclose([point.x[0], point.error_x.arrayminus[0], point.error_x.array[0]], [2, 0.5, 0.6])
-    assert MADE["price"].layout.yaxis.categoryarray == ("random", "quasi")      # the first on top
+def test_differences_have_their_interval_on_both_sides():
+    points = named(MADE["differences"], "loss")
+    np.testing.assert_allclose([points.x[0], points.error_x.arrayminus[0], points.error_x.array[0]], [2, 0.5, 0.6])
+    assert MADE["differences"].layout.yaxis.categoryarray == ("random", "quasi")      # the first on top
 
 
 def test_tpot_bars_are_medians_in_milliseconds():
@@ -115,19 +115,19 @@ def test_the_breakdown_stacks_what_adds_up():
     assert [bar.text[0] for bar in bars] == ["30%", "10%", "40%", "20%"]
 
 
-def test_the_theatre_tells_reads_ahead_from_reads_on_demand_and_leaves_workers_out():
-    figure = MADE["theatre"]
-    on_demand, ahead = named(figure, "read"), named(figure, "read ahead")
-    assert (list(on_demand.customdata), list(ahead.customdata)) == ([3, 6], [5])
+def test_the_timeline_tells_prefetches_from_reads_on_demand_and_leaves_workers_out():
+    figure = MADE["token_timeline"]
+    on_demand, ahead = named(figure, "read"), named(figure, "prefetch")
+    assert ([e for _, e in on_demand.customdata], [e for _, e in ahead.customdata]) == ([3, 6], [5])
     np.testing.assert_allclose([ahead.base[0], ahead.x[0]], [3.5, 2.0])
     assert set(ahead.y) == {"copy"} and set(named(figure, "expert").y) == {"compute"}
     assert named(figure, "other").text == ("0", "1", "")
     assert len({y for trace in figure.data for y in trace.y}) == 2
 
 
-def test_the_theatre_has_one_clock_and_says_how_long_each_act_takes():
-    figure = MADE["theatre"]
-    assert [note.text for note in figure.layout.annotations] == ["on demand: 9.0 ms", "speculative: 10.0 ms"]
+def test_the_timeline_has_one_clock_and_says_how_long_each_run_takes():
+    figure = MADE["token_timeline"]
+    assert [note.text for note in figure.layout.annotations] == ["on demand: 9.00 ms", "speculative: 10.00 ms"]
     assert [shape.x0 for shape in figure.layout.shapes] == pytest.approx([9, 10])
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
 

@@ -19,7 +19,7 @@ from moelab.ane.device.synthetic_popularity import assumed_loads  # noqa: E402
 from moelab.ane.systems import ABLATION, SYSTEMS  # noqa: E402
 from moelab.bench import ane, neuron_examples, parallel, static  # noqa: E402
 from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
-from moelab.bench.roofline import ExpertTimes  # noqa: E402
+from moelab.bench.experts import ExpertTimes  # noqa: E402
 from moelab.experts.executor import Tally  # noqa: E402
 from moelab.ndp import conditions  # noqa: E402
 from moelab.ndp.claims import CLAIMS, FIT, JUDGED  # noqa: E402
@@ -47,7 +47,7 @@ def costs():
     loss = {"score": 2.0, "error": 0.1, "relative": 3.0, "relative error": 0.5, "n": 6}
     scores = {"loss": {"nothing dropped": loss, "1": loss, "2": loss},
               "needle": {"nothing dropped": answer, "1": answer, "2": answer}}
-    return static.Costs(scores, {"loss": {"1": [1.0, 2.0], "2": [1.0, 2.5], "random": [1.5, 2.0]}},
+    return static.DropCosts(scores, {"loss": {"1": [1.0, 2.0], "2": [1.0, 2.5], "random": [1.5, 2.0]}},
                         {"1": {"loss": Tally(10, 8, 16)}, "2": {"loss": Tally(10, 10, 40)}})
 
 
@@ -63,9 +63,9 @@ def test_of_static_shapes(costs):
     assert (rows[1]["dropped"], rows[1]["padding"]) == ("20.0 %", "50.0 %")
     assert [of["needle, points (95 %)"] for of in rows[:2]] == ["50.0 % right", "-2.0 (-4.0 to +0.0)"]
     assert rows[4]["accuracy in the paper, fp16 → NPUMoE"] == "88.57 → 87.62 %"                 # HellaSwag's
-    assert row(shown(expert_tables.orders(costs), 2), "who is dropped first", "2")["against random, nats"] == "+0.0000"
+    assert row(shown(expert_tables.orders(costs), 2), "dropped first", "2")["against random, nats"] == "+0.0000"
     assert expert_tables.knob(static.block_paddings(16, 4, 2)[8], 16, 4, 2, 0).startswith("B = 8, 16 tokens, Zipf 0:")
-    times = ExpertTimes({"transformers eager": [0.004], "gemv": [0.002]}, 1e9, 1e9, {"FLOPs": 0.001})
+    times = ExpertTimes({"transformers eager": [0.004], "gemv": [0.002]}, 0, 1e6, 1e9, 1e9)
     assert shown(expert_tables.executors({"decode": times}), 1)[0] == {
         "phase": "decode", "best of transformers, ms": "4.00 (eager)", "best here, ms": "2.00 (gemv)",
         "times as fast": "2.00", "share of the roofline that it reaches": "50 %"}
@@ -86,7 +86,7 @@ def test_figures_of_costs(costs):
     figure = expert_figures.block_sizes(static.block_paddings(16, 4, 2))
     assert [trace.name for trace in figure.data] == ["filled blocks", "all N blocks"]
     ran = {name: static.Ran(Tally(4, 4, 8), [Tally(4, 3, 4)], 0.0, 1.0) for name in ("tiers, prune", "tiers, pad")}
-    names = [trace.name for trace in expert_figures.plans(ran | {"tiers, literal B/E": ran["tiers, pad"]}).data]
+    names = [trace.name for trace in expert_figures.plans(ran | {"tiers, literal B/E": ran["tiers, pad"]}, {}).data]
     assert names == ["tiers, prune", "tiers, prune", "tiers, pad"]
     assert shown(expert_tables.plans(ran), 2)[0]["rows computed ÷ routed"] == "2.00"
 
@@ -160,7 +160,7 @@ def test_of_ndp():
     shown(ndp_tables.published(found), len(FIT) + len(JUDGED))
     rows = shown(ndp_tables.misses(found, {"Qwen3 prefill": "Seen."}, "unknown"), len(FIT) + len(JUDGED))
     told = row(rows, "miss", CLAIMS["Qwen3 prefill"].text)
-    assert told["why, as far as we can tell"].endswith("Seen.") and rows[0]["why, as far as we can tell"] == "unknown"
+    assert told["likely reason"].endswith("Seen.") and rows[0]["likely reason"] == "unknown"
     rows = shown(ndp_tables.end_to_end({"MoNDE": {(MODELS[0], 2): 1.0, (MODELS[1], 3): 3.0}}), 1)
     assert (rows[0]["mean of all cells"], rows[0]["where"]) == ("2.00×", "Qwen3-30B-A3B, N = 3")
     rows = shown(ndp_tables.space({MODELS[0]: {"a": {6: math.nan}, "b": {6: 0.002}}}, 6), 1)
