@@ -1,11 +1,10 @@
 """Does a converted model compute what the model computes? Logits of whole prefills, prompt by prompt.
 
-The packages' programs run the attention and the hot groups of every chunk, the rest is the model's own; nothing is
-dropped (a group that overflows is launched again), so the unconverted model in float32 is the reference, and what
-differs is the conversion's fault. With the evaluator in double precision that is rounding of weights to fp16 at most,
-and `LOGITS` is the limit. In fp16 mode, and on a Mac, it is the arithmetic too, and a near tie in a router may send a
-token to another expert, so no number fits all models: a Mac is judged by what the evaluator's fp16 makes of the same
-prompts, that itself by its tokens.
+The packages run the attention and the hot groups of every chunk, the rest is the model's own; nothing is dropped (a
+group that overflows is launched again), so the unconverted model in float32 is the reference. With the evaluator in
+double precision the difference is at most the rounding of weights to fp16, and `LOGITS` is the limit. In fp16 mode, and
+on a Mac, the arithmetic adds to it, and a near tie in a router may send a token to another expert, so no number fits
+all models: a Mac is judged by what the evaluator's fp16 makes of the same prompts, that itself by its tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import torch
 from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Alarm
-from moelab.ane.runtime import LayerCount, prefill_through
+from moelab.ane.plan import Account
+from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
 
-#: largest difference of a logit in double precision, and least share of equal next tokens, with which a conversion is
-#: as it should be
+#: of a good conversion: largest difference of a logit in double precision, least share of equal next tokens
 LOGITS, SAME = 1e-2, 0.99
 #: how many times the largest difference of the evaluator's fp16 a device's may be: it adds in another order; ours
 ROUNDING = 3
@@ -48,7 +47,7 @@ class Parity:
     last: np.ndarray
     worst: np.ndarray
     same: np.ndarray
-    counts: LayerCount
+    counts: Account
     alarms: tuple[Alarm, ...] = ()
     limit: float = LOGITS
     least: float = SAME
@@ -91,7 +90,7 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
         limit = float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
         least = SAME if rounding is None else min(SAME, float(rounding.same.mean()) - 1 / len(prompts))
     model = model.float().eval()
-    last, worst, same, counts = [], [], [], LayerCount()
+    last, worst, same, counts = [], [], [], Account()
     with torch.no_grad():
         for ids in progress(prompts, "comparing", unit="prompt"):
             ids = torch.as_tensor([list(ids)])

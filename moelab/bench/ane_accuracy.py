@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from moelab import datasets
-from moelab.ane.device.accounting import count, loads_of_ids
-from moelab.ane.plan import Plan, make_plan
 from moelab.ane.device.published import TABLE_3
-from moelab.ane.runtime import LayerCount, prefill_through
+from moelab.ane.plan import Account, ANEPlan, count, make_plan
+from moelab.ane.popularity import loads_of_ids
+from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, whole
 from moelab.evaluation import accuracy
 from moelab.calibration import calibrate
@@ -70,7 +70,7 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
     trace = recorded(live, calibration, tokens, "train", seed)
     plan, slack, expected = fitting_plan(trace, chunk, drop, slack, group_size=group_size, system=system)
 
-    counts: dict[str, list[LayerCount]] = {name: [] for name in MODES}
+    counts: dict[str, list[Account]] = {name: [] for name in MODES}
     modes = {"dense": nullcontext} | {name: partial(counted, live, plan, order, seed, counts[name])
                                       for name, order in MODES.items()}
     found = accuracy.compare(live, modes, tasks, n=prompts, windows=max(prompts // 4, 4), tokens=tokens, seed=seed,
@@ -103,7 +103,7 @@ def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:
 
 
 def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | None = None, **options: Any
-                 ) -> tuple[Plan, float, float]:
+                 ) -> tuple[ANEPlan, float, float]:
     """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of the trace's routings.
 
     Each prompt of the trace has chunks of its own. `options` are those of `make_plan`.
@@ -117,14 +117,14 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
     return plans[best], best, rates[best]
 
 
-def rates(counts: LayerCount) -> dict[str, float]:
+def rates(counts: Account) -> dict[str, float]:
     """What the plan did, as columns of the table."""
     return {"dropped": counts.drop_rate, "padded": counts.padded_fraction,
             "launches a chunk and layer": counts.launches / counts.chunks}
 
 
 @contextmanager
-def counted(model: Any, plan: Plan, order: str, seed: int, into: list[LayerCount]) -> Iterator[Any]:
+def counted(model: Any, plan: ANEPlan, order: str, seed: int, into: list[Account]) -> Iterator[Any]:
     """`prefill_through`, whose counts go into a list at the end."""
     with prefill_through(model, plan, order=order, seed=seed) as ane:
         yield ane
@@ -133,7 +133,7 @@ def counted(model: Any, plan: Plan, order: str, seed: int, into: list[LayerCount
 
 # ----------------------------------------------------------------------------------------------- parts of notebook 06
 
-def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, Plan], float]:
+def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, ANEPlan], float]:
     """Plans from one calibration, and the slack of the third.
 
     "printed" has the paper's capacities r·B/E, "factor_k" r·K·B/E, "plan" the same with the slack that drops about
@@ -152,7 +152,7 @@ class Answers:
 
     dense: dict[str, dict[str, Any]]
     pruned: dict[str, dict[str, Any]]
-    counts: dict[str, LayerCount]
+    counts: dict[str, Account]
 
     def points(self, task: str) -> float:
         """What pruning changes, in points."""
@@ -174,10 +174,10 @@ class Answers:
         return min(values), max(values)
 
 
-def pruned_answers(model: Any, plan: Plan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
+def pruned_answers(model: Any, plan: ANEPlan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
                    **how: Any) -> Answers:
     """Ask every task of the model, dense and pruned by the plan; `how` are the sizes of `accuracy.compare`."""
-    counts: list[LayerCount] = []
+    counts: list[Account] = []
     modes = {"dense": nullcontext, "pruned": partial(counted, model, plan, order, seed, counts)}
     scores = accuracy.compare(model, modes, tasks, seed=seed, batch_size=1, **how)["scores"]
     return Answers({task: of["dense"] for task, of in scores.items()},
@@ -205,7 +205,7 @@ def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chun
                   **how: Any) -> LossByOrder:
     """Language loss through plans of the trace's calibration, in every order; `how` as in `pruned_answers`."""
     plans = {s: fitting_plan(trace, chunk, 0.0, s, group_size=group_size)[0] for s in slacks}
-    counts: dict[tuple[str, float], list[LayerCount]] = {(mode, s): [] for mode in MODES for s in slacks}
+    counts: dict[tuple[str, float], list[Account]] = {(mode, s): [] for mode in MODES for s in slacks}
     modes = {"dense": nullcontext} | {f"{mode} @ {s:g}": partial(counted, model, plans[s], MODES[mode], seed, into)
                                       for (mode, s), into in counts.items()}
     found = accuracy.compare(model, modes, ["loss"], seed=seed, batch_size=1, **how)

@@ -20,11 +20,11 @@ import torch
 from moelab.ane.coreml.convert import Settings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.linter import Report, lint
-from moelab.ane.plan import LayerPlan, Plan, attention_params
+from moelab.ane.plan import ANEPlan, LayerPlan, attention_params
 from moelab.models import discover, plugged
 
 
-def on_first_layers(plan: Plan, n: int) -> Plan:
+def on_first_layers(plan: ANEPlan, n: int) -> ANEPlan:
     """The plan of the first n MoE layers; all else stays on the CPU."""
     def to_cpu(layer: LayerPlan) -> LayerPlan:
         return replace(layer, attention="cpu", groups=tuple(replace(group, unit="cpu") for group in layer.groups))
@@ -69,7 +69,7 @@ class Conversion:
                 for kind in dict.fromkeys(one.kind for one in self.packages)}
 
 
-def convert(model: str | None, folder: str | Path, plan: Plan, context: int) -> Conversion:
+def convert(model: str | None, folder: str | Path, plan: ANEPlan, context: int) -> Conversion:
     """Convert and lint.
 
     Parameters

@@ -13,12 +13,12 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from moelab.ane.device.comparison import MACHINES, RIVALS, TOLERANCE, Comparison, Study, claimed, ratio
+from moelab.ane.device.comparison import (
+    MACHINES, RIVALS, TOLERANCE, Comparison, Outcome, Setting, Study, claimed, ratio)
 from moelab.ane.device.device_model import Prefill
-from moelab.ane.plan import Plan
 from moelab.ane.device.published import Sample
 from moelab.ane.device.rates import Rates
-from moelab.ane.settings import Outcome, Setting
+from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import SYSTEMS, TABLE_2
 from moelab.cards import load_device
 from moelab.viz import theme
@@ -29,7 +29,7 @@ from moelab.viz.store_figures import _bar
 PAPER = {"symbol": "diamond-open", "size": 9, "color": theme.BLACK, "line": {"width": 2}}
 
 
-def tiers(plan: Plan) -> go.Figure:
+def tiers(plan: ANEPlan) -> go.Figure:
     """The capacities of each layer's tiers, largest first, and the mean tokens an expert gets in a chunk."""
     levels = max(len(layer.tiers.levels) for layer in plan.layers)
     figure = go.Figure()
@@ -45,7 +45,7 @@ def tiers(plan: Plan) -> go.Figure:
     return _styled(figure)
 
 
-def residency(plan: Plan) -> go.Figure:
+def residency(plan: ANEPlan) -> go.Figure:
     """Each layer's groups as bars, as wide as they have experts; one look a capacity, and one for the CPU."""
     groups = [(l, group) for l, layer in enumerate(plan.layers) for group in layer.on("ane") + layer.on("cpu")]
     starts, ends = [], {}

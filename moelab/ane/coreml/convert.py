@@ -1,21 +1,25 @@
-"""Converts a whole model to Core ML packages, layer by layer, as a plan says; a run that was cut off goes on.
+"""Converts a whole model to Core ML packages, layer by layer, as a plan says; an interrupted run is resumed.
 
 Source: NPUMoE §A.4 (the pipeline), §4 (which expert is in which graph, and where that runs). A checkpoint becomes a
 folder with a package for each attention and each group of experts that the plan puts on the Neural Engine, and a
-manifest that says what runs where. What stays on the CPU (norms, routers, embeddings, the head, shared experts, cold
-groups) is not copied: the manifest names the checkpoint and its identity.
+manifest. What stays on the CPU (norms, routers, embeddings, the head, shared experts, cold groups) is not copied: the
+manifest names the checkpoint and its identity.
 
     manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
     layers/003/group02.mlpackage      group 2 of decoder layer 3's experts
 
-Only one group's weights are in memory at a time. Until everything is there, the folder is `DESTINATION.part` with a
-journal of the packages that are whole; a package that the journal does not vouch for is made again. Left out: models
-whose experts have no graphs (`operators.why_no_graph`, `ffn_graph`), which are refused before anything is written.
+Only one group's weights are in memory at a time. Until all packages are there, the folder is `DESTINATION.part` with a
+journal of the packages that are complete; any other is made again. Models whose experts have no graphs
+(`systems.why_no_graph`, `ffn_graph`) are refused before anything is written.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -25,48 +29,46 @@ from typing import Any
 import torch
 
 from moelab.ane.coreml.attention_graph import attention_shape, save_attention
-from moelab.ane.coreml.converted import FORMAT, ConvertedModel, attention_file, group_file
+from moelab.ane.coreml.converted import (
+    FORMAT, MANIFEST, ConvertedModel, attention_file, checksum, group_file, sealed)
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
-    LAYOUTS,
-    WEIGHTS,
-    Expert,
-    activation_of,
-    expert_of,
-    pack,
-    reference,
-    save_ffn,
-    unpack,
-)
-from moelab.ane.coreml.journal import Work
-from moelab.ane.operators import why_no_graph
+    LAYOUTS, WEIGHTS, Expert, activation_of, expert_of, pack, reference, save_ffn, unpack)
 from moelab.ane.coreml.package import coremltools, read_package
-from moelab.ane.plan import Plan, make_plan
-from moelab.ane.device.synthetic_popularity import assumed_counts
+from moelab.ane.plan import ANEPlan, PlannedGroup, make_plan
+from moelab.ane.popularity import assumed_counts
+from moelab.ane.systems import why_no_graph
+from moelab.files import write_text
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.specs import MoESpec
 
+try:
+    import fcntl
+except ImportError:         # no file locks: two conversions into one folder are not noticed
+    fcntl = None
+
 COMPUTE_UNITS = ("cpuAndNeuralEngine", "cpuOnly", "cpuAndGPU", "all")
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
 TOLERANCE = 1e-12
 #: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a graph
 OWN_TOLERANCE = 1e-3
+#: what a package of a conversion may be called, and what the journal says of it
+FILE = re.compile(r"layers/\d{3,}/(attention|group\d{2,})\.mlpackage")
+FIELDS = {"file", "weight_bytes", "checksum", "difference"}
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a model is converted.
 
-    Attributes
-    ----------
     context : P, positions of the KV caches.
     layout : of the expert graphs, see `ffn_graph`.
     weights : a key of `ffn_graph.WEIGHTS`; int8 and palettes are for the experts, attention stays fp16.
-    stateful : whether attention keeps its cache as the model's state instead of taking and returning it. The runtime
-        does not run such packages: decoding on the CPU could not read that cache. They can be linted and evaluated.
+    stateful : whether attention keeps its cache as the model's state instead of taking and returning it. Such packages
+        can be linted and evaluated; the runtime does not run them, as decoding on the CPU could not read that cache.
     every_tier : each expert package has a function for each of its layer's capacities, sharing the weights; the
         runtime takes the smallest that has room for a chunk's fullest expert.
     compute_units : what a Mac is asked to load the packages for.
@@ -87,14 +89,14 @@ class Settings:
             raise ValueError(f"context is {self.context}; it must be a multiple of 32")
 
 
-def convert_model(model: str | Path | None, destination: str | Path, plan: Plan | None = None,
+def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPlan | None = None,
                   settings: Settings = Settings(), *, validate: bool = True) -> ConvertedModel:
-    """Convert a model, or go on with a conversion that was cut off.
+    """Convert a model, or resume an interrupted conversion.
 
     Parameters
     ----------
     model : a checkpoint folder or a hub id; None for the shipped small model.
-    destination : the new folder; until it is whole, `destination.part`.
+    destination : the new folder; until it is complete, `destination.part`.
     plan : what runs where; None plans chunks of 256 with an assumed popularity of the experts.
     validate : evaluate each expert graph as saved and compare it with torch; the largest difference is recorded.
 
@@ -136,7 +138,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
         return ConvertedModel(work.publish(manifest, destination))
 
 
-def _possible(plan: Plan, config: Any, settings: Settings) -> Plan:
+def _possible(plan: ANEPlan, config: Any, settings: Settings) -> ANEPlan:
     """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan")
@@ -161,13 +163,12 @@ Task = tuple[str, Callable[[Path], None], Callable[[Path], float] | None]
 class _Source:
     """A checkpoint and what the plan wants of it."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, plan: Plan, settings: Settings) -> None:
-        self.checkpoint, self.config, self.plan, self.settings = checkpoint, config, plan, settings
-        self.experts = CheckpointExperts(checkpoint, config)
+    def __init__(self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: Settings) -> None:
+        self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
+        self.tensors = CheckpointExperts(checkpoint, config)
         self.modules = [layer.experts for layer in plug(compat.meta_twin(config))]
-        self.keys = dict(checkpoint.keys())
         self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
-        self.activation = activation_of(self.modules[0]) if any(layer.on("ane") for layer in plan.layers) else None
+        self.activation = activation_of(self.modules[0]) if plan.graphs else None
         self.shape = None
         if any(layer.attention == "ane" for layer in plan.layers):
             self.shape = attention_shape(config, plan.chunk, settings.context, settings.stateful)
@@ -176,8 +177,12 @@ class _Source:
         """Where a decoder layer's attention runs; one without experts does as the first that has some."""
         return self.plan.layers[self.moe_index.get(layer, 0)].attention
 
-    def groups(self, layer: int) -> tuple:
+    def groups(self, layer: int) -> tuple[PlannedGroup, ...]:
         return self.plan.layers[self.moe_index[layer]].groups if layer in self.moe_index else ()
+
+    def capacities(self, layer: int, group: PlannedGroup) -> list[int]:
+        tiers = self.plan.layers[self.moe_index[layer]].tiers
+        return sorted({group.capacity, *tiers.levels}) if self.settings.every_tier else [group.capacity]
 
     def tasks(self, layer: int) -> Iterator[Task]:
         if self.attention_unit(layer) == "ane":
@@ -188,54 +193,45 @@ class _Source:
                        lambda path, group=group: self.difference(path, layer, group))
 
     def save_attention(self, path: Path, layer: int) -> None:
-        from safetensors import safe_open
-        prefix, tensors = f"model.layers.{layer}.self_attn.", {}
-        for key in (key for key in self.keys if key.startswith(prefix)):
-            with safe_open(self.keys[key], "pt") as file:
-                tensors[key[len(prefix):]] = file.get_tensor(key)
+        prefix = f"model.layers.{layer}.self_attn."
+        tensors = {key.removeprefix(prefix): self.checkpoint.read(key) for key, _ in self.checkpoint.keys()
+                   if key.startswith(prefix)}
         if "q_proj.weight" not in tensors:
             raise ValueError(f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "
                              f"that is not read here; plan attention for the CPU")
         save_attention(path, self.shape, tensors)
 
-    def experts_of(self, layer: int, group: Any) -> list[Expert]:
+    def experts(self, layer: int, group: PlannedGroup) -> list[Expert]:
         moe = self.moe_index[layer]
-        return [expert_of(self.modules[moe], self.experts(moe, e)) for e in group.experts]
+        return [expert_of(self.modules[moe], self.tensors(moe, e)) for e in group.experts]
 
-    def capacities(self, layer: int, group: Any) -> list[int]:
-        tiers = self.plan.layers[self.moe_index[layer]].tiers
-        return sorted({group.capacity, *tiers.levels}) if self.settings.every_tier else [group.capacity]
-
-    def save_group(self, path: Path, layer: int, group: Any) -> None:
+    def save_group(self, path: Path, layer: int, group: PlannedGroup) -> None:
         capacities = self.capacities(layer, group)
-        save_ffn(path, self.experts_of(layer, group), capacities if self.settings.every_tier else capacities[0],
+        save_ffn(path, self.experts(layer, group), capacities if self.settings.every_tier else capacities[0],
                  self.activation, self.settings.layout, self.settings.weights)
 
-    def difference(self, path: Path, layer: int, group: Any) -> float:
+    def difference(self, path: Path, layer: int, group: PlannedGroup) -> float:
         """Largest difference between a saved graph in fp64 and torch, relative to the largest output.
 
-        Torch is `ffn_graph.reference`, which must itself agree with the architecture's own code.
+        Torch is `ffn_graph.reference`, which must itself agree with the architecture's own code in fp64, its weights
+        rounded to fp16.
         """
-        experts, package = self.experts_of(layer, group), read_package(path)
+        experts, moe, layout = self.experts(layer, group), self.moe_index[layer], self.settings.layout
         name = f"c{group.capacity}" if self.settings.every_tier else None
         x = torch.randn(len(experts) * group.capacity, experts[0].up.shape[1],
-                        generator=torch.Generator().manual_seed(layer), dtype=torch.float64)
-        y = unpack(Evaluator(package, name)({"x": pack(x, self.settings.layout)})["y"], self.settings.layout)
-        expected = torch.cat([reference(expert, rows, self.activation)
-                              for expert, rows in zip(experts, x.split(group.capacity))])
-        difference, unlike = _relative(y, expected), _relative(expected, self.own(layer, group, x))
+                        generator=torch.Generator().manual_seed(layer), dtype=torch.float64)            # [G·C, H]
+        parts = x.split(group.capacity)
+        y = unpack(Evaluator(read_package(path), name)({"x": pack(x, layout)})["y"], layout)
+        expected = torch.cat([reference(expert, rows, self.activation) for expert, rows in zip(experts, parts)])
+        own = torch.cat([self.modules[moe].ffn(rows, {key: tensor.half().double() for key, tensor in
+                                                      self.tensors(moe, e).items()})
+                         for e, rows in zip(group.experts, parts)])
+        difference, unlike = _relative(y, expected), _relative(expected, own)
         if self.settings.weights == "fp16" and not difference <= TOLERANCE or not unlike <= OWN_TOLERANCE:
             raise ValueError(f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
                              f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
                              f"coremltools; please report it")
         return difference
-
-    def own(self, layer: int, group: Any, x: torch.Tensor) -> torch.Tensor:
-        """What the architecture's own code makes of the slots x [G·C, H], in fp64 with weights rounded to fp16."""
-        moe = self.moe_index[layer]
-        return torch.cat([self.modules[moe].ffn(rows, {name: tensor.half().double() for name, tensor in
-                                                       self.experts(moe, e).items()})
-                          for e, rows in zip(group.experts, x.split(group.capacity))])
 
     def describe(self, layer: int, done: dict[str, dict]) -> dict[str, Any]:
         """A layer's entry of the manifest."""
@@ -253,3 +249,95 @@ class _Source:
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+
+
+# --------------------------------------------------------------------------------------- an unfinished conversion
+
+class Work:
+    """The folder of an unfinished conversion, and its journal, which is locked until `close` or `publish`.
+
+    A package is made in `building`, checked, moved to its place, and only then entered in the journal, so a run that is
+    killed leaves at most one package that the journal does not name, which is made again.
+
+    done : file → {"file", "weight_bytes", "checksum", "difference"} of each package that is complete.
+
+    Raises
+    ------
+    FileExistsError : another process works there, or the folder is another conversion's.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
+        self.folder, self.journal, self.building = folder, folder / "journal.jsonl", folder / "building"
+        wanted, written = json.dumps(about, sort_keys=True), folder / "settings.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = self._locked()
+        try:
+            if written.exists() and written.read_text(encoding="utf-8") != wanted:
+                raise FileExistsError(f"{folder} holds an unfinished conversion of another model, plan or settings; "
+                                      f"delete it to start over")
+            write_text(written, wanted)
+            shutil.rmtree(self.building, ignore_errors=True)
+            self.done = {entry["file"]: entry for entry in self._entries()
+                         if (folder / entry["file"]).is_dir() and checksum(folder / entry["file"]) == entry["checksum"]}
+        except BaseException:
+            self.close()
+            raise
+
+    def _locked(self) -> Any:
+        file = open(self.journal, "a+b")
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_ino != self.journal.stat().st_ino:
+                raise FileNotFoundError                         # it was published while the lock was waited for
+        except OSError:
+            file.close()
+            raise FileExistsError(f"another process converts into {self.folder}: wait for it, or give another "
+                                  f"destination") from None
+        return file
+
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        """The journal's lines; an incomplete last one is removed, so that lines can be added after it."""
+        self._file.seek(0)
+        text = self._file.read()
+        self._file.truncate(text.rfind(b"\n") + 1)
+        for line in text.splitlines():
+            try:
+                entry = json.loads(line)
+                whole = FILE.fullmatch(entry["file"]) and FIELDS <= entry.keys()
+            except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+                whole = False
+            if not whole:
+                return                      # what is damaged, and all after it, is made again
+            yield entry
+
+    def close(self) -> None:
+        self._file.close()
+
+    def add(self, name: str, make: Callable[[Path], None], check: Callable[[Path], float] | None) -> None:
+        """Make a package beside its place, check it, move it there, and only then enter it in the journal."""
+        place = self.folder / name
+        building = self.building / place.name
+        shutil.rmtree(self.building, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+        for path in (building, place):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        make(building)
+        difference = check(building) if check else None
+        weights = sum(path.stat().st_size for path in building.rglob("weights/*"))
+        entry = {"file": name, "weight_bytes": weights, "checksum": checksum(building), "difference": difference}
+        os.rename(building, place)
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done[name] = entry
+
+    def publish(self, manifest: dict[str, Any], destination: Path) -> Path:
+        """Write the manifest and give the folder its name."""
+        (self.folder / MANIFEST).write_text(json.dumps(sealed(manifest), indent=1), encoding="utf-8")
+        shutil.rmtree(self.building, ignore_errors=True)
+        for name in ("journal.jsonl", "settings.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        os.rename(self.folder, destination)
+        self.close()
+        return destination

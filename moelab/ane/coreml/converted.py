@@ -1,17 +1,16 @@
-"""A converted model: what its manifest says, and its graphs as functions of hidden states, run by the evaluator.
+"""A converted model: the manifest of the folder that `convert` writes, and its graphs as functions of hidden states.
 
-Source: the folder that `moelab.ane.coreml.convert` writes. A `GroupGraph` takes the G·C slots of a group as rows
-[G·C, H],
-an `AttentionGraph` a chunk of hidden states [n, H] and a cache; both hide layouts and names of inputs, so a backend
-that runs the same packages on a Mac needs only another `Evaluator`. Everything is checked: the manifest by its seal
-when it is read, a package by its checksum before it is first run or read (`ConvertedModel.package` is the way to all
-of them), the checkpoint that the CPU's parts come from by its identity (`moelab.models.identity`).
+A `GroupGraph` takes the G·C slots of a group as rows [G·C, H], an `AttentionGraph` a chunk of hidden states [n, H] and
+a cache; both hide layouts and names of inputs, so a backend that runs the same packages on a Mac needs only another
+`Evaluator`. Everything is checked: the manifest by its seal when it is read, a package by its checksum before it is
+first used (always through `ConvertedModel.package`), the checkpoint that the CPU's parts come from by its identity.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -21,13 +20,14 @@ import torch
 from torch import Tensor
 
 from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention_inputs
-from moelab.ane.coreml.evaluator import Alarm, Evaluator
+from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
+from moelab.ane.plan import ANEPlan
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.identity import of_checkpoint, opened_from
 from moelab.models.opening import load_config
 
-FORMAT, MANIFEST = "moelab.ane.coreml.converted/3", "manifest.json"
+FORMAT, MANIFEST = "moelab.ane.converted/3", "manifest.json"
 
 #: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
 Runner = Callable[[Path, str | None], Any]
@@ -36,10 +36,7 @@ Runner = Callable[[Path, str | None], Any]
 class ConvertedModel:
     """A folder that `convert_model` wrote.
 
-    Attributes
-    ----------
-    folder, manifest : where it is, and what manifest.json says.
-    layers : the manifest's entries, one a decoder layer.
+    folder, manifest : where it is, and what manifest.json says. layers : its entries, one a decoder layer.
     problems : what does not run where the plan's system wants it, and why, in words.
 
     Raises
@@ -78,10 +75,8 @@ class ConvertedModel:
         self._whole: set[str] = set()
 
     @cached_property
-    def plan(self) -> Any:
-        """The `Plan` that was carried out."""
-        from moelab.ane.plan import Plan
-        return Plan.from_dict(self.manifest["plan"])
+    def plan(self) -> ANEPlan:
+        return ANEPlan.from_dict(self.manifest["plan"])
 
     @property
     def packages(self) -> list[dict[str, Any]]:
@@ -96,12 +91,7 @@ class ConvertedModel:
             self.package(entry)
 
     def package(self, entry: dict[str, Any]) -> Path:
-        """Where the package of an entry of `packages` is, once it has been found to be the one that was converted.
-
-        Raises
-        ------
-        ValueError : its checksum is not the manifest's.
-        """
+        """Where the package of an entry of `packages` is; ValueError unless its checksum is the manifest's."""
         path = self.folder / entry["file"]
         if entry["file"] not in self._whole:
             if checksum(path) != entry["checksum"]:
@@ -112,10 +102,7 @@ class ConvertedModel:
     def checkpoint(self, folder: str | Path | None = None) -> Path:
         """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now.
 
-        Raises
-        ------
-        FileNotFoundError : it is not there.
-        ValueError : it is another checkpoint.
+        FileNotFoundError if it is not there, ValueError if it is another checkpoint.
         """
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
         if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
@@ -123,13 +110,9 @@ class ConvertedModel:
         return place.folder
 
     def require(self, model: Any) -> None:
-        """Refuse a model that was not opened from the checkpoint that this was converted from.
+        """ValueError unless the model was opened from the checkpoint that this was converted from.
 
         What was done to its weights since is for `moelab.ane.parity` to measure.
-
-        Raises
-        ------
-        ValueError : another checkpoint, or a model that was opened from none.
         """
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
@@ -176,29 +159,25 @@ def _runner(runner: Runner | None, mode: str) -> Runner:
     return runner or (lambda path, function: Evaluator(path, function, mode))
 
 
+@dataclass(eq=False)
 class GroupGraph:
     """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g + 1)·C."""
 
-    def __init__(self, experts: tuple[int, ...], capacity: int, layout: str, run: Any) -> None:
-        self.experts, self.capacity, self.layout, self.run = experts, capacity, layout, run
-
-    @property
-    def alarms(self) -> list[Alarm]:
-        return self.run.alarms
+    experts: tuple[int, ...]
+    capacity: int
+    layout: str
+    run: Any
 
     def __call__(self, slots: Tensor) -> Tensor:
         return unpack(self.run({"x": pack(slots, self.layout)})["y"], self.layout)
 
 
+@dataclass(eq=False)
 class AttentionGraph:
     """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual; the cache grows by n."""
 
-    def __init__(self, shape: AttentionShape, run: Any) -> None:
-        self.shape, self.run = shape, run
-
-    @property
-    def alarms(self) -> list[Alarm]:
-        return self.run.alarms
+    shape: AttentionShape
+    run: Any
 
     def new_cache(self) -> KVCache:
         return KVCache(self.shape, getattr(self.run, "dtype", torch.float32))

@@ -17,11 +17,10 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
-from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.convert import Settings, Work, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
-from moelab.ane.coreml.journal import Work
-from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
+from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.experts.tiers import Tiers
 from moelab.models import plug
 from tests.depth import depth
@@ -35,7 +34,7 @@ def make_plan(spec, chunk=16):
     groups = (PlannedGroup((2, 0, 5), 32, "ane", 1), PlannedGroup((7,), 16, "ane", 1),
               PlannedGroup((1, 3, 4, 6), 16, "cpu", 1))
     capacity = tuple(32 if e in (2, 0, 5) else 16 for e in range(8))
-    return Plan(spec, chunk, "npumoe", (LayerPlan(Tiers((32, 16), capacity), groups, "ane"),) * spec.L)
+    return ANEPlan(spec, chunk, "npumoe", (LayerPlan(Tiers((32, 16), capacity), groups, "ane"),) * spec.L)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_group_graphs_compute_the_models_experts(converted, model):
                                   for e, rows in zip(graph.experts, slots.split(graph.capacity))])
         y = graph(slots)
         assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
-        assert graph.alarms == []
+        assert graph.run.alarms == []
     with pytest.raises(ValueError, match="CPU"):
         converted.group(1, 2)
     with pytest.raises(ValueError, match="capacity"):
@@ -201,7 +200,6 @@ def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkey
 KILLED = """
 import os, signal, sys, tempfile
 from moelab.ane.coreml.package import coremltools
-from moelab.ane.coreml.convert import convert_model
 ct = coremltools()
 ct.models.MLModel.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)        # its temporary copy is written
 convert_model(sys.argv[1], sys.argv[2])
@@ -278,7 +276,7 @@ def test_experts_without_graphs_are_refused_before_anything_is_written(kind, say
 def plan_of_all(spec, chunk=16):
     """All experts of a layer in one graph."""
     group = PlannedGroup(tuple(range(spec.E)), 16, "ane", 1)
-    return Plan(spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L)
+    return ANEPlan(spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L)
 
 
 def test_chunks_that_no_graph_takes_are_refused(checkpoint, model, tmp_path):
@@ -302,7 +300,7 @@ def test_a_graph_of_other_experts_than_the_models_is_not_kept(checkpoint, model,
 def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     source = tiny.save("gpt_oss", tmp_path / "gpt", num_hidden_layers=1)
     spec = moelab.open_model(source).spec
-    plan = Plan(spec, 16, "npumoe", (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),),
+    plan = ANEPlan(spec, 16, "npumoe", (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),),
                                                "ane"),))
     result = convert_model(source, tmp_path / "ane", plan, SETTINGS)
     assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.problems[0]
