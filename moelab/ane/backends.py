@@ -77,15 +77,9 @@ class TorchBackend(Backend):
 class ConvertedBackend(Backend):
     """The packages of a converted model, each loaded when it is first needed.
 
-    Parameters
-    ----------
-    converted : a folder that `convert_model` wrote.
-    mode : of the evaluator, "double" or "fp16".
-    runner : makes what runs a package, instead of the evaluator; `name` says what that is.
+    mode : of the evaluator, "double" or "fp16". runner : makes what runs a package instead of it; `name` says what.
 
-    Raises
-    ------
-    ValueError : packages that keep the KV cache inside; when run, a model of another checkpoint.
+    Raises ValueError: packages that keep the KV cache inside; when run, a model of another checkpoint.
     """
 
     def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
@@ -149,11 +143,9 @@ class ConvertedBackend(Backend):
 
 
 class ModelCache(KVCache):
-    """transformers' cache of one layer as the fixed-shape cache of a graph: k, v (1, KV, D, P), `length` filled.
+    """transformers' cache of one layer as the fixed-shape cache of a graph; k, v (1, KV, D, P), `length` filled.
 
-    Raises
-    ------
-    ValueError : more tokens than the graph's context holds, or a cache that has forgotten some.
+    Raises ValueError: more tokens than the graph's context holds, or a cache that has dropped some.
     """
 
     def __init__(self, graph: AttentionGraph, cache: Any, layer: int, dtype: torch.dtype) -> None:

@@ -33,8 +33,7 @@ TOLERANCE = 5e-3
 
 @dataclass(frozen=True, eq=False)
 class Checkup:
-    """One function of a package: its probe, and the largest relative RMS difference of its outputs (nan without any).
-    """
+    """One function of a package: its probe, and the largest relative RMS difference of its outputs (nan: none)."""
 
     package: str
     probe: PackageProbe
@@ -85,12 +84,7 @@ class Diagnosis:
 
 
 def diagnose(converted: ConvertedModel | str | Path, timeout: float = 300.0) -> Diagnosis:
-    """Check every function of every package, within `timeout` seconds each.
-
-    Raises
-    ------
-    RuntimeError : not on a Mac. FileNotFoundError, ValueError : no converted model there, or a damaged one.
-    """
+    """Check every function of every package, within `timeout` seconds each; RuntimeError if not on a Mac."""
     require_mac("ane doctor")
     converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
     checkups = []
@@ -117,9 +111,7 @@ def coreml_backend(converted: ConvertedModel | str | Path, timeout: float = 300.
 
     Its name says how many operations the compute plans put on the Neural Engine.
 
-    Raises
-    ------
-    RuntimeError : not on a Mac; a package that cannot be loaded, crashes or takes too long.
+    Raises RuntimeError: not on a Mac; a package that cannot be loaded, crashes or takes too long.
     """
     require_mac("running packages by Core ML")
     converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)

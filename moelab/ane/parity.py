@@ -32,15 +32,12 @@ ROUNDING = 3
 
 @dataclass(frozen=True, eq=False)
 class Parity:
-    """What `parity` found, for n prompts.
+    """What `parity` found, for n prompts; backend is what ran the packages.
 
-    Attributes
-    ----------
-    backend : what ran the packages.
     last, worst : float64 [n], the largest difference of a logit after the last token, and after any token.
     same : bool [n], whether the most likely next token is the same.
-    counts : what the plan did; alarms : what the evaluator's fp16 mode met.
-    limit : largest difference after the last token, and least : share of the same tokens, that are as they should be.
+    counts : what the plan did. alarms : what the evaluator's fp16 mode met.
+    limit, least : of a good conversion, the largest difference after the last token and the least share of `same`.
     """
 
     backend: str
@@ -54,7 +51,7 @@ class Parity:
 
     @property
     def ok(self) -> bool:
-        """Logits of the next token within the limit on every prompt, and the same token on enough of them."""
+        """The next token's logits within the limit on every prompt, and the same token on enough of them."""
         return bool((self.last <= self.limit).all()) and float(self.same.mean()) >= self.least
 
     def summary(self) -> dict[str, Any]:
@@ -69,18 +66,13 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
            mode: str = "double", rounding: Parity | None = None) -> Parity:
     """Prefill every prompt twice, through the packages and through the model.
 
-    Parameters
-    ----------
     converted : the converted model, or a backend that runs it.
     model : the model that was converted; its weights are widened to float32 for good.
     prompts : token ids, one list a prompt.
     mode : of the evaluator, unless a backend is given.
     rounding : what the evaluator's fp16 mode made of the same prompts, to judge a device by.
 
-    Raises
-    ------
-    ValueError : no prompts, a prompt longer than the context of the graphs, another model's conversion, or one that is
-        damaged.
+    Raises ValueError: no prompts, one longer than the graphs' context, a damaged or another model's conversion.
     """
     if not len(prompts):
         raise ValueError("there are no prompts to compare on; give at least one")

@@ -75,10 +75,7 @@ class LayerPlan:
 class ANEPlan:
     """Static graphs of every MoE layer of a model, for one chunk size.
 
-    Attributes
-    ----------
-    spec, chunk, system : the model, B, and a key of `SYSTEMS`.
-    layers : L plans.
+    chunk, system, layers : B, a key of `SYSTEMS`, and L plans.
     popularity : where the counts came from, in words; "assumed" if nothing was calibrated.
     problems : what does not fit and why, in words.
     model_id : identity of the model whose calibration it was made from; "" where the popularity was assumed.
@@ -204,16 +201,11 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
               popularity: str = "calibrated", model_id: str = "") -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
-    Parameters
-    ----------
     counts, tokens : [L, E] routings to each expert, and of how many tokens: `calibration.counts(PREFILL)` and
         `calibration.tokens[PREFILL]`, or `popularity.assumed_counts(spec)`.
-    chunk : B; NPUMoE uses 256, 512 and 1024.
-    group_size : G, for systems that group.
-    levels, rule, slack : as in `capacity_tiers`.
+    chunk, group_size : B, and G for systems that group.
+    levels, rule, slack : as in `capacity_tiers`; tiers : [L] to use instead, e.g. `capacity_tiers_of_loads(…)`.
     max_graph_bytes : weights of one graph; smaller groups are made, and a larger expert goes to the CPU.
-    system : a key of `SYSTEMS`.
-    tiers : [L] to use instead of those of `capacity_tiers`, e.g. `capacity_tiers_of_loads(…)`.
     cold_share, min_rows : for the CPU are the rarest experts that together get at most this share of the routings, and
         groups that expect fewer tokens of a chunk, too few to pay a launch. NPUMoE §4.3 has the criterion and one
         example (a group of 2 × 8 is too small), no threshold: both are ours.
@@ -223,9 +215,7 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         groups that the fewest tokens come to go to the CPU.
     popularity, model_id : where the counts came from, in words, and of which model: `calibration.model_id`.
 
-    Raises
-    ------
-    ValueError : an unknown system, counts or tiers of another model, or an option out of its range.
+    Raises ValueError: an unknown system, counts or tiers of another model, or an option out of its range.
     """
     if system not in SYSTEMS:
         raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
@@ -366,12 +356,7 @@ def count(plan: ANEPlan, loads: Any) -> Account:
 
     On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes all rows of each
     chunk in which any of its experts has a token; on the CPU, and for a chunk of a single token, exactly its tokens.
-    Who is dropped does not change how many are. `calibration.chunk_loads(trace, plan.chunk)` and
-    `popularity.loads_of_ids` give loads.
-
-    Raises
-    ------
-    ValueError : loads of another model or of larger chunks.
+    `calibration.chunk_loads` and `popularity.loads_of_ids` give loads; ValueError for those of another model.
     """
     loads = check_loads(plan, loads)
     executed, slots, launches = loads.sum((0, 2)), loads.sum((0, 2)), np.zeros(plan.spec.L, dtype=np.int64)

@@ -22,9 +22,7 @@ SKEWS = {"even": (0.0, 1e6), "typical": (0.4, 2.0), "strong": (0.9, 2.0)}
 def assumed_loads(spec: MoESpec, chunk: int, chunks: int = 64, skew: str = "typical", seed: int = 0) -> np.ndarray:
     """Tokens that each expert gets in each chunk, assumed: int64 [n, L, E], at most `chunk`, chunk·K a layer.
 
-    Raises
-    ------
-    ValueError : an unknown skew; the message lists those there are.
+    skew : a key of `SKEWS`; ValueError for another.
     """
     if skew not in SKEWS:
         raise ValueError(f"there is no skew {skew!r}; there are: {', '.join(SKEWS)}")

@@ -34,17 +34,9 @@ from moelab.models.patches import Patches
 class PlannedExperts(Executor):
     """The executor of a plan: hot groups by a backend with static shapes, cold experts on the CPU.
 
-    Parameters
-    ----------
-    plan, backend : what runs where, and who runs the groups of unit "ane".
-    overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again, so that nothing is
-        lost.
-    order : who is dropped first, a name in `moelab.experts.overflow.ORDERS`; NPUMoE's is "saliency".
-    saliency : the tokens' norms, for the orders that need them.
-    seed : of the order "random".
-
-    Attributes
-    ----------
+    overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again, without loss.
+    order, saliency : who is dropped first, a name in `moelab.experts.overflow.ORDERS` (NPUMoE's is "saliency"), and the
+        tokens' norms, for the orders that need them.
     by_layer : [L] exact counts over all chunks; decode steps are not among them.
     """
 
@@ -138,25 +130,20 @@ def _places(groups: Any, plan: ANEPlan) -> tuple[Tensor, Tensor, Tensor]:
 @contextmanager
 def prefill_through(model: Any, plan: ANEPlan | None = None, backend: Backend | None = None, *,
                     overflow: str = "prune", order: str = "saliency", seed: int = 0) -> Iterator[PlannedExperts]:
-    """Within the block, prompts run through the plan, afterwards as before; yields the executor, which counts.
+    """Within the block, prompts run through the plan; yields the executor, which counts.
 
-    Parameters
-    ----------
     model : a decoder with its experts behind the seam or not; on the CPU.
     plan : made for this model; None takes the backend's, which a converted model has.
-    backend : a backend of `moelab.ane.backends`; None is `TorchBackend`, which computes the same static shapes with
-        the model's own weights.
+    backend : a backend of `moelab.ane.backends`; None is `TorchBackend`.
     overflow, order, seed : as in `PlannedExperts`.
 
     >>> with prefill_through(model, plan) as ane:
     ...     model.generate(ids, max_new_tokens=8)
     ...     print(ane.total.drop_rate)
 
-    Raises
-    ------
-    ValueError : no plan, one of another geometry or not the backend's, an encoder-decoder, an order that this model has
-        no saliency for, a backend of another checkpoint; when run, a batch of several prompts, a padded one or a
-        static cache.
+    Raises ValueError without a plan, for one of another geometry or not the backend's, an encoder-decoder, an order
+    that this model has no saliency for, a backend of another checkpoint; when run, for a batch of several prompts, a
+    padded one or a static cache.
     """
     if plan is None and backend is None:
         raise ValueError("give a plan (moelab.ane.plan.make_plan) or a backend that has one")

@@ -69,8 +69,7 @@ NO_EXPERT_GRAPHS = {
 def why_no_graph(block: str, model_type: str) -> str:
     """Why the "attention" or the "experts" of an architecture have no graph for the ANE; "" where they have one.
 
-    Plans and conversion ask here. Experts of an architecture that is not named are judged when they are converted, by
-    what they compute.
+    Experts of an architecture that is not named are judged by what they compute, when they are converted.
     """
     if block == "attention" and model_type not in ATTENTION_GRAPHS:
         return f"there is no graph for the attention of {model_type!r}, only for that of {', '.join(ATTENTION_GRAPHS)}"

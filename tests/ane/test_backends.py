@@ -13,12 +13,12 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane import commands, doctor
-from moelab.ane.popularity import loads_of_ids
 from moelab.ane.backends import ConvertedBackend, TorchBackend
 from moelab.ane.coreml.convert import Settings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
+from moelab.ane.popularity import loads_of_ids
 from moelab.ane.runtime import prefill_through
 from moelab.experts.tiers import Tiers
 from moelab.recording import record

@@ -9,11 +9,11 @@ import torch
 import moelab
 from moelab.__main__ import main
 from moelab.ane import commands
-from moelab.ane.device import mac, timing
 from moelab.ane.coreml.ffn_graph import Expert, save_ffn
-from moelab.ane.plan import ANEPlan
+from moelab.ane.device import mac, timing
 from moelab.ane.device.published import TABLE_5
 from moelab.ane.device.timing import save_samples
+from moelab.ane.plan import ANEPlan
 from moelab.calibration import calibrate
 from moelab.recording import record
 from tests.models import tiny

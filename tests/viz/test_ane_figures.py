@@ -4,9 +4,9 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.ane.plan import make_plan  # noqa: E402
 from moelab.ane.device.published import TABLE_5  # noqa: E402
 from moelab.ane.device.rates import fit  # noqa: E402
+from moelab.ane.plan import make_plan  # noqa: E402
 from moelab.ane.popularity import assumed_counts  # noqa: E402
 from moelab.specs import MoESpec  # noqa: E402
 from moelab.viz import ane_figures as figures  # noqa: E402

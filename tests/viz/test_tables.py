@@ -9,11 +9,12 @@ import torch
 pytest.importorskip("plotly")
 
 from moelab.ane.device import comparison  # noqa: E402
-from moelab.ane.popularity import assumed_loads, count  # noqa: E402
-from moelab.ane.device.published import TABLE_3, TABLE_5, inconsistencies  # noqa: E402
-from moelab.ane.device.device_model import DeviceModel  # noqa: E402
-from moelab.ane.systems import ABLATION, OPERATORS, SYSTEMS  # noqa: E402
 from moelab.ane.device.comparison import Setting, fastest, settings  # noqa: E402
+from moelab.ane.device.device_model import DeviceModel  # noqa: E402
+from moelab.ane.device.published import TABLE_3, TABLE_5, inconsistencies  # noqa: E402
+from moelab.ane.plan import count  # noqa: E402
+from moelab.ane.popularity import assumed_loads  # noqa: E402
+from moelab.ane.systems import ABLATION, OPERATORS, SYSTEMS  # noqa: E402
 from moelab.bench import ane, neuron_examples, parallel, static  # noqa: E402
 from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
 from moelab.bench.roofline import Contest  # noqa: E402

@@ -23,6 +23,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from moelab.ane.coreml.converted import (
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
     LAYOUTS, WEIGHTS, Expert, activation_of, expert_of, pack, reference, save_ffn, unpack)
-from moelab.ane.coreml.package import coremltools, read_package
-from moelab.ane.plan import ANEPlan, PlannedGroup, make_plan
+from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
+from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
 from moelab.files import write_text
@@ -50,7 +51,6 @@ try:
 except ImportError:         # no file locks: two conversions into one folder are not noticed
     fcntl = None
 
-COMPUTE_UNITS = ("cpuAndNeuralEngine", "cpuOnly", "cpuAndGPU", "all")
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
 TOLERANCE = 1e-12
 #: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a graph
@@ -93,20 +93,15 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
                   settings: Settings = Settings(), *, validate: bool = True) -> ConvertedModel:
     """Convert a model, or resume an interrupted conversion.
 
-    Parameters
-    ----------
     model : a checkpoint folder or a hub id; None for the shipped small model.
     destination : the new folder; until it is complete, `destination.part`.
     plan : what runs where; None plans chunks of 256 with an assumed popularity of the experts.
     validate : evaluate each expert graph as saved and compare it with torch; the largest difference is recorded.
 
-    Raises
-    ------
-    FileExistsError : the destination exists, another process converts into it, or an unfinished conversion with other
-        settings lies beside it.
-    FileNotFoundError, ValueError : as `open_model`; a plan of another model; experts that have no graphs; a chunk that
-        is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
-    ImportError : coremltools is not installed.
+    Raises FileExistsError where the destination exists, another process converts into it, or an unfinished conversion
+    with other settings is there; ImportError without coremltools; FileNotFoundError and ValueError as `open_model`, for
+    a plan of another model, experts that have no graphs, a chunk that is no multiple of 16 or longer than the context,
+    and a graph that does not compute what torch does.
     """
     coremltools()
     destination = Path(destination)
@@ -124,14 +119,18 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
     source = _Source(checkpoint, config, plan, settings)
     about = {"format": FORMAT, "name": spec.name, "checkpoint": str(checkpoint.folder.resolve()),
              "fingerprint": mine, "settings": asdict(settings), "plan": plan.to_dict()}
-    tasks = [task for layer in range(spec.num_layers) for task in source.tasks(layer)]
+    layers, tasks = [], []
+    for layer in range(spec.num_layers):
+        entry, of_layer = source.layer(layer)
+        layers.append(entry)
+        tasks += of_layer
     with closing(Work(destination.with_name(destination.name + ".part"), about)) as work:
         with progress(total=len(tasks), desc="converting", unit="graph", initial=len(work.done)) as bar:
-            for name, make, check in tasks:
+            for part, name, make, check in tasks:
                 if name not in work.done:
                     work.add(name, make, check if validate else None)
                     bar.update()
-        layers = [source.describe(layer, work.done) for layer in range(spec.num_layers)]
+                part |= work.done[name]
         manifest = about | {"layers": layers, "problems": list(plan.problems),
                             "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the "
                                       "groups of unit cpu, from the checkpoint"}
@@ -156,8 +155,8 @@ def _possible(plan: ANEPlan, config: Any, settings: Settings) -> ANEPlan:
     return plan
 
 
-#: (file, writes the package at a path, compares the package at a path with torch)
-Task = tuple[str, Callable[[Path], None], Callable[[Path], float] | None]
+#: (entry of the manifest to complete, file, writes the package at a path, compares the package at a path with torch)
+Task = tuple[dict[str, Any], str, Callable[[Path], None], Callable[[Path], float] | None]
 
 
 class _Source:
@@ -173,26 +172,27 @@ class _Source:
         if any(layer.attention == "ane" for layer in plan.layers):
             self.shape = attention_shape(config, plan.chunk, settings.context, settings.stateful)
 
-    def attention_unit(self, layer: int) -> str:
-        """Where a decoder layer's attention runs; one without experts does as the first that has some."""
-        return self.plan.layers[self.moe_index.get(layer, 0)].attention
-
-    def groups(self, layer: int) -> tuple[PlannedGroup, ...]:
-        return self.plan.layers[self.moe_index[layer]].groups if layer in self.moe_index else ()
-
-    def capacities(self, layer: int, group: PlannedGroup) -> list[int]:
-        tiers = self.plan.layers[self.moe_index[layer]].tiers
-        return sorted({group.capacity, *tiers.levels}) if self.settings.every_tier else [group.capacity]
-
-    def tasks(self, layer: int) -> Iterator[Task]:
-        if self.attention_unit(layer) == "ane":
-            yield attention_file(layer), lambda path: self.save_attention(path, layer), None
-        for index, group in enumerate(self.groups(layer)):
+    def layer(self, layer: int) -> tuple[dict[str, Any], list[Task]]:
+        """A decoder layer's entry of the manifest, and the tasks that complete it."""
+        moe = self.moe_index.get(layer)
+        planned = self.plan.layers[moe or 0]    # attention of a layer without experts as of the first that has some
+        entry = {"layer": layer, "moe": moe, "attention": {"unit": planned.attention}, "groups": [],
+                 "attention_shape": None}
+        tasks: list[Task] = []
+        if planned.attention == "ane":
+            entry["attention_shape"] = asdict(self.shape)
+            tasks.append((entry["attention"], attention_file(layer), partial(self.save_attention, layer), None))
+        for index, group in enumerate(() if moe is None else planned.groups):
+            part = {"experts": list(group.experts), "capacity": group.capacity, "unit": group.unit}
+            entry["groups"].append(part)
             if group.unit == "ane":
-                yield (group_file(layer, index), lambda path, group=group: self.save_group(path, layer, group),
-                       lambda path, group=group: self.difference(path, layer, group))
+                tiers = planned.tiers.levels if self.settings.every_tier else ()
+                part["capacities"] = sorted({group.capacity, *tiers})
+                tasks.append((part, group_file(layer, index), partial(self.save_group, moe, part),
+                              partial(self.difference, layer, moe, part)))
+        return entry, tasks
 
-    def save_attention(self, path: Path, layer: int) -> None:
+    def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         tensors = {key.removeprefix(prefix): self.checkpoint.read(key) for key, _ in self.checkpoint.keys()
                    if key.startswith(prefix)}
@@ -201,50 +201,34 @@ class _Source:
                              f"that is not read here; plan attention for the CPU")
         save_attention(path, self.shape, tensors)
 
-    def experts(self, layer: int, group: PlannedGroup) -> list[Expert]:
-        moe = self.moe_index[layer]
-        return [expert_of(self.modules[moe], self.tensors(moe, e)) for e in group.experts]
+    def experts(self, moe: int, part: dict[str, Any]) -> list[Expert]:
+        return [expert_of(self.modules[moe], self.tensors(moe, e)) for e in part["experts"]]
 
-    def save_group(self, path: Path, layer: int, group: PlannedGroup) -> None:
-        capacities = self.capacities(layer, group)
-        save_ffn(path, self.experts(layer, group), capacities if self.settings.every_tier else capacities[0],
+    def save_group(self, moe: int, part: dict[str, Any], path: Path) -> None:
+        save_ffn(path, self.experts(moe, part), part["capacities"] if self.settings.every_tier else part["capacity"],
                  self.activation, self.settings.layout, self.settings.weights)
 
-    def difference(self, path: Path, layer: int, group: PlannedGroup) -> float:
+    def difference(self, layer: int, moe: int, part: dict[str, Any], path: Path) -> float:
         """Largest difference between a saved graph in fp64 and torch, relative to the largest output.
 
         Torch is `ffn_graph.reference`, which must itself agree with the architecture's own code in fp64, its weights
         rounded to fp16.
         """
-        experts, moe, layout = self.experts(layer, group), self.moe_index[layer], self.settings.layout
-        name = f"c{group.capacity}" if self.settings.every_tier else None
-        x = torch.randn(len(experts) * group.capacity, experts[0].up.shape[1],
+        experts, layout, C = self.experts(moe, part), self.settings.layout, part["capacity"]
+        x = torch.randn(len(experts) * C, experts[0].up.shape[1],
                         generator=torch.Generator().manual_seed(layer), dtype=torch.float64)            # [G·C, H]
-        parts = x.split(group.capacity)
-        y = unpack(Evaluator(read_package(path), name)({"x": pack(x, layout)})["y"], layout)
-        expected = torch.cat([reference(expert, rows, self.activation) for expert, rows in zip(experts, parts)])
+        evaluator = Evaluator(path, f"c{C}" if self.settings.every_tier else None)
+        y = unpack(evaluator({"x": pack(x, layout)})["y"], layout)
+        expected = torch.cat([reference(expert, rows, self.activation) for expert, rows in zip(experts, x.split(C))])
         own = torch.cat([self.modules[moe].ffn(rows, {key: tensor.half().double() for key, tensor in
                                                       self.tensors(moe, e).items()})
-                         for e, rows in zip(group.experts, parts)])
+                         for e, rows in zip(part["experts"], x.split(C))])
         difference, unlike = _relative(y, expected), _relative(expected, own)
         if self.settings.weights == "fp16" and not difference <= TOLERANCE or not unlike <= OWN_TOLERANCE:
             raise ValueError(f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
                              f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
                              f"coremltools; please report it")
         return difference
-
-    def describe(self, layer: int, done: dict[str, dict]) -> dict[str, Any]:
-        """A layer's entry of the manifest."""
-        unit = self.attention_unit(layer)
-        attention = {"unit": unit} | (done[attention_file(layer)] if unit == "ane" else {})
-        groups = []
-        for index, group in enumerate(self.groups(layer)):
-            entry = {"experts": list(group.experts), "capacity": group.capacity, "unit": group.unit}
-            if group.unit == "ane":
-                entry |= {"capacities": self.capacities(layer, group)} | done[group_file(layer, index)]
-            groups.append(entry)
-        return {"layer": layer, "moe": self.moe_index.get(layer), "attention": attention, "groups": groups,
-                "attention_shape": asdict(self.shape) if unit == "ane" else None}
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -261,9 +245,7 @@ class Work:
 
     done : file → {"file", "weight_bytes", "checksum", "difference"} of each package that is complete.
 
-    Raises
-    ------
-    FileExistsError : another process works there, or the folder is another conversion's.
+    Raises FileExistsError: another process works there, or the folder is another conversion's.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:

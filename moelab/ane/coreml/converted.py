@@ -39,10 +39,7 @@ class ConvertedModel:
     folder, manifest : where it is, and what manifest.json says. layers : its entries, one a decoder layer.
     problems : what does not run where the plan's system wants it, and why, in words.
 
-    Raises
-    ------
-    FileNotFoundError : no manifest there, or a package that it names is gone.
-    ValueError : another format, or a manifest that is damaged.
+    Raises FileNotFoundError without a manifest or a package that it names, ValueError for another format or damage.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -83,12 +80,6 @@ class ConvertedModel:
         """The manifest's entries of all packages: file, weight_bytes, checksum, difference."""
         entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
         return [entry for entry in entries if "file" in entry]
-
-    def verify(self) -> None:
-        """Compare all packages with their checksums, now; ValueError names the first that was changed."""
-        self._whole.clear()
-        for entry in self.packages:
-            self.package(entry)
 
     def package(self, entry: dict[str, Any]) -> Path:
         """Where the package of an entry of `packages` is; ValueError unless its checksum is the manifest's."""
@@ -178,9 +169,6 @@ class AttentionGraph:
 
     shape: AttentionShape
     run: Any
-
-    def new_cache(self) -> KVCache:
-        return KVCache(self.shape, getattr(self.run, "dtype", torch.float32))
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, window: int | None = None) -> Tensor:
         """cos, sin [n, D]: the rotary embedding of the chunk's positions, which begin at cache.length."""

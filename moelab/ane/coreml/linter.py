@@ -82,8 +82,8 @@ def lint(package: Package | str | Path) -> Report:
 def lint_examples(experts: Any, spec: MoESpec, folder: str | Path) -> tuple[Report, dict[str, Report]]:
     """(report of a good graph, reports of six bad ones by name), made of two experts of a model and saved in `folder`.
 
-    Each bad graph has one mistake that NPUMoE §3.2 and §4.2 or people with real devices warn of; the good one is as
-    `convert` writes it. experts : a layer's experts behind the seam, of a model of that spec.
+    Each bad graph has one mistake that NPUMoE §3.2 and §4.2 or people with real devices warn of.
+    experts : a layer's experts behind the seam, of a model of that spec.
     """
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb

@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.device.rates import (
-    MODES, CPURates, Rates, fit, fit_cpu, leave_one_out, residuals, summary)
-from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit
-from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
 from moelab.ane.device.published import REFERENCE_BYTES, REFERENCE_H, REFERENCE_PARAMS, TABLE_5, Sample
+from moelab.ane.device.rates import MODES, CPURates, Rates, fit, fit_cpu, leave_one_out, residuals, summary
+from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
+from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit
 from moelab.cards import load_device
 from moelab.specs import MoESpec
 
@@ -115,24 +114,22 @@ class DeviceModel:
             raise ValueError(f"there is no mode {self.mode!r}; there are: {', '.join(MODES)}")
 
     @classmethod
-    def of(cls, device: str = "m2-ultra", slots_per_token: float = 1.0, **options: Any) -> DeviceModel:
+    def of(cls, device: str = "m2-ultra", **options: Any) -> DeviceModel:
         """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`. ValueError for another device.
 
         "m2-max" is not fitted: it is one of the M2 Ultra's two dies, so it gets half the rates and half the powers, by
-        the cards' `npu_tops`. `slots_per_token` is how many expert slots one "token" of Table 5 is; with 2 (a prompt
-        token of top-2) Table 4's expert FFN would come out at half (`published.expert_ffn`).
+        the cards' `npu_tops`.
         """
         if device not in ("m2-ultra", "m2-max"):
             raise ValueError(f"there are published figures for m2-ultra and m2-max, not for {device!r}; "
                              f"time a Mac's own graphs and use DeviceModel.refit")
-        samples = tuple(s._replace(ms=s.ms / slots_per_token, mj=s.mj / slots_per_token) for s in TABLE_5)
-        rates = fit(samples)
+        rates = fit()
         cpu = fit_cpu(rates)
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         if slower != 1:
             rates = rates.scaled(slower, slower, power=1 / slower)
             cpu = cpu.scaled(slower, power=1 / slower)
-        return cls(device, rates, cpu, samples, memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
+        return cls(device, rates, cpu, memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
         """The same formulas with expert graphs as timed on another machine; the CPU's parameters stay.
@@ -220,10 +217,8 @@ class DeviceModel:
         loads : [n, L, E], the experts' tokens in real chunks of the plan's size; their mean is used. None takes what
             the plan expects. Only experts on the CPU depend on them.
 
-        Raises
-        ------
-        ValueError : a prompt below 1, loads of another model, attention that is not modelled, or experts that do not
-            fit the machine's memory.
+        Raises ValueError: a prompt below 1, loads of another model, attention that is not modelled, or experts beyond
+        the machine's memory.
         """
         if prompt < 1:
             raise ValueError(f"a prompt has at least one token, not {prompt}")

@@ -26,10 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.ane.coreml.package import Function, coremltools, read_package
+from moelab.ane.coreml.package import COMPUTE_UNITS, Function, coremltools, read_package
 
-#: manifest's compute units → coremltools' name of them
-UNITS = {"cpuAndNeuralEngine": "CPU_AND_NE", "cpuOnly": "CPU_ONLY", "cpuAndGPU": "CPU_AND_GPU", "all": "ALL"}
 #: class of a compute device in coremltools → what it is called here
 DEVICES = {"MLNeuralEngineComputeDevice": "ane", "MLCPUComputeDevice": "cpu", "MLGPUComputeDevice": "gpu"}
 
@@ -48,7 +46,7 @@ def require_mac(what: str) -> None:
 
 
 class CoreMLRunner:
-    """One function (None: the default) of a package, loaded by Core ML for `units`, a key of `UNITS`.
+    """One function (None: the default) of a package, loaded by Core ML for `units`, a key of `COMPUTE_UNITS`.
 
     Called like an `Evaluator`: inputs by name → outputs by name, in float32.
     """
@@ -57,7 +55,7 @@ class CoreMLRunner:
 
     def __init__(self, path: str | Path, function: str | None = None, units: str = "cpuAndNeuralEngine") -> None:
         ct = coremltools()
-        self.path, self.function, self.units = Path(path), function, ct.ComputeUnit[UNITS[units]]
+        self.path, self.function, self.units = Path(path), function, ct.ComputeUnit[COMPUTE_UNITS[units]]
         self.model = ct.models.MLModel(str(path), compute_units=self.units, function_name=function)
 
     def make_state(self) -> Any:

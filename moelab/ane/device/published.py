@@ -16,8 +16,7 @@ from typing import NamedTuple
 class Sample(NamedTuple):
     """One static configuration that was timed: G experts of capacity C in one graph, all of a layer's experts run.
 
-    ms, mj : latency and energy of one expert slot; a layer has E·C of them. mj is None where not given.
-    mode : "serial", one graph after the other, or "parallel", all submitted at once.
+    ms, mj : of one expert slot, of which a layer has E·C. mode : "serial", or "parallel", all graphs at once.
     """
 
     G: int

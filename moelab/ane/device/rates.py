@@ -85,7 +85,6 @@ class Residual(NamedTuple):
     """One published or measured number beside the fit's."""
 
     sample: Sample
-    quantity: str       # "latency" or "energy"
     given: float
     fitted: float
 
@@ -99,11 +98,7 @@ def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
     """Least squares of relative errors.
 
     Where nothing was timed in parallel, parallel graphs are taken to run as serial ones do; energy needs two samples a
-    mode, else its parameters are nan.
-
-    Raises
-    ------
-    ValueError : too few serial samples, or not varied enough to tell the parameters apart.
+    mode, else its parameters are nan. ValueError for too few serial samples to tell the parameters apart.
     """
     serial = [s for s in samples if s.mode == "serial"]
     design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
@@ -128,8 +123,8 @@ def residuals(rates: Rates, samples: Sequence[Sample] = TABLE_5, quantity: str =
     """The fit beside the samples; energies from the given latencies' own fit, outliers left out."""
     rows = [s for s in samples if mode in (None, s.mode)]
     if quantity == "latency":
-        return [Residual(s, quantity, s.ms, rates.graph_ms(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows]
-    return [Residual(s, quantity, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows
+        return [Residual(s, s.ms, rates.graph_ms(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows]
+    return [Residual(s, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows
             if s.mj is not None and s not in OUTLIERS]
 
 

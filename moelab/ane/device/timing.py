@@ -106,11 +106,7 @@ def time_grid(grid: Sequence[tuple[int, int]] = GRID, modes: Sequence[str] = MOD
               runner: Callable[[Path, str | None], Any] = CoreMLRunner) -> list[Sample]:
     """Time each (G, C) of a grid in each mode, by default for PhiMoE's experts; one sample each, in ms and mJ a slot.
 
-    Needs room on the disk for one layer's experts (2.5 GB), in a temporary folder; one group size is there at a time.
-
-    Raises
-    ------
-    ValueError : a group that does not divide the experts.
+    Needs room on the disk for one layer's experts (2.5 GB); ValueError for a group that does not divide the experts.
     """
     if bad := [G for G, C in grid if experts % G]:
         raise ValueError(f"groups of {bad[0]} do not divide {experts} experts")

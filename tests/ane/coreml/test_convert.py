@@ -17,6 +17,7 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
+from moelab.ane.coreml.attention_graph import KVCache
 from moelab.ane.coreml.convert import Settings, Work, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
@@ -88,7 +89,7 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
     for layer in range(2):
         x, cos, sin, expected = seen[layer]
         graph = converted.attention(layer, mode="double")
-        cache = graph.new_cache()
+        cache = KVCache(graph.shape)
         parts = [slice(start, start + 16) for start in range(0, 50, 16)]
         y = torch.cat([graph(x[part], cos[part], sin[part], cache) for part in parts])
         assert cache.length == 50
@@ -111,16 +112,23 @@ def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, 
         ConvertedModel(tmp_path)
 
 
+def verify(folder):
+    """Compare all packages with their checksums."""
+    converted = ConvertedModel(folder)
+    for entry in converted.packages:
+        converted.package(entry)
+
+
 def test_damage_is_seen(converted, tmp_path):
     folder = shutil.copytree(converted.folder, tmp_path / "copy")
+    verify(folder)
     copy = ConvertedModel(folder)
-    copy.verify()
     weights = next((folder / copy.packages[2]["file"]).rglob("weight.bin"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(ValueError, match="group00"):
-        copy.verify()
+        verify(folder)
     shutil.rmtree(folder / copy.packages[2]["file"])
     with pytest.raises(FileNotFoundError, match="group00"):
         ConvertedModel(folder)
@@ -156,7 +164,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     killed_at(99)
     result = convert_model(checkpoint, destination, plan, SETTINGS)
     assert made == ["attention.mlpackage", "group00.mlpackage", "group01.mlpackage"]
-    result.verify()
+    verify(result.folder)
     assert not part.exists() and [e["file"] for e in result.packages] == [e["file"] for e in converted.packages]
     slots = torch.randn(96, 32)
     assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
@@ -175,7 +183,7 @@ def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatc
     monkeypatch.setattr(convert_module, "save_ffn", interrupted_by_another)
     result = convert_model(checkpoint, destination, plan, SETTINGS)
     assert len(told) == 2
-    result.verify()
+    verify(result.folder)
     monkeypatch.setattr(convert_module, "save_ffn", lambda *args: 1 / 0)
     for _ in range(2):                          # one that fails does not keep the folder for itself
         with pytest.raises(ZeroDivisionError):
@@ -199,6 +207,7 @@ def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkey
 
 KILLED = """
 import os, signal, sys, tempfile
+from moelab.ane.coreml.convert import convert_model
 from moelab.ane.coreml.package import coremltools
 ct = coremltools()
 ct.models.MLModel.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)        # its temporary copy is written
@@ -256,7 +265,7 @@ def test_every_tier_and_state(checkpoint, model, tmp_path):
     slots = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(small(slots[:16]), large(slots)[:16])
     stateful = ConvertedModel(result.folder).attention(0, "double")
-    cache, rows = stateful.new_cache(), torch.randn(20, 32, dtype=torch.float64)
+    cache, rows = KVCache(stateful.shape), torch.randn(20, 32, dtype=torch.float64)
     cos, sin = torch.ones(20, 8, dtype=torch.float64), torch.zeros(20, 8, dtype=torch.float64)
     y = torch.cat([stateful(rows[:16], cos[:16], sin[:16], cache), stateful(rows[16:], cos[16:], sin[16:], cache)])
     assert y.shape == (20, 32) and cache.length == 20 and bool((cache.k[..., :20] != 0).any())

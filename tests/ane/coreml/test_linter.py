@@ -20,7 +20,7 @@ from moelab.ane.coreml.linter import lint, lint_examples
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.ane.plan import make_plan
 from moelab.ane.popularity import assumed_counts
-from moelab.models import compat, opening
+from moelab.models import compat, open_model, opening, plug
 from moelab.models.opening import spec_of
 from moelab.files import small_model
 

@@ -14,14 +14,14 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane import doctor
-from moelab.ane.device import mac
 from moelab.ane.coreml.convert import Settings, convert_model
-from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
-from moelab.ane.parity import LOGITS, parity
+from moelab.ane.device import mac
+from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import TABLE_5
 from moelab.ane.device.timing import GRID, Meter, load_samples, measure, save_samples, time_grid
+from moelab.ane.parity import LOGITS, parity
 from tests.ane import fake_mac
 from tests.ane.test_backends import CONTEXT, make_plan, prompt
 from tests.models import tiny
