@@ -2,7 +2,7 @@
 
     moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
     moelab ane plan MODEL --calibration FILE                        with the counts of `moelab calibrate MODEL FILE`
-    moelab ane convert MODEL folder --chunk 256                     resumes where it was cut off
+    moelab ane convert MODEL folder --chunk 256                     resumes an interrupted conversion
     moelab ane lint folder                                          or single packages
     moelab ane parity folder --prompts 200                          the packages against the model, on any machine
     moelab ane doctor folder                                        on a Mac: what really runs on the Neural Engine

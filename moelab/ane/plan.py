@@ -7,7 +7,7 @@ compares and the steps of its ablation are plans too (`moelab.ane.systems`). A p
 
     counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity   loads [n, L, E]
 
-A graph on the ANE costs its launch and all of its G·C rows, whoever comes; on the CPU shapes are free, so an expert
+A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes are free, so an expert
 costs what its tokens cost, nothing is padded or dropped, and a group's capacity does not apply (Table 4: padding 0).
 """
 
@@ -252,7 +252,7 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         attention = "cpu"
         problems.append(f"attention stays on the CPU: {attention_problem}")
 
-    if not how.residency:
+    if not how.placement:
         cold_share, min_rows = -1.0, 0.0                        # −1: no expert is cold
     if how.experts == "cpu" or expert_problem:
         min_rows = np.inf

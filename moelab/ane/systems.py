@@ -84,7 +84,7 @@ class ANESystem:
     attention, experts : the unit of each block.
     tiers : capacities by tier; without, all experts have the largest tier's, the "worst case" of §4.1.
     grouped : several experts a graph.
-    residency : cold experts and small groups on the CPU.
+    placement : cold experts and small groups on the CPU.
     managed : the program places graphs itself; else Core ML does, at the cost of a dispatch per graph.
     """
 
@@ -93,7 +93,7 @@ class ANESystem:
     experts: Unit
     tiers: bool = False
     grouped: bool = False
-    residency: bool = False
+    placement: bool = False
     managed: bool = True
 
 
@@ -104,7 +104,7 @@ SYSTEMS = {
     "base": ANESystem("Ours-base", "ane", "ane"),
     "base+T": ANESystem("Ours-T", "ane", "ane", tiers=True),
     "base+TG": ANESystem("Ours-TG", "ane", "ane", tiers=True, grouped=True),
-    "npumoe": ANESystem("NPUMoE (Ours-all)", "ane", "ane", tiers=True, grouped=True, residency=True),
+    "npumoe": ANESystem("NPUMoE (Ours-all)", "ane", "ane", tiers=True, grouped=True, placement=True),
 }
 TABLE_2 = ("cpu", "naive", "anemll", "npumoe")
 ABLATION = ("base", "base+T", "base+TG", "npumoe")

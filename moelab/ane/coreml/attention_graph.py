@@ -248,15 +248,13 @@ def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Ten
     A query sees the keys up to its own position, with a sliding window the last `window` of these. Stateless, key
     j < P is position j of the cache, of which the first `start` are filled, and key P + i is the chunk's token i.
     """
-    position = torch.arange(shape.keys)
-    filled = position < start
+    keys, query = torch.arange(shape.keys), start + torch.arange(shape.chunk)[:, None]
+    position, in_chunk = keys, keys >= shape.context
     if not shape.stateful:
-        position = torch.where(position < shape.context, position, position - shape.context + start)
-        filled |= torch.arange(shape.keys) >= shape.context
-    else:
-        filled |= position < start + shape.chunk
-    query = start + torch.arange(shape.chunk)[:, None]
-    seen = filled & (position <= query)
+        position = torch.where(in_chunk, keys - shape.context + start, keys)
+    seen = position <= query
+    if not shape.stateful:
+        seen &= in_chunk | (keys < start)
     if window is not None:
         seen &= position > query - window
     return torch.where(seen, 0.0, MASKED)[None, None]

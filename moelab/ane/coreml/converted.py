@@ -46,8 +46,8 @@ class ConvertedModel:
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         if not path.is_file():
-            raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (a conversion that "
-                                    f"was cut off ends in .part; the same call goes on with it)")
+            raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
+                                    f"conversion ends in .part; the same call resumes it)")
         try:
             self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -69,7 +69,7 @@ class ConvertedModel:
         missing = [name for name in names if not (self.folder / name).is_dir()]
         if missing:
             raise FileNotFoundError(f"{self.folder} lacks {missing[0]}, which its manifest names; convert again")
-        self._whole: set[str] = set()
+        self._checked: set[str] = set()
 
     @cached_property
     def plan(self) -> ANEPlan:
@@ -84,10 +84,10 @@ class ConvertedModel:
     def package(self, entry: dict[str, Any]) -> Path:
         """Where the package of an entry of `packages` is; ValueError unless its checksum is the manifest's."""
         path = self.folder / entry["file"]
-        if entry["file"] not in self._whole:
+        if entry["file"] not in self._checked:
             if checksum(path) != entry["checksum"]:
                 raise ValueError(f"{path} is damaged: its checksum is not the manifest's; convert the model again")
-            self._whole.add(entry["file"])
+            self._checked.add(entry["file"])
         return path
 
     def checkpoint(self, folder: str | Path | None = None) -> Path:

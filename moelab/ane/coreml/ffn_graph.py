@@ -253,7 +253,7 @@ def scratch(path: Path) -> Iterator[Path]:
     """Within the block temporary files of this process lie in a folder beside `path`, which then is removed.
 
     coremltools writes a package to the folder of temporary files before it saves it, keeps that copy until the process
-    ends, and leaves it for ever where the process is killed.
+    ends, and leaves it there if the process is killed.
     """
     folder = path.with_name(path.name + ".tmp").absolute()
     with _SCRATCH:

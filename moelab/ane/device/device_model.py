@@ -5,7 +5,7 @@ operations. The CPU's costs are read off single published figures; what was used
 (`published`, `comparison`). Nothing was measured by us: every result says "modelled" and carries the fit's error.
 
 A layer: attention, then the router on the CPU, then the groups on the ANE one graph after the other, and at the same
-time the experts on the CPU. That these two overlap is an assumption, without which residency could not make the
+time the experts on the CPU. That these two overlap is an assumption, without which placement could not make the
 ablation's last step faster, as Figure 17 has it (`overlap=False`). Shared experts and dense layers are on the CPU in
 every system, because conversion leaves them there. Attention has a fixed context, the prompt. Writing back costs what
 gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (`published.inconsistencies`).
