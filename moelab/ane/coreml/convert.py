@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -40,24 +39,17 @@ from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
 from moelab.files import write_text
+from moelab.journal import Journal
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.specs import MoESpec
 
-try:
-    import fcntl
-except ImportError:         # no file locks: two conversions into one folder are not noticed
-    fcntl = None
-
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
 TOLERANCE = 1e-12
 #: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a graph
 OWN_TOLERANCE = 1e-3
-#: what a package of a conversion may be called, and what the journal says of it
-FILE = re.compile(r"layers/\d{3,}/(attention|group\d{2,})\.mlpackage")
-FIELDS = {"file", "weight_bytes", "checksum", "difference"}
 
 
 @dataclass(frozen=True)
@@ -249,57 +241,29 @@ class Work:
     """
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self.folder, self.journal, self.building = folder, folder / "journal.jsonl", folder / "building"
         wanted, written = json.dumps(about, sort_keys=True), folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._locked()
+        self.folder, self.building, self.journal = folder, folder / "building", Journal(folder / "journal.jsonl")
         try:
+            if not self.journal.path.exists():
+                raise FileExistsError(f"another process has just finished the conversion into {folder}")
             if written.exists() and written.read_text(encoding="utf-8") != wanted:
                 raise FileExistsError(f"{folder} holds an unfinished conversion of another model, plan or settings; "
                                       f"delete it to start over")
             write_text(written, wanted)
             shutil.rmtree(self.building, ignore_errors=True)
-            self.done = {entry["file"]: entry for entry in self._entries()
+            self.done = {entry["file"]: entry for entry in self.journal.lines
                          if (folder / entry["file"]).is_dir() and checksum(folder / entry["file"]) == entry["checksum"]}
         except BaseException:
             self.close()
             raise
 
-    def _locked(self) -> Any:
-        file = open(self.journal, "a+b")
-        try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_ino != self.journal.stat().st_ino:
-                raise FileNotFoundError                         # it was published while the lock was waited for
-        except OSError:
-            file.close()
-            raise FileExistsError(f"another process converts into {self.folder}: wait for it, or give another "
-                                  f"destination") from None
-        return file
-
-    def _entries(self) -> Iterator[dict[str, Any]]:
-        """The journal's lines; an incomplete last one is removed, so that lines can be added after it."""
-        self._file.seek(0)
-        text = self._file.read()
-        self._file.truncate(text.rfind(b"\n") + 1)
-        for line in text.splitlines():
-            try:
-                entry = json.loads(line)
-                whole = FILE.fullmatch(entry["file"]) and FIELDS <= entry.keys()
-            except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-                whole = False
-            if not whole:
-                return                      # what is damaged, and all after it, is made again
-            yield entry
-
     def close(self) -> None:
-        self._file.close()
+        self.journal.close()
 
     def add(self, name: str, make: Callable[[Path], None], check: Callable[[Path], float] | None) -> None:
-        """Make a package beside its place, check it, move it there, and only then enter it in the journal."""
-        place = self.folder / name
-        building = self.building / place.name
+        """Make a package in `building`, check it, move it to its place, and only then enter it in the journal."""
+        place, building = self.folder / name, self.building / Path(name).name
         shutil.rmtree(self.building, ignore_errors=True)
         shutil.rmtree(place, ignore_errors=True)
         for path in (building, place):
@@ -309,17 +273,14 @@ class Work:
         weights = sum(path.stat().st_size for path in building.rglob("weights/*"))
         entry = {"file": name, "weight_bytes": weights, "checksum": checksum(building), "difference": difference}
         os.rename(building, place)
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.journal.append([entry])
         self.done[name] = entry
 
     def publish(self, manifest: dict[str, Any], destination: Path) -> Path:
         """Write the manifest and give the folder its name."""
         (self.folder / MANIFEST).write_text(json.dumps(sealed(manifest), indent=1), encoding="utf-8")
         shutil.rmtree(self.building, ignore_errors=True)
-        for name in ("journal.jsonl", "settings.json"):
-            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "settings.json").unlink()
+        self.journal.remove()
         os.rename(self.folder, destination)
-        self.close()
         return destination

@@ -176,7 +176,7 @@ def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatc
     save = convert_module.save_ffn
 
     def interrupted_by_another(*args):
-        with pytest.raises(FileExistsError, match="another process converts into .*ane.part") as raised:
+        with pytest.raises(FileExistsError, match="another process is writing .*ane.part") as raised:
             convert_model(checkpoint, destination, plan, SETTINGS)
         told.append(str(raised.value))
         return save(*args)
@@ -323,7 +323,7 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
                                   '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}'])
 def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
     with closing(Work(tmp_path / "a.part", {})) as work:
-        work.journal.write_text(line + "\n")
+        work.journal.path.write_text(line + "\n")
     (tmp_path / "model").mkdir()
     with closing(Work(tmp_path / "a.part", {})) as work:
         assert work.done == {}
