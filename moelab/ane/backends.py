@@ -29,7 +29,7 @@ from moelab.ane.coreml.attention_graph import KVCache
 from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
 from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import ANEPlan
-from moelab.experts.layout import activate, banks, names, plain
+from moelab.experts.executor import activate, banks, names, plain
 from moelab.models.patches import Patches
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from moelab.ane.backends import Backend, TorchBackend
 from moelab.ane.plan import Account, ANEPlan
 from moelab.experts.executor import Dispatch, Executor, dispatch
-from moelab.experts.overflow import NEED_SALIENCY, ORDERS, experts_of, select, within_capacity
-from moelab.experts.saliency import Saliency
+from moelab.experts.static import NEED_SALIENCY, ORDERS, Saliency, experts_of, select, within_capacity
 from moelab.models import discover, identity, plugged, spec_of
 from moelab.models.patches import Patches
 
@@ -35,7 +34,7 @@ class PlannedExperts(Executor):
     """The executor of a plan: hot groups by a backend with static shapes, cold experts on the CPU.
 
     overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again, without loss.
-    order, saliency : who is dropped first, a name in `moelab.experts.overflow.ORDERS` (NPUMoE's is "saliency"), and the
+    order, saliency : who is dropped first, a name in `moelab.experts.static.ORDERS` (NPUMoE's is "saliency"), and the
         tokens' norms, for the orders that need them.
     by_layer : [L] exact counts over all chunks; decode steps are not among them.
     """

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from functools import cached_property, partial
@@ -28,8 +27,7 @@ from moelab import datasets
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.files import results_root, write_json
-from moelab.experts.int8 import Int8
-from moelab.experts.quantization import Quantized
+from moelab.experts.quantization import Int8, Quantized
 from moelab.models import plug, plugged
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
@@ -127,7 +125,7 @@ def open_any(name: str | None, budget: str | None = None, device: str = "cpu") -
     ------
     ValueError : a budget for what is no store; and what `open_model` and `offload` raise.
     """
-    from moelab.models import open_model
+    from moelab import open_model
     from moelab.offloading.offload import offload
     from moelab.store.layout import INDEX
     if name is not None and (Path(name).expanduser() / INDEX).is_file():
@@ -172,7 +170,7 @@ def executor(text: str) -> Any:
     ------
     ValueError : no such executor, or an option that it does not take.
     """
-    from moelab.experts import make
+    from moelab.registry import make
     name, *options = text.split(":")
     given = {}
     for option in options:
@@ -184,7 +182,7 @@ def executor(text: str) -> Any:
         except (ValueError, SyntaxError):
             given[key] = value
     try:
-        return make(name, **given)
+        return make("executor", name, **given)
     except TypeError as error:
         raise ValueError(f"{EXECUTOR}:{text}: {error}") from None
 
@@ -192,8 +190,9 @@ def executor(text: str) -> Any:
 def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool
                 ) -> AbstractContextManager:
     """The context in which a model speculates; every use has a predictor of its own."""
-    from moelab.speculate import Speculation, make
-    return Speculation(model, make(predictor, model, **ingredients), mode, prefill=prefill)
+    from moelab.registry import make
+    from moelab.speculate import Speculation
+    return Speculation(model, make("predictor", predictor, model, **ingredients), mode, prefill=prefill)
 
 
 class Ingredients:
@@ -204,9 +203,8 @@ class Ingredients:
 
     def of(self, predictor: str) -> dict[str, Any]:
         """The ingredients of a predictor, by name."""
-        from moelab.speculate.predictors import INGREDIENTS, PREDICTORS
-        takes = inspect.signature(PREDICTORS[predictor]).parameters
-        return {name: getattr(self, name) for name in INGREDIENTS if name in takes}
+        from moelab.speculate import takes
+        return {name: getattr(self, name) for name in takes(predictor)}
 
     @cached_property
     def prompts(self) -> list[datasets.Prompt]:

@@ -13,7 +13,7 @@ from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
 from moelab.ane.popularity import loads_of_ids
 from moelab.ane.runtime import PlannedExperts, prefill_through
-from moelab.experts.grouped import Grouped
+from moelab.experts.static import Grouped
 from moelab.experts.tiers import Group, Tiers
 from moelab.models import SeamExperts, discover, plugged
 from moelab.specs import MoESpec

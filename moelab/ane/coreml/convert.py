@@ -38,13 +38,13 @@ from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
+from moelab.configs import spec_from_config
 from moelab.files import write_text
 from moelab.journal import Journal
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
-from moelab.specs import MoESpec
 
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
 TOLERANCE = 1e-12
@@ -91,8 +91,8 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
     validate : evaluate each expert graph as saved and compare it with torch; the largest difference is recorded.
 
     Raises FileExistsError where the destination exists, another process converts into it, or an unfinished conversion
-    with other settings is there; ImportError without coremltools; FileNotFoundError and ValueError as `open_model`, for
-    a plan of another model, experts that have no graphs, a chunk that is no multiple of 16 or longer than the context,
+    with other settings is there; ImportError without coremltools; FileNotFoundError and ValueError as `open_checkpoint`,
+    for a plan of another model, experts that have no graphs, a chunk that is no multiple of 16 or longer than the context,
     and a graph that does not compute what torch does.
     """
     coremltools()
@@ -101,7 +101,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
     checkpoint = Checkpoint.at(opening.find(model))
     config = compat.dequantising(opening.load_config(checkpoint.folder))
-    spec = MoESpec.from_config(config, name=opening.model_name(model, checkpoint.folder))
+    spec = spec_from_config(config, name=opening.model_name(model, checkpoint.folder))
     if plan is None:
         plan = make_plan(spec, *assumed_counts(spec), bytes_per_weight=WEIGHTS[settings.weights] / 8,
                          popularity="assumed")

@@ -23,8 +23,8 @@ from moelab.ane.device.published import (
 from moelab.ane.plan import CHUNKS, MAX_GRAPH_BYTES, ANEPlan, count, make_plan
 from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import SYSTEMS, TABLE_2
+from moelab.cards import load_model
 from moelab.progress import progress
-from moelab.specs import MoESpec
 
 #: (prompt, chunk) of Figures 14–16
 RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))
@@ -63,7 +63,7 @@ def study(model: str = "Phi-3.5-MoE", device: DeviceModel | None = None, runs: I
     Plans are made from assumed counts and costed under other chunks of the same popularity; `options` are those of
     `make_plan`.
     """
-    device, spec, found = device or DeviceModel.of(), MoESpec.from_card(model), {}
+    device, spec, found = device or DeviceModel.of(), load_model(model), {}
     for prompt, chunk in runs:
         counts, tokens = assumed_counts(spec, chunk, skew=skew, seed=seed)
         unseen = assumed_loads(spec, chunk, 80, skew, seed)[64:]
@@ -144,7 +144,7 @@ def _compare(claim: Claim, found: Study) -> Comparison:
 
 def _tables(device: DeviceModel, found: dict[str, Study]) -> list[Comparison]:
     """Tables 4, 6 and 8, and what the text says of shares and energies."""
-    spec, phi, qwen = MoESpec.from_card("Phi-3.5-MoE"), found["Phi-3.5-MoE"], found["Qwen3-30B-A3B"]
+    spec, phi, qwen = load_model("Phi-3.5-MoE"), found["Phi-3.5-MoE"], found["Qwen3-30B-A3B"]
     first = phi[RUNS[0]]["naive"]
     dispatch = first.dispatch_ms / (first.experts.ms + first.host.ms)
     # 4 chunks of 16 experts with 32 rows each, in groups of 8: the capacities of the run are not said, the slots are
@@ -204,7 +204,7 @@ class Outcome:
 def settings(card: str, levels: Sequence[int] = LEVELS, slacks: Sequence[float] = SLACKS,
              groups: Sequence[int] = GROUPS, chunks: Sequence[int] = CHUNKS, seed: int = 0) -> dict[Setting, Outcome]:
     """Plan and cost every combination."""
-    spec, device, found = MoESpec.from_card(card), DeviceModel.of(), {}
+    spec, device, found = load_model(card), DeviceModel.of(), {}
     for chunk in progress(chunks, "settings", unit="chunk size"):
         counts, tokens = assumed_counts(spec, chunk, seed=seed)
         unseen = assumed_loads(spec, chunk, 80, seed=seed)[64:]

@@ -20,7 +20,7 @@ from moelab.ane.coreml.linter import lint, lint_examples
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.ane.plan import make_plan
 from moelab.ane.popularity import assumed_counts
-from moelab.models import compat, open_model, opening, plug
+from moelab.models import compat, open_checkpoint, opening, plug
 from moelab.models.opening import spec_of
 from moelab.files import small_model
 
@@ -218,7 +218,7 @@ EXAMPLES = {"the paper's layout": {"row-padding"}, "one expert, capacities 16, 3
 
 
 def test_each_mistake_is_found_by_its_own_rule(tmp_path):
-    model = open_model(experts="external")                      # of the shipped model's sizes no rule complains
+    model = open_checkpoint(experts="external")                      # of the shipped model's sizes no rule complains
     good, bad = lint_examples(plug(model)[0].experts, model.spec, tmp_path)
     assert good.clean and not good.findings
     assert {name: {finding.rule for finding in report.findings} for name, report in bad.items()} == EXAMPLES

@@ -9,7 +9,7 @@ from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import CLAIMS, END_TO_END, REFERENCE_BYTES, TABLE_4
 from moelab.ane.plan import MAX_GRAPH_BYTES
 from moelab.ane.popularity import assumed_loads
-from moelab.specs import MoESpec
+from moelab.cards import load_model
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def swept():
 
 def test_drops_and_padding_are_those_of_loops_over_unseen_chunks(swept):
     assert set(swept) == {Setting(t, s, G, 256) for t in (1, 3) for s in (0.75, 1.0) for G in (1, 8)}
-    loads = assumed_loads(MoESpec.from_card("Phi-tiny-MoE"), 256, 80, seed=1)[64:]
+    loads = assumed_loads(load_model("Phi-tiny-MoE"), 256, 80, seed=1)[64:]
     for setting, of in swept.items():
         routed = executed = rows = 0
         for chunk in loads.tolist():
