@@ -7,8 +7,8 @@ compares and the steps of its ablation are plans too (`moelab.ane.systems`). A p
 
     counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity   loads [n, L, E]
 
-A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes are free, so an expert
-costs what its tokens cost, nothing is padded or dropped, and a group's capacity does not apply (Table 4: padding 0).
+A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes are free, so an
+expert costs what its tokens cost, nothing is padded or dropped, and a capacity does not apply (Table 4: padding 0).
 """
 
 from __future__ import annotations

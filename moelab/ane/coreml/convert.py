@@ -91,9 +91,9 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
     validate : evaluate each expert graph as saved and compare it with torch; the largest difference is recorded.
 
     Raises FileExistsError where the destination exists, another process converts into it, or an unfinished conversion
-    with other settings is there; ImportError without coremltools; FileNotFoundError and ValueError as `open_checkpoint`,
-    for a plan of another model, experts that have no graphs, a chunk that is no multiple of 16 or longer than the context,
-    and a graph that does not compute what torch does.
+    with other settings is there; ImportError without coremltools; FileNotFoundError and ValueError as
+    `open_checkpoint`, for a plan of another model, experts that have no graphs, a chunk that is no multiple of 16 or
+    longer than the context, and a graph that does not compute what torch does.
     """
     coremltools()
     destination = Path(destination)
