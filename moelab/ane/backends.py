@@ -1,10 +1,8 @@
 """Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE §3.1).
 
-A backend runs one launch at a time, a group's zero-padded buffer, and may take over the attention of whole chunks:
-
     TorchBackend        the model's own weights and arithmetic in the same static shapes: fast, for counts and accuracy
-    ConvertedBackend    the saved packages: by the evaluator, operation by operation, on any machine, which checks a
-                        conversion, or by Core ML on a Mac (`moelab.ane.doctor.coreml_backend`)
+    ConvertedBackend    the saved packages: by the evaluator on any machine, which checks a conversion, or by Core ML on
+                        a Mac (`moelab.ane.doctor.coreml_backend`)
 
     launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
 

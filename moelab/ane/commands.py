@@ -9,7 +9,7 @@
     moelab ane bench folder --prompts 1024,4096                     on a Mac: latency and energy
     moelab ane calibrate samples.json                               on a Mac: refits the device model
 
-Exit status: 0, 1 where something was found that is not as it should be, 2 for bad input and for what needs a Mac.
+Exit status: 0, 1 where a check failed, 2 for bad input and for what needs a Mac.
 """
 
 from __future__ import annotations
@@ -128,8 +128,6 @@ def main(args: argparse.Namespace) -> int:
     return args.run(args)
 
 
-# ------------------------------------------------------------------------------------------------ on any machine
-
 def plan(args: argparse.Namespace) -> int:
     from moelab.ane.device.device_model import DeviceModel
     if args.samples is None:
@@ -155,7 +153,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    from moelab.ane.coreml.convert import Settings, convert_model
+    from moelab.ane.coreml.convert import ConversionSettings, convert_model
     from moelab.ane.plan import ANEPlan
     name = None if args.model == "small" else args.model
     given = [f"--{option.replace('_', '-')}" for option in (*PLANNING, "max_graph_mb", "calibration", "skew")
@@ -163,7 +161,7 @@ def convert(args: argparse.Namespace) -> int:
     if args.plan and given:
         raise ValueError(f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or the other")
     made = ANEPlan.load(args.plan) if args.plan else _plan(*_spec(name, "calibration" in args), args)
-    settings = Settings(args.context, args.layout, args.weights, args.stateful, args.every_tier, args.units)
+    settings = ConversionSettings(args.context, args.layout, args.weights, args.stateful, args.every_tier, args.units)
     converted = convert_model(name, args.destination, made, settings, validate=not args.no_validation)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
@@ -195,8 +193,6 @@ def parity(args: argparse.Namespace) -> int:
     from moelab.ane.backends import ConvertedBackend
     return _compare(ConvertedBackend(args.folder, args.mode), args)[0]
 
-
-# ------------------------------------------------------------------------------------------------------ on a Mac
 
 def doctor(args: argparse.Namespace) -> int:
     from moelab.ane.backends import ConvertedBackend
@@ -251,8 +247,6 @@ def calibrate(args: argparse.Namespace) -> int:
                                                      for name, row in errors.items()]))
     return 0
 
-
-# -------------------------------------------------------------------------------------------------------- parts
 
 def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""

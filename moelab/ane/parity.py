@@ -59,7 +59,7 @@ class Parity:
                 "largest difference, next token": float(self.last.max()), "allowed": self.limit,
                 "median of these": float(np.median(self.last)),
                 "largest difference, any token": float(self.worst.max()),
-                "expert graphs run": self.counts.launches, "alarms": len(self.alarms), "as it should be": self.ok}
+                "expert graphs run": self.counts.launches, "alarms": len(self.alarms), "passed": self.ok}
 
 
 def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any, prompts: Sequence[Sequence[int]],

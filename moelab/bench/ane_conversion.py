@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.linter import Report, lint
 from moelab.ane.plan import ANEPlan, LayerPlan, attention_params
@@ -32,7 +32,7 @@ def on_first_layers(plan: ANEPlan, n: int) -> ANEPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Package:
+class WrittenPackage:
     """A written package: "attention" or "G×C", its largest difference to torch in double precision (None for
     attention, which parity compares), and what the linter says."""
 
@@ -48,7 +48,7 @@ class Conversion:
     model: ConvertedModel
     seconds: float
     expected_bytes: int
-    packages: tuple[Package, ...]
+    packages: tuple[WrittenPackage, ...]
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Conversion:
     def clean(self) -> bool:
         return all(one.report.clean for one in self.packages)
 
-    def kinds(self) -> dict[str, list[Package]]:
+    def kinds(self) -> dict[str, list[WrittenPackage]]:
         """The packages by kind, in order of their first."""
         return {kind: [one for one in self.packages if one.kind == kind]
                 for kind in dict.fromkeys(one.kind for one in self.packages)}
@@ -82,14 +82,14 @@ def convert(model: str | None, folder: str | Path, plan: ANEPlan, context: int) 
     ImportError : coremltools is missing.
     """
     began = time.process_time()
-    converted = convert_model(model, folder, plan, Settings(context=-(-context // 32) * 32))
+    converted = convert_model(model, folder, plan, ConversionSettings(context=-(-context // 32) * 32))
     seconds = time.process_time() - began
     attentions = sum(layer.attention == "ane" for layer in plan.layers)
     entries = [("attention", layer["attention"]) for layer in converted.layers]
     entries += [(f"{len(group['experts'])}×{group['capacity']}", group)
                 for layer in converted.layers for group in layer["groups"] if "file" in group]
     return Conversion(converted, seconds, plan.ane_bytes + 2 * attention_params(plan.spec) * attentions, tuple(
-        Package(kind, entry["difference"], lint(converted.package(entry)))
+        WrittenPackage(kind, entry["difference"], lint(converted.package(entry)))
         for kind, entry in entries if "file" in entry))
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("coremltools")
 import moelab
 from moelab.ane import commands, doctor
 from moelab.ane.backends import ConvertedBackend, TorchBackend
-from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
@@ -39,7 +39,7 @@ def make_plan(spec):
 def folder(checkpoint, model, tmp_path_factory):
     """Converted as it lies on the disk, with fp16 weights."""
     return convert_model(checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec),
-                         Settings(context=CONTEXT), validate=False).folder
+                         ConversionSettings(context=CONTEXT), validate=False).folder
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_parity_measures_differences_and_judges_them(folder, halves, model):
     assert found.ok and found.same.all() and found.last.max() < 1e-4 and found.backend == "evaluator"
     assert found.counts.drop_rate == 0 and (found.worst >= found.last).all()
     summary = found.summary()
-    assert summary["prompts"] == 2 and summary["as it should be"] is True
+    assert summary["prompts"] == 2 and summary["passed"] is True
     half = parity(folder, model, prompts, mode="fp16")
     assert 0 < half.last.max() and half.last.max() > found.last.max()
     assert half.ok and half.limit == np.inf                                  # nothing to judge it by but its tokens
@@ -199,7 +199,7 @@ def test_every_tier_runs_the_smallest_that_fits(checkpoint, model, tmp_path):
     logits, rows, ids = {}, {}, prompt(40, 2)
     for every in (False, True):
         backend = ConvertedBackend(convert_model(checkpoint, tmp_path / str(every), plan,
-                                                 Settings(context=CONTEXT, every_tier=every), validate=False))
+                                                 ConversionSettings(context=CONTEXT, every_tier=every), validate=False))
         with prefill_through(one, backend=backend, overflow="pad") as ane:
             logits[every], rows[every] = one(ids).logits, ane.total
     assert torch.allclose(logits[True], logits[False], atol=1e-5)

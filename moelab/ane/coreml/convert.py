@@ -56,9 +56,8 @@ OWN_TOLERANCE = 1e-3
 class Settings:
     """How a model is converted.
 
-    context : P, positions of the KV caches.
-    layout : of the expert graphs, see `ffn_graph`.
-    weights : a key of `ffn_graph.WEIGHTS`; int8 and palettes are for the experts, attention stays fp16.
+    context : P, positions of the KV caches. layout : of the expert graphs, see `ffn_graph`.
+    weights : of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16.
     stateful : whether attention keeps its cache as the model's state instead of taking and returning it. Such packages
         can be linted and evaluated; the runtime does not run them, as decoding on the CPU could not read that cache.
     every_tier : each expert package has a function for each of its layer's capacities, sharing the weights; the
@@ -235,7 +234,7 @@ class Work:
     A package is made in `building`, checked, moved to its place, and only then entered in the journal, so a run that is
     killed leaves at most one package that the journal does not name, which is made again.
 
-    done : file → {"file", "weight_bytes", "checksum", "difference"} of each package that is complete.
+    done : file → its entry of the journal, for each package that is complete.
 
     Raises FileExistsError: another process works there, or the folder is another conversion's.
     """

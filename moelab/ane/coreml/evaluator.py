@@ -1,17 +1,14 @@
 """Runs a saved ML Program on any machine, operation by operation: to check a conversion without a Mac.
 
-Nothing off a Mac executes Core ML's programs, so the saved file as coremltools reads it back
-(`moelab.ane.coreml.package`), not the graph it was meant to be, is evaluated here in one of two ways:
+Nothing off a Mac executes Core ML's programs, so the saved file as coremltools reads it back is evaluated here:
 
     "double"   fp64 arithmetic on the values of the fp16 weights: equals torch in fp64, so any difference is a mistake
     "fp16"     every operation's result rounded to its declared type, sums in fp32: what a good fp16 device would give
 
-Every result must have the shape and the type that the file declares for it, else the program is refused.
-
-In fp16 mode alarms tell where real chips went wrong for others: inputs and results that fp16 cannot hold, sums inside a
-reduction or a norm that it cannot (a unit may add in fp16), matrix products above 32752 (inf on one chip) and slices
-above 4094 (clamped on another). What neither mode knows: which unit runs an operation, and how that unit accumulates
-inside matrix products. `moelab.ane.coreml.evaluator_ops` has the operations.
+Every result must have the shape and the type that the file declares for it, else the program is refused. In fp16 mode
+alarms tell where real chips went wrong for others: inputs and results that fp16 cannot hold, sums inside a reduction or
+a norm that it cannot (a unit may add in fp16), matrix products above 32752 (inf on one chip) and slices above 4094
+(clamped on another). What neither mode knows: which unit runs an operation, and how it accumulates inside products.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A linter for saved Core ML packages: will this graph run on the Neural Engine, and what does it waste there?
 
-Source: NPUMoE Fig. 4 (what the ANE runs), §3.2 (sizes, convolutions instead of linear layers), §4.2 (graph size), and
-reports of people with real devices, since Apple documents little of it. A report lists every operation with a verdict
-and every finding with its rule (`lint_rules`), severity and source:
+Source: NPUMoE Fig. 4, §3.2, §4.2, and reports of people with real devices, since Apple documents little. A report lists
+every operation with a verdict and every finding with its rule (`lint_rules`), severity and source:
 
     error     the ANE does not run it, or Core ML does not load it       warning     it may fall back or wastes work
     note      worth knowing; a graph with only notes is clean

@@ -4,10 +4,9 @@
 run one after the other ("serial") or submitted at once ("parallel"); ms and mJ of one slot. Every graph is a package of
 its own, as in a model, because bringing weights is a part of what is measured.
 
-A time is the median of repeats after one that does not count; energy (§5.1) is of all repeats together, as Zeus reads
-it. Its counters are of the whole machine, so whatever else runs is measured, too; a window should be longer than a
-second. "Parallel" submits from one Python thread a graph; coremltools may hold Python's lock while it predicts, and
-then graphs run one after the other and parallel times come out as serial ones do.
+A time is the median of repeats after a warm-up; energy (§5.1) is of all repeats together, as Zeus reads it from the
+counters of the whole machine, so a window should be longer than a second. "Parallel" is one Python thread a graph;
+`PARALLEL` says what that cannot tell.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ pytest.importorskip("coremltools")
 import moelab
 from moelab.ane.coreml import convert as convert_module
 from moelab.ane.coreml.attention_graph import KVCache
-from moelab.ane.coreml.convert import Settings, Work, convert_model
+from moelab.ane.coreml.convert import ConversionSettings, Work, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
@@ -27,7 +27,7 @@ from moelab.models import plug
 from tests.depth import depth
 from tests.models import tiny
 
-SETTINGS = Settings(context=64)
+SETTINGS = ConversionSettings(context=64)
 
 
 def make_plan(spec, chunk=16):
@@ -100,9 +100,9 @@ def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, 
     with pytest.raises(FileExistsError):
         convert_model(checkpoint, converted.folder)
     with pytest.raises(ValueError, match="layout"):
-        Settings(layout="nhwc")
+        ConversionSettings(layout="nhwc")
     with pytest.raises(ValueError, match="32"):
-        Settings(context=100)
+        ConversionSettings(context=100)
     other = tiny.save("mixtral", tmp_path / "other")
     with pytest.raises(ValueError, match="geometry"):
         convert_model(other, tmp_path / "out", make_plan(model.spec))
@@ -155,7 +155,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     part = tmp_path / "ane.part"
     assert not destination.exists() and len((part / "journal.jsonl").read_text().splitlines()) == 2
     with pytest.raises(FileExistsError, match="settings"):
-        convert_model(checkpoint, destination, plan, Settings(context=96))
+        convert_model(checkpoint, destination, plan, ConversionSettings(context=96))
     with open(part / "journal.jsonl", "a") as journal:
         journal.write('{"file": "layers/001/gro')                               # killed while it wrote
     damaged = next((part / "layers/001/attention.mlpackage").rglob("weight.bin"))
@@ -190,7 +190,7 @@ def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatc
             convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, Settings(context=64, every_tier=True, weights="int8")])
+@pytest.mark.parametrize("settings", [SETTINGS, ConversionSettings(context=64, every_tier=True, weights="int8")])
 def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkeypatch):
     """coremltools keeps a copy of each package until the process ends; here it has gone when the package is whole."""
     (tmp_path / "temporary").mkdir()
@@ -259,7 +259,7 @@ def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
 
 
 def test_every_tier_and_state(checkpoint, model, tmp_path):
-    settings = Settings(context=64, every_tier=True, stateful=True, layout="paper", weights="int8")
+    settings = ConversionSettings(context=64, every_tier=True, stateful=True, layout="paper", weights="int8")
     result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
     small, large = result.group(1, 1, capacity=16), result.group(1, 1, capacity=32)
     slots = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))

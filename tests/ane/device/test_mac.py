@@ -14,7 +14,7 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane import doctor
-from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
 from moelab.ane.device import mac
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("model")
     checkpoint = tiny.save("qwen3_moe", root / "tiny", num_hidden_layers=1, mlp_only_layers=[])
     plan = make_plan(moelab.open_model(checkpoint).spec)
-    return convert_model(checkpoint, root / "ane", plan, Settings(context=CONTEXT), validate=False).folder
+    return convert_model(checkpoint, root / "ane", plan, ConversionSettings(context=CONTEXT), validate=False).folder
 
 
 def machine(system, processor, version):
@@ -95,7 +95,7 @@ def several(tmp_path_factory, folder):
     """Packages with several functions, and attention that keeps a state."""
     from moelab.ane.coreml.converted import ConvertedModel
     converted = ConvertedModel(folder)
-    settings = Settings(context=CONTEXT, every_tier=True, stateful=True)
+    settings = ConversionSettings(context=CONTEXT, every_tier=True, stateful=True)
     return convert_model(converted.checkpoint(), tmp_path_factory.mktemp("several") / "ane", converted.plan, settings,
                          validate=False)
 
