@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.models import MoELayer, SeamExperts, discover, identity, spec_of
+from moelab.models import MoELayer, SeamExperts, identity, spec_of
 from moelab.models.dialects import ROUTING
 from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress

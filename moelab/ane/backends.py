@@ -1,26 +1,21 @@
 """Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE §3.1).
 
-A backend runs one launch at a time, a group's zero-padded buffer, and may take over the attention of whole chunks:
-
-    "torch"       the model's own weights and arithmetic in the same static shapes: fast, for counts and accuracy
-    "evaluator"   the saved packages, operation by operation, on any machine: checks a conversion
-    "coreml"      the saved packages on a Mac (`moelab.ane.device.mac`)
+    TorchBackend        the model's own weights and arithmetic in the same static shapes: fast, for counts and accuracy
+    ConvertedBackend    the saved packages: by the evaluator on any machine, which checks a conversion, or by Core ML on
+                        a Mac (`moelab.ane.doctor.coreml_backend`)
 
     launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
 
 C is a group's capacity; where its package has a function for each tier, the smallest that has room for a launch's
-fullest expert.
-
-The KV cache stays transformers' own, between chunks and into decoding; a graph gets it as its fixed-shape input.
-Stateful packages keep their cache inside, where decoding on the CPU could not read it, so they are not run here.
+fullest expert. The KV cache stays transformers' own, between chunks and into decoding; a graph gets it as its
+fixed-shape input. Packages that keep their cache inside are not run: decoding on the CPU could not read it.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.ane.coreml.attention_graph import KVCache
 from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
 from moelab.ane.coreml.evaluator import Alarm
-from moelab.ane.plan import Plan
+from moelab.ane.plan import ANEPlan
 from moelab.experts.executor import activate, banks, names, plain
 from moelab.models.patches import Patches
 
@@ -39,7 +35,7 @@ class Backend(ABC):
     """Runs the launches of a plan; `name` says how."""
 
     name: str
-    plan: Plan
+    plan: ANEPlan
 
     @abstractmethod
     def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
@@ -49,19 +45,17 @@ class Backend(ABC):
         """C of a launch whose fullest expert has that many tokens."""
         return self.plan.layers[layer].groups[group].capacity
 
-    @contextmanager
-    def attention(self, model: Any) -> Iterator[bool]:
-        """Within the block, chunks' attention runs here where the plan says "ane"; yields whether any does."""
-        yield False
+    def attention(self, model: Any) -> AbstractContextManager:
+        """Within the block, chunks' attention runs here where the plan says "ane"."""
+        return nullcontext()
 
 
 class TorchBackend(Backend):
-    """The model's own weights and arithmetic on the same padded rows; a group's experts in one batched product where
-    the module holds them in plain banks."""
+    """The model's own weights and arithmetic; a group's experts in one batched product if they are in plain banks."""
 
     name = "torch"
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ANEPlan) -> None:
         self.plan = plan
 
     def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
@@ -79,17 +73,11 @@ class TorchBackend(Backend):
 
 
 class ConvertedBackend(Backend):
-    """The packages of a converted model; each is loaded when it is first needed, and stays.
+    """The packages of a converted model, each loaded when it is first needed.
 
-    Parameters
-    ----------
-    converted : a folder that `convert_model` wrote.
-    mode : of the evaluator, "double" or "fp16".
-    runner : makes what runs a package, instead of the evaluator; `name` says what that is.
+    mode : of the evaluator, "double" or "fp16". runner : makes what runs a package instead of it; `name` says what.
 
-    Raises
-    ------
-    ValueError : packages that keep the KV cache inside; when run, a model of another checkpoint.
+    Raises ValueError: packages that keep the KV cache inside; when run, a model of another checkpoint.
     """
 
     def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
@@ -109,8 +97,8 @@ class ConvertedBackend(Backend):
     @property
     def alarms(self) -> list[Alarm]:
         """What the evaluator's fp16 mode has met in any graph, the worst of each operation and kind."""
-        graphs = (*self._groups.values(), *self._attention.values())
-        return [alarm for graph in graphs for alarm in getattr(graph.run, "alarms", ())]
+        return [alarm for graph in (*self._groups.values(), *self._attention.values())
+                for alarm in getattr(graph.run, "alarms", ())]
 
     def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
         at = layer, group, buffer.shape[1]
@@ -124,17 +112,16 @@ class ConvertedBackend(Backend):
         entry = self.converted.layers[self._decoder_layer[layer]]["groups"][group]
         return min(C for C in entry["capacities"] if C >= fullest)
 
-    @contextmanager
-    def attention(self, model: Any) -> Iterator[bool]:
+    def attention(self, model: Any) -> AbstractContextManager:
         if model not in self._known:
             self.converted.require(model)
             self._known.add(model)
-        where = [entry["layer"] for entry in self.converted.layers if "file" in entry["attention"]]
         with Patches() as patches:
-            for layer in where:
-                attention = model.base_model.layers[layer].self_attn
-                patches.wrap(attention, "forward", partial(self._chunk_attention, attention, layer))
-            yield bool(where)
+            for entry in self.converted.layers:
+                if "file" in entry["attention"]:
+                    attention = model.base_model.layers[entry["layer"]].self_attn
+                    patches.wrap(attention, "forward", partial(self._chunk_attention, attention, entry["layer"]))
+            return patches.pop_all()
 
     def _chunk_attention(self, attention: nn.Module, layer: int, own: Any) -> Any:
         """A forward of the attention around its `own`, which single tokens take."""
@@ -153,19 +140,16 @@ class ConvertedBackend(Backend):
         return forward
 
 
-class ModelCache:
-    """transformers' cache of one layer as the fixed-shape cache of a graph: k, v (1, KV, D, P), `length` filled.
+class ModelCache(KVCache):
+    """transformers' cache of one layer as the fixed-shape cache of a graph; k, v (1, KV, D, P), `length` filled.
 
-    Raises
-    ------
-    ValueError : more tokens than the graph's context holds, or a cache that has forgotten some.
+    Raises ValueError: more tokens than the graph's context holds, or a cache that has dropped some.
     """
 
     def __init__(self, graph: AttentionGraph, cache: Any, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(graph.shape, getattr(graph.run, "dtype", torch.float32))
         self.cache, self.layer, self.dtype = cache, layer, dtype
         self.length = 0 if cache is None else cache.get_seq_length(layer)
-        empty = graph.new_cache()
-        self.k, self.v = empty.k, empty.v
         if self.length > graph.shape.context:
             raise ValueError(f"{self.length} tokens are in the cache, and this attention was converted for a context "
                              f"of {graph.shape.context}: convert it for a longer one")
@@ -177,6 +161,5 @@ class ModelCache:
             self.k[..., :self.length], self.v[..., :self.length] = keys.mT, values.mT
 
     def append(self, k_new: Tensor, v_new: Tensor, n: int) -> None:
-        """Keep the first n of a chunk's new keys and values (1, KV, D, S)."""
         if self.cache is not None:
             self.cache.update(*(new[..., :n].mT.to(self.dtype) for new in (k_new, v_new)), self.layer)

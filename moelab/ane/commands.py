@@ -2,14 +2,14 @@
 
     moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
     moelab ane plan MODEL --calibration FILE                        with the counts of `moelab calibrate MODEL FILE`
-    moelab ane convert MODEL folder --chunk 256                     goes on where it was cut off
+    moelab ane convert MODEL folder --chunk 256                     resumes an interrupted conversion
     moelab ane lint folder                                          or single packages
     moelab ane parity folder --prompts 200                          the packages against the model, on any machine
     moelab ane doctor folder                                        on a Mac: what really runs on the Neural Engine
     moelab ane bench folder --prompts 1024,4096                     on a Mac: latency and energy
     moelab ane calibrate samples.json                               on a Mac: refits the device model
 
-Exit status: 0, 1 where something was found that is not as it should be, 2 for bad input and for what needs a Mac.
+Exit status: 0, 1 where a check failed, 2 for bad input and for what needs a Mac.
 """
 
 from __future__ import annotations
@@ -17,29 +17,61 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from argparse import SUPPRESS
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from moelab import cards
-from moelab.configs import spec_from_config
 from moelab.arguments import number, several, whole
+from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
 
 MB = 1e6
+#: an option of `make_plan` and of the command line: name → (type, metavar, default, help)
+PLANNING = {
+    "chunk": (whole(1), "B", 256, "tokens of a prefill chunk"),
+    "group_size": (whole(1), "G", 8, "experts a graph"),
+    "levels": (whole(1), "N", 3, "capacity tiers a layer"),
+    "slack": (number(above=0), "X", 1.0, "factor of all capacities"),
+    "rule": (str, None, "topk", "of capacities: topk, or the paper's literal B/E"),
+    "system": (str, None, "npumoe", "cpu, naive, anemll, base, base+T, base+TG or npumoe"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Any, purpose: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+    def command(run: Callable[[argparse.Namespace], int], purpose: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(run.__name__, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         one.set_defaults(run=run)
         return one
 
-    one = command("plan", plan, "tiers, groups, graphs and residency of a model, from a card or a checkpoint's config")
-    one.add_argument("model", help="a model card (moelab.names('model') lists them), a checkpoint folder or "
-                                  "a hub id; 'small' is the shipped model")
-    _planning(one)
+    def planning(one: argparse.ArgumentParser) -> None:
+        """The options of planning, absent from the namespace unless they are given."""
+        for name, (kind, metavar, default, purpose) in PLANNING.items():
+            one.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, default=SUPPRESS,
+                             help=f"{purpose} ({default})")
+        one.add_argument("--max-graph-mb", type=number(above=0), metavar="MB", default=SUPPRESS,
+                         help="weights that one graph holds (1258)")
+        exclusive = one.add_mutually_exclusive_group()
+        exclusive.add_argument("--calibration", type=Path, metavar="FILE", default=SUPPRESS, help="of the model, by "
+                               "`moelab calibrate MODEL FILE`; without it, popularity is assumed")
+        exclusive.add_argument("--skew", default=SUPPRESS,
+                               help="of assumed popularity: even, typical or strong (typical)")
+        one.add_argument("--weights", default="fp16",
+                         help="of the experts: fp16, int8, palette4, palette6 or palette8 (%(default)s)")
+
+    def comparing(one: argparse.ArgumentParser) -> None:
+        one.add_argument("folder", type=Path, help="a converted model")
+        one.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
+        one.add_argument("--prompts", type=whole(1), default=20, metavar="N", help="prefills to compare (%(default)s)")
+        one.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
+
+    one = command(plan, "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config")
+    one.add_argument("model", help="a model card (moelab.names('model') lists them), a checkpoint folder or a hub id; "
+                                   "'small' is the shipped model")
+    planning(one)
     one.add_argument("--layers", type=several(whole()), help="MoE layers to print, such as 0,1,47 (default: all)")
     one.add_argument("--prompt", type=whole(1), metavar="N", help="also what a prompt of N tokens costs, as modelled")
     where = one.add_mutually_exclusive_group()
@@ -49,44 +81,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="of --prompt: samples of `ane calibrate` to refit to")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
 
-    one = command("convert", convert, "turn a model into Core ML packages, layer by layer")
+    one = command(convert, "turn a model into Core ML packages, layer by layer")
     one.add_argument("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
-    one.add_argument("destination", type=Path, help="the new folder; until it is whole, DESTINATION.part")
-    _planning(one)
+    one.add_argument("destination", type=Path, help="the new folder; until it is complete, DESTINATION.part")
+    planning(one)
     one.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning")
     one.add_argument("--context", type=whole(1), default=2048, metavar="P",
                      help="positions of the KV cache (%(default)s)")
     one.add_argument("--layout", default="bc1s", help="bc1s or paper (%(default)s)")
-    one.add_argument("--units", default="cpuAndNeuralEngine", help="what a Mac is asked for: cpuAndNeuralEngine, "
-                     "cpuOnly, cpuAndGPU or all (%(default)s)")
+    one.add_argument("--units", default="cpuAndNeuralEngine",
+                     help="what a Mac is asked for: cpuAndNeuralEngine, cpuOnly, cpuAndGPU or all (%(default)s)")
     one.add_argument("--stateful", action="store_true", help="attention keeps its KV cache as a state (MLState); to "
                                                              "lint and evaluate, prefills do not run through it")
-    one.add_argument("--every-tier", action="store_true", help="each package has a function for each capacity, and the "
-                                                               "smallest that fits is run")
+    one.add_argument("--every-tier", action="store_true",
+                     help="each package has a function for each capacity, and the smallest that fits is run")
     one.add_argument("--no-validation", action="store_true", help="do not evaluate each saved graph")
 
-    one = command("lint", lint, "predict what the Neural Engine does not run of saved packages")
+    one = command(lint, "predict what the Neural Engine does not run of saved packages")
     one.add_argument("packages", nargs="+", type=Path, help="packages, or folders of converted models")
     one.add_argument("--json", action="store_true", help="print JSON")
 
-    one = command("parity", parity, "compare whole prefills through the packages with the model")
-    _comparing(one)
+    one = command(parity, "compare whole prefills through the packages with the model")
+    comparing(one)
     one.add_argument("--mode", choices=("double", "fp16"), default="double", help="of the evaluator (%(default)s)")
 
-    one = command("doctor", doctor, "on a Mac: check that each operation is on the Neural Engine, and computes well")
-    _comparing(one)
+    one = command(doctor, "on a Mac: check that each operation is on the Neural Engine, and computes well")
+    comparing(one)
     one.add_argument("--timeout", type=number(above=0), default=300.0, metavar="S",
                      help="for one package (%(default)s)")
     one.add_argument("--json", action="store_true", help="print JSON")
 
-    one = command("bench", bench, "on a Mac: latency and energy of prefills")
+    one = command(bench, "on a Mac: latency and energy of prefills")
     one.add_argument("folders", nargs="+", type=Path, help="converted models, e.g. one a chunk size")
     one.add_argument("--prompts", type=several(whole(1)), default=[1024], metavar="N,N",
                      help="their lengths in tokens, such as 256,1024 (1024)")
     one.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="(%(default)s)")
     one.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
 
-    one = command("calibrate", calibrate, "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model")
+    one = command(calibrate, "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model")
     one.add_argument("output", type=Path, help="where the samples go, as JSON")
     one.add_argument("--grid", default="", help="such as 1x32,4x64,8x128 (default: Table 5's)")
     one.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="(%(default)s)")
@@ -96,63 +128,40 @@ def main(args: argparse.Namespace) -> int:
     return args.run(args)
 
 
-class _Noted(argparse.Action):
-    """Stores a value, and in `planning` that its option was given."""
-
-    def __call__(self, parser, namespace, values, option=None):
-        setattr(namespace, self.dest, values)
-        namespace.planning = (*getattr(namespace, "planning", ()), option)
-
-
-def _planning(parser: argparse.ArgumentParser) -> None:
-    def option(name: str, to: Any = parser, **about: Any) -> None:
-        to.add_argument(name, action=_Noted, **about)
-
-    option("--chunk", type=whole(1), default=256, metavar="B", help="tokens of a prefill chunk (%(default)s)")
-    option("--group-size", type=whole(1), default=8, metavar="G", help="experts a graph (%(default)s)")
-    option("--levels", type=whole(1), default=3, help="capacity tiers a layer (%(default)s)")
-    option("--slack", type=number(above=0), default=1.0, help="factor of all capacities (%(default)s)")
-    option("--rule", default="topk", help="of capacities: topk, or the paper's literal B/E (%(default)s)")
-    option("--system", default="npumoe", help="cpu, naive, anemll, base, base+T, base+TG or npumoe (%(default)s)")
-    option("--max-graph-mb", type=number(above=0), metavar="MB", help="weights that one graph holds (default: 1258)")
-    popularity = parser.add_mutually_exclusive_group()
-    option("--calibration", popularity, type=Path, metavar="FILE", help="of the model, by `moelab calibrate MODEL "
-                                                                        "FILE`; without it, popularity is assumed")
-    option("--skew", popularity, default="typical", help="of assumed popularity: even, typical or strong (%(default)s)")
-    parser.add_argument("--weights", default="fp16", help="of the experts: fp16, int8, palette4, palette6 or palette8 "
-                                                          "(%(default)s)")
-
-
-def _comparing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="a converted model")
-    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
-    parser.add_argument("--prompts", type=whole(1), default=20, metavar="N", help="prefills to compare (%(default)s)")
-    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
-
-
-# ------------------------------------------------------------------------------------------------ on any machine
-
 def plan(args: argparse.Namespace) -> int:
-    spec, model_id = _spec(None if args.model == "small" else args.model, args.calibration is not None)
-    made = _plan(spec, model_id, args, _memory(args))
+    from moelab.ane.device.device_model import DeviceModel
+    if args.samples is None:
+        device = DeviceModel.of(args.device)
+    spec, model_id = _spec(None if args.model == "small" else args.model, "calibration" in args)
+    made = _plan(spec, model_id, args, None if args.samples is not None else device.memory_bytes)
     if args.layers is not None and max(args.layers) >= spec.L:
         raise ValueError(f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}")
     print(made.describe(args.layers))
     if args.prompt is not None:
-        print(_modelled(made, args))
+        if args.samples is not None:
+            from moelab.ane.device.timing import load_samples
+            device = DeviceModel.of("m2-ultra").refit(*load_samples(args.samples))
+        cost = device.prefill(made, args.prompt)
+        latency, energy = (100 * cost.fit_error[quantity] for quantity in ("latency", "energy"))
+        print(f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled (fit error {latency:.1f} % RMS in "
+              f"latency, {energy:.1f} % in energy): TTFT {cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, "
+              f"{cost.cpu_s:.2f} s of CPU"
+              + ("" if args.weights == "fp16" else f"; of fp16 graphs, nobody has published times of {args.weights}"))
     if args.save is not None:
         print(made.save(args.save))
     return 0
 
 
 def convert(args: argparse.Namespace) -> int:
-    from moelab.ane.coreml.convert import Settings, convert_model
-    from moelab.ane.plan import Plan
+    from moelab.ane.coreml.convert import ConversionSettings, convert_model
+    from moelab.ane.plan import ANEPlan
     name = None if args.model == "small" else args.model
-    if args.plan and (given := getattr(args, "planning", ())):
+    given = [f"--{option.replace('_', '-')}" for option in (*PLANNING, "max_graph_mb", "calibration", "skew")
+             if option in args]
+    if args.plan and given:
         raise ValueError(f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or the other")
-    made = Plan.load(args.plan) if args.plan else _plan(*_spec(name, args.calibration is not None), args)
-    settings = Settings(args.context, args.layout, args.weights, args.stateful, args.every_tier, args.units)
+    made = ANEPlan.load(args.plan) if args.plan else _plan(*_spec(name, "calibration" in args), args)
+    settings = ConversionSettings(args.context, args.layout, args.weights, args.stateful, args.every_tier, args.units)
     converted = convert_model(name, args.destination, made, settings, validate=not args.no_validation)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
@@ -185,32 +194,28 @@ def parity(args: argparse.Namespace) -> int:
     return _compare(ConvertedBackend(args.folder, args.mode), args)[0]
 
 
-# ------------------------------------------------------------------------------------------------------ on a Mac
-
 def doctor(args: argparse.Namespace) -> int:
-    from moelab.ane.doctor import diagnose
-    from moelab.ane.device.mac import coreml_backend, require_mac
-    require_mac("ane doctor")
     from moelab.ane.backends import ConvertedBackend
+    from moelab.ane.doctor import coreml_backend, diagnose
     found = diagnose(args.folder, args.timeout)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found.table())
     if any(checkup.probe.error for checkup in found.checkups):
         return 1
     print("What fp16 alone does to the same prompts, by the evaluator:")
     _, rounding = _compare(ConvertedBackend(args.folder, "fp16"), args)
-    status, _ = _compare(coreml_backend(args.folder, args.timeout)[0], args, rounding)
+    status, _ = _compare(coreml_backend(args.folder, args.timeout), args, rounding)
     return max(status, 0 if found.well else 1)
 
 
 def bench(args: argparse.Namespace) -> int:
-    from moelab.ane.device.energy import Meter
-    from moelab.ane.device.mac import coreml_backend, require_mac
-    from moelab.ane.device.timing import time_prefill
+    from moelab.ane.device.mac import require_mac
+    from moelab.ane.device.timing import Meter
+    from moelab.ane.doctor import coreml_backend, time_prefill
     from moelab.table import format_value, text_table
     require_mac("ane bench")
     meter, rows = Meter(), []
     for folder in args.folders:
-        backend, _ = coreml_backend(folder)
+        backend = coreml_backend(folder)
         print(f"{folder}: {backend.name}")
         model = _model_of(backend.converted, args.checkpoint)
         rows += time_prefill(model, backend, args.prompts, args.repeats, meter)
@@ -224,9 +229,8 @@ def bench(args: argparse.Namespace) -> int:
 
 def calibrate(args: argparse.Namespace) -> int:
     from moelab.ane.device.device_model import DeviceModel
-    from moelab.ane.device.energy import Meter
     from moelab.ane.device.mac import require_mac
-    from moelab.ane.device.timing import GRID, PARALLEL, save_samples, time_grid
+    from moelab.ane.device.timing import GRID, PARALLEL, Meter, save_samples, time_grid
     from moelab.table import format_value, text_table
     require_mac("ane calibrate")
     meter = Meter()
@@ -244,8 +248,6 @@ def calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-# -------------------------------------------------------------------------------------------------------- parts
-
 def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""
     if model in cards.MODELS:
@@ -261,25 +263,19 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     return spec_from_config(opening.load_config(folder), name=opening.model_name(model, folder)), None
 
 
-def _memory(args: argparse.Namespace) -> float | None:
-    """Bytes of the device's memory; None with samples of a machine that is not known."""
-    from moelab.ane.device.device_model import DeviceModel
-    return None if args.samples is not None else DeviceModel.of(args.device).memory_bytes
-
-
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory: float | None = None) -> Any:
     from moelab.ane.coreml.ffn_graph import WEIGHTS
     from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
-    from moelab.ane.device.synthetic_popularity import assumed_counts
+    from moelab.ane.popularity import assumed_counts
     if args.weights not in WEIGHTS:
         raise ValueError(f"--weights is {args.weights!r}; it must be one of {', '.join(WEIGHTS)}")
-    options = {"chunk": args.chunk, "group_size": args.group_size, "levels": args.levels, "system": args.system,
-               "rule": args.rule, "slack": args.slack, "bytes_per_weight": WEIGHTS[args.weights] / 8,
-               "memory_bytes": memory,
-               "max_graph_bytes": MAX_GRAPH_BYTES if args.max_graph_mb is None else args.max_graph_mb * MB}
-    if args.calibration is None:
-        counts, tokens = assumed_counts(spec, args.chunk, skew=args.skew)
-        return make_plan(spec, counts, tokens, popularity=f"assumed: {args.skew}", **options)
+    options = {name: getattr(args, name, default) for name, (*_, default, _) in PLANNING.items()}
+    options |= {"bytes_per_weight": WEIGHTS[args.weights] / 8, "memory_bytes": memory,
+                "max_graph_bytes": args.max_graph_mb * MB if "max_graph_mb" in args else MAX_GRAPH_BYTES}
+    if "calibration" not in args:
+        skew = getattr(args, "skew", "typical")
+        counts, tokens = assumed_counts(spec, options["chunk"], skew=skew)
+        return make_plan(spec, counts, tokens, popularity=f"assumed: {skew}", **options)
     from moelab.calibration import Calibration
     from moelab.trace import PREFILL
     found = Calibration.load(args.calibration)
@@ -287,21 +283,6 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory:
     return make_plan(spec, found.counts(PREFILL), found.tokens[PREFILL],
                      popularity=f"calibrated on {found.source or args.calibration.name}", model_id=found.model_id,
                      **options)
-
-
-def _modelled(made: Any, args: argparse.Namespace) -> str:
-    from moelab.ane.device.device_model import DeviceModel
-    if args.samples is not None:
-        from moelab.ane.device.timing import load_samples
-        device = DeviceModel.of("m2-ultra").refit(*load_samples(args.samples))
-    else:
-        device = DeviceModel.of(args.device)
-    cost = device.prefill(made, args.prompt)
-    latency, energy = (100 * cost.fit_error[quantity] for quantity in ("latency", "energy"))
-    return (f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled (fit error {latency:.1f} % RMS in latency, "
-            f"{energy:.1f} % in energy): TTFT {cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, "
-            f"{cost.cpu_s:.2f} s of CPU"
-            + ("" if args.weights == "fp16" else f"; of fp16 graphs, nobody has published times of {args.weights}"))
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:

@@ -1,15 +1,15 @@
-"""Is a converted model really on the Neural Engine of this Mac, and does it compute what it should?
+"""A converted model on a Mac: is it really on the Neural Engine, does it compute what it should, how fast is it?
 
-Each package is loaded in a process of its own, its compute plan read operation by operation, and its outputs of random
-inputs compared with the evaluator's in fp16. A package is well if it loads and predicts, every operation is on the
-unit that it was converted for, and the outputs agree within `TOLERANCE`; every other finding is named. Whole prefills
-are compared by `moelab.ane.parity`.
+`diagnose` loads each package in a process of its own, reads its compute plan operation by operation, and compares its
+outputs of random inputs with the evaluator's in fp16. A package is well if it loads and predicts, every operation is on
+the unit that it was converted for, and the outputs agree within `TOLERANCE`; every other finding is named.
+`coreml_backend` runs whole prefills by Core ML, `time_prefill` times them; `moelab.ane.parity` compares them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab.ane.backends import Backend, ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.device.mac import Probe, entries, probe, require_mac, sample_inputs
+from moelab.ane.coreml.package import Function, read_package
+from moelab.ane.device.mac import CoreMLRunner, PackageProbe, probe, require_mac, sample_inputs
+from moelab.ane.device.timing import Meter, measure
+from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
 from moelab.table import text_table
 
@@ -29,11 +33,10 @@ TOLERANCE = 5e-3
 
 @dataclass(frozen=True, eq=False)
 class Checkup:
-    """One function of a package: what its probe said, and the largest relative RMS difference of its outputs (nan
-    without any)."""
+    """One function of a package: its probe, and the largest relative RMS difference of its outputs (nan: none)."""
 
     package: str
-    probe: Probe
+    probe: PackageProbe
     difference: float
 
     @property
@@ -80,19 +83,12 @@ class Diagnosis:
              "placements": [vars(p) for p in c.probe.placements]} for c in self.checkups]}
 
 
-def diagnose(converted: ConvertedModel | str | Path, timeout: float = 300.0, **options: Any) -> Diagnosis:
-    """Check every package; `options` go to `mac.probe`.
-
-    Raises
-    ------
-    RuntimeError : not on a Mac. FileNotFoundError, ValueError : no converted model there, or a damaged one.
-    """
+def diagnose(converted: ConvertedModel | str | Path, timeout: float = 300.0) -> Diagnosis:
+    """Check every function of every package, within `timeout` seconds each; RuntimeError if not on a Mac."""
     require_mac("ane doctor")
     converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
-    units, checkups = converted.manifest["settings"]["compute_units"], []
-    for path, function in progress(entries(converted), "examining", unit="package"):
-        inputs = sample_inputs(function)
-        found = probe(path, inputs, function.name, units, timeout, **options)
+    checkups = []
+    for path, function, inputs, found in _probed(converted, timeout):
         off = float("nan") if found.error else difference(path, function.name, inputs, found.outputs)
         name = path.relative_to(converted.folder).as_posix()
         checkups.append(Checkup(name if function.name == "main" else f"{name} {function.name}", found, off))
@@ -108,3 +104,51 @@ def difference(path: Path, function: str, inputs: Mapping[str, np.ndarray], outp
         got, wanted = torch.as_tensor(outputs[name]).double(), wanted.double()
         errors.append(float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp_min(1e-30)))
     return max(errors, key=lambda e: np.inf if np.isnan(e) else e)
+
+
+def coreml_backend(converted: ConvertedModel | str | Path, timeout: float = 300.0) -> ConvertedBackend:
+    """A backend that runs a converted model's packages by Core ML, after each has passed its probe.
+
+    Its name says how many operations the compute plans put on the Neural Engine.
+
+    Raises RuntimeError: not on a Mac; a package that cannot be loaded, crashes or takes too long.
+    """
+    require_mac("running packages by Core ML")
+    converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
+    devices: Counter[str] = Counter()
+    for path, _, _, found in _probed(converted, timeout):
+        if found.error:
+            raise RuntimeError(f"{path} {found.error}; plan this part for the CPU, or convert it in smaller groups")
+        devices += found.devices
+    name = f"Core ML, {devices['ane']} of {devices.total()} operations on the ANE by the compute plan"
+    units = converted.manifest["settings"]["compute_units"]
+    return ConvertedBackend(converted, runner=lambda path, function: CoreMLRunner(path, function, units), name=name)
+
+
+def _probed(converted: ConvertedModel, timeout: float
+            ) -> Iterator[tuple[Path, Function, dict[str, np.ndarray], PackageProbe]]:
+    """(path, function, inputs, probe) of every function of every package."""
+    units = converted.manifest["settings"]["compute_units"]
+    for entry in progress(converted.packages, "probing", unit="package"):
+        package = read_package(converted.package(entry))
+        for function in package.functions.values():
+            inputs = sample_inputs(function)
+            yield package.path, function, inputs, probe(package.path, inputs, function.name, units, timeout)
+
+
+def time_prefill(model: Any, backend: Backend, prompts: Sequence[int], repeats: int = 5, meter: Meter | None = None,
+                 seed: int = 0) -> list[dict[str, Any]]:
+    """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part, drops and launches."""
+    meter, rows = meter or Meter(), []
+    for length in progress(list(prompts), "measuring", unit="prompt"):
+        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad(), prefill_through(model, backend=backend) as ane:
+            timing = measure(lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter)
+        total, chunks = ane.total, -(-length // backend.plan.chunk)
+        rows.append({"chunk": backend.plan.chunk, "prompt": length, "TTFT, s": timing.median,
+                     "fastest, s": min(timing.seconds), "slowest, s": max(timing.seconds),
+                     "ms a chunk": 1e3 * timing.median / chunks,
+                     **{f"{part}, mJ a token": value / length for part, value in timing.mj.items()},
+                     "dropped": total.drop_rate, "padded": total.padded_fraction,
+                     "launches a chunk": total.launches / (repeats + 1) / chunks})
+    return rows

@@ -1,11 +1,10 @@
 """Does a converted model compute what the model computes? Logits of whole prefills, prompt by prompt.
 
-The packages' programs run the attention and the hot groups of every chunk, the rest is the model's own; nothing is
-dropped (a group that overflows is launched again), so the unconverted model in float32 is the reference, and what
-differs is the conversion's fault. With the evaluator in double precision that is rounding of weights to fp16 at most,
-and `LOGITS` is the limit. In fp16 mode, and on a Mac, it is the arithmetic too, and a near tie in a router may send a
-token to another expert, so no number fits all models: a Mac is judged by what the evaluator's fp16 makes of the same
-prompts, that itself by its tokens.
+The packages run the attention and the hot groups of every chunk, the rest is the model's own; nothing is dropped (a
+group that overflows is launched again), so the unconverted model in float32 is the reference. With the evaluator in
+double precision the difference is at most the rounding of weights to fp16, and `LOGITS` is the limit. In fp16 mode, and
+on a Mac, the arithmetic adds to it, and a near tie in a router may send a token to another expert, so no number fits
+all models: a Mac is judged by what the evaluator's fp16 makes of the same prompts, that itself by its tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import torch
 from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Alarm
-from moelab.ane.runtime import LayerCount, prefill_through
+from moelab.ane.plan import Account
+from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
 
-#: largest difference of a logit in double precision, and least share of equal next tokens, with which a conversion is
-#: as it should be
+#: of a good conversion: largest difference of a logit in double precision, least share of equal next tokens
 LOGITS, SAME = 1e-2, 0.99
 #: how many times the largest difference of the evaluator's fp16 a device's may be: it adds in another order; ours
 ROUNDING = 3
@@ -33,29 +32,26 @@ ROUNDING = 3
 
 @dataclass(frozen=True, eq=False)
 class Parity:
-    """What `parity` found, for n prompts.
+    """What `parity` found, for n prompts; backend is what ran the packages.
 
-    Attributes
-    ----------
-    backend : what ran the packages.
     last, worst : float64 [n], the largest difference of a logit after the last token, and after any token.
     same : bool [n], whether the most likely next token is the same.
-    counts : what the plan did; alarms : what the evaluator's fp16 mode met.
-    limit : largest difference after the last token, and least : share of the same tokens, that are as they should be.
+    counts : what the plan did. alarms : what the evaluator's fp16 mode met.
+    limit, least : of a good conversion, the largest difference after the last token and the least share of `same`.
     """
 
     backend: str
     last: np.ndarray
     worst: np.ndarray
     same: np.ndarray
-    counts: LayerCount
+    counts: Account
     alarms: tuple[Alarm, ...] = ()
     limit: float = LOGITS
     least: float = SAME
 
     @property
     def ok(self) -> bool:
-        """Logits of the next token within the limit on every prompt, and the same token on enough of them."""
+        """The next token's logits within the limit on every prompt, and the same token on enough of them."""
         return bool((self.last <= self.limit).all()) and float(self.same.mean()) >= self.least
 
     def summary(self) -> dict[str, Any]:
@@ -63,25 +59,20 @@ class Parity:
                 "largest difference, next token": float(self.last.max()), "allowed": self.limit,
                 "median of these": float(np.median(self.last)),
                 "largest difference, any token": float(self.worst.max()),
-                "expert graphs run": self.counts.launches, "alarms": len(self.alarms), "as it should be": self.ok}
+                "expert graphs run": self.counts.launches, "alarms": len(self.alarms), "passed": self.ok}
 
 
 def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any, prompts: Sequence[Sequence[int]],
            mode: str = "double", rounding: Parity | None = None) -> Parity:
     """Prefill every prompt twice, through the packages and through the model.
 
-    Parameters
-    ----------
     converted : the converted model, or a backend that runs it.
     model : the model that was converted; its weights are widened to float32 for good.
     prompts : token ids, one list a prompt.
     mode : of the evaluator, unless a backend is given.
     rounding : what the evaluator's fp16 mode made of the same prompts, to judge a device by.
 
-    Raises
-    ------
-    ValueError : no prompts, a prompt longer than the context of the graphs, another model's conversion, or one that is
-        damaged.
+    Raises ValueError: no prompts, one longer than the graphs' context, a damaged or another model's conversion.
     """
     if not len(prompts):
         raise ValueError("there are no prompts to compare on; give at least one")
@@ -91,7 +82,7 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
         limit = float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
         least = SAME if rounding is None else min(SAME, float(rounding.same.mean()) - 1 / len(prompts))
     model = model.float().eval()
-    last, worst, same, counts = [], [], [], LayerCount()
+    last, worst, same, counts = [], [], [], Account()
     with torch.no_grad():
         for ids in progress(prompts, "comparing", unit="prompt"):
             ids = torch.as_tensor([list(ids)])

@@ -1,43 +1,40 @@
-"""A plan of MoE prefill on the Neural Engine: tiers, groups, residency, layer by layer (NPUMoE §3, §4).
+"""Plans of MoE prefill on the Neural Engine: tiers, groups and placement, layer by layer (NPUMoE §3, §4).
 
-`make_plan` turns what a calibration counted into static graphs: capacities in tiers, experts of equal tier in groups
+`make_plan` turns the counts of a calibration into static graphs: capacities in tiers, experts of equal tier in groups
 whose weights one graph can hold, each group on the ANE or on the CPU, attention on either. The systems that the paper
-compares and the steps of its ablation are plans too (`moelab.ane.systems`). Nothing here needs weights: a plan is made
-from a model card in a moment, and saved as JSON.
+compares and the steps of its ablation are plans too (`moelab.ane.systems`). A plan needs no weights, only a model card.
+`count` says what a plan executes, drops and pads under given loads (§4.1, Table 3).
 
-    counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity
+    counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity   loads [n, L, E]
 
-A graph on the ANE has G·C rows, whoever comes; on the CPU shapes are free, so nothing is padded or dropped there and a
-group's capacity binds nobody (Table 4: padding 0). Left out: what a plan costs (`device_model`), what it drops
-and pads under given loads (`accounting`), and the graphs themselves (`ffn_graph`, `attention_graph`).
+A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes are free, so an
+expert costs what its tokens cost, nothing is padded or dropped, and a capacity does not apply (Table 4: padding 0).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moelab.ane.operators import UNITS, Unit, why_no_graph
-from moelab.ane.placement import place
-from moelab.ane.systems import SYSTEMS
-from moelab.experts.tiers import Group, Tiers, capacity_tiers, round_up
+from moelab.ane.systems import SYSTEMS, UNITS, Unit, why_no_graph
+from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
+from moelab.files import write_text
 from moelab.specs import MoESpec
 from moelab.table import format_value, text_table
 
 FORMAT = "moelab.ane.plan/2"
-#: weights that one graph on the ANE can hold. NPUMoE §4.2 has "1.2 GB" in units of which an expert of PhiMoE is
-#: 150 MB; those are MiB, and eight such experts, Table 5's largest groups, are these bytes exactly
+#: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of PhiMoE is 150 MB. That
+#: is MiB, and eight such experts, Table 5's largest groups, are these bytes exactly
 MAX_GRAPH_BYTES = 1200 * 2 ** 20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
-#: graphs that a plan keeps loaded, attention's included, where it places them itself. No source has a limit; NPUMoE ran
-#: Qwen3-30B, some 700 graphs by these plans, so this is ours
+#: graphs that a plan keeps loaded, attention's included; our limit, no source has one. NPUMoE ran Qwen3-30B, some 700
+#: graphs by these plans
 MAX_GRAPHS = 1024
 #: chunks that NPUMoE evaluates (§5.1)
 CHUNKS = (256, 512, 1024)
@@ -75,17 +72,13 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ANEPlan:
     """Static graphs of every MoE layer of a model, for one chunk size.
 
-    Attributes
-    ----------
-    spec, chunk, system : the model, B, and a key of `SYSTEMS`.
-    layers : L plans.
-    popularity : where the counts came from, in words; says "assumed" if nothing was calibrated.
-    problems : what does not fit and why, in words; empty if all runs where the system wants it.
-    model_id : identity of the model whose calibration it was made from; "" where the popularity was assumed, for any
-        model of the geometry.
+    chunk, system, layers : B, a key of `SYSTEMS`, and L plans.
+    popularity : where the counts came from, in words; "assumed" if nothing was calibrated.
+    problems : what does not fit and why, in words.
+    model_id : identity of the model whose calibration it was made from; "" where the popularity was assumed.
     """
 
     spec: MoESpec
@@ -106,35 +99,35 @@ class Plan:
                              f"and {spec.name} is another model (identity {model_id}): calibrate and plan this one")
 
     @property
+    def graphs(self) -> list[PlannedGroup]:
+        """The groups on the ANE, over all layers; a chunk launches each."""
+        return [group for layer in self.layers for group in layer.on("ane")]
+
+    @property
     def launches(self) -> int:
-        """Expert graphs that a chunk launches on the ANE, over all layers."""
-        return sum(len(layer.on("ane")) for layer in self.layers)
+        """Expert graphs that a chunk launches on the ANE."""
+        return len(self.graphs)
 
     @property
     def slots(self) -> int:
-        """Rows that these graphs compute, over all layers."""
-        return sum(group.slots for layer in self.layers for group in layer.on("ane"))
+        """Rows that these graphs compute."""
+        return sum(group.slots for group in self.graphs)
 
     @property
     def ane_bytes(self) -> int:
         """Weights of the expert graphs that stay resident on the ANE."""
-        return sum(group.weight_bytes for layer in self.layers for group in layer.on("ane"))
+        return sum(group.weight_bytes for group in self.graphs)
 
     @property
     def largest_graph_bytes(self) -> int:
-        return max((group.weight_bytes for layer in self.layers for group in layer.on("ane")), default=0)
+        return max((group.weight_bytes for group in self.graphs), default=0)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT} | asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Plan:
-        """The plan of `to_dict`, also after JSON.
-
-        Raises
-        ------
-        ValueError : not such a dictionary, incomplete, or of another version.
-        """
+    def from_dict(cls, fields: dict[str, Any]) -> ANEPlan:
+        """The plan of `to_dict`, also after JSON; ValueError if it is incomplete, damaged or of another version."""
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             found = repr(fields.get("format")) if isinstance(fields, dict) else f"a {type(fields).__name__}"
             raise ValueError(f"this is not a plan of format {FORMAT}, but {found}; make it again with make_plan")
@@ -168,15 +161,11 @@ class Plan:
             float(sum(g.expected for g in layer.groups))
 
     def save(self, path: str | Path) -> Path:
-        """Write as JSON, whole or not at all; returns the path."""
-        path = Path(path)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.to_dict()), encoding="utf-8")
-        os.replace(part, path)
-        return path
+        """Write as JSON, atomically; returns the path."""
+        return write_text(path, json.dumps(self.to_dict()))
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> ANEPlan:
         """Read a saved plan; FileNotFoundError, or ValueError if it is none."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
@@ -188,13 +177,13 @@ class Plan:
         rows = []
         for number in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[number]
-            units = {unit: layer.on(unit) for unit in UNITS}
-            of_level = [f"{layer.tiers.capacity.count(level)}×{level}" for level in layer.tiers.levels]
-            rows.append([str(number), layer.attention, " ".join(of_level),
-                         " ".join(f"{len(g.experts)}×{g.capacity}" for g in units["ane"]) or "–",
-                         str(sum(len(g.experts) for g in units["cpu"])),
-                         format_value(sum(g.slots for g in units["ane"])),
-                         format_value(max((g.weight_bytes for g in units["ane"]), default=0) / 1e6)])
+            graphs = layer.on("ane")
+            rows.append([str(number), layer.attention,
+                         " ".join(f"{layer.tiers.capacity.count(level)}×{level}" for level in layer.tiers.levels),
+                         " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs) or "–",
+                         str(sum(len(g.experts) for g in layer.on("cpu"))),
+                         format_value(sum(g.slots for g in graphs)),
+                         format_value(max((g.weight_bytes for g in graphs), default=0) / 1e6)])
         head = ["layer", "attention", "experts × tier", "ANE graphs (G×C)", "CPU experts", "ANE rows",
                 "largest graph, MB"]
         lines = [f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; popularity "
@@ -209,30 +198,24 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
               max_graph_bytes: float = MAX_GRAPH_BYTES, system: str = "npumoe", *, rule: str = "topk",
               slack: float = 1.0, tiers: Sequence[Tiers] | None = None, cold_share: float = 0.1, min_rows: float = 32,
               bytes_per_weight: float = 2.0, memory_bytes: float | None = None, max_graphs: int = MAX_GRAPHS,
-              popularity: str = "calibrated", model_id: str = "") -> Plan:
+              popularity: str = "calibrated", model_id: str = "") -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
-    Parameters
-    ----------
     counts, tokens : [L, E] routings to each expert, and of how many tokens: `calibration.counts(PREFILL)` and
-        `calibration.tokens[PREFILL]`, or `skew.assumed_counts(spec)`.
-    chunk : B; NPUMoE uses 256, 512 and 1024.
-    group_size : G, for systems that group.
-    levels, rule, slack : as in `capacity_tiers`.
+        `calibration.tokens[PREFILL]`, or `popularity.assumed_counts(spec)`.
+    chunk, group_size : B, and G for systems that group.
+    levels, rule, slack : as in `capacity_tiers`; tiers : [L] to use instead, e.g. `capacity_tiers_of_loads(…)`.
     max_graph_bytes : weights of one graph; smaller groups are made, and a larger expert goes to the CPU.
-    system : a key of `SYSTEMS`.
-    tiers : [L] to use instead of those of `capacity_tiers`, e.g. `capacity_tiers_of_loads(…)`.
-    cold_share, min_rows : residency, as in `residency.place`.
-    bytes_per_weight : of the experts; 2 for the fp16 that the ANE computes in, 1 for int8, 0.5 for 4-bit palettes.
-        Attention stays fp16.
-    memory_bytes : of the machine: the weights of all graphs together; None is for a machine that is not known.
-    max_graphs : that stay loaded; a system whose graphs Core ML places by itself has no such limit. Where the memory or
-        this is too little, the groups that the fewest tokens come to go to the CPU.
+    cold_share, min_rows : for the CPU are the rarest experts that together get at most this share of the routings, and
+        groups that expect fewer tokens of a chunk, too few to pay a launch. NPUMoE §4.3 has the criterion and one
+        example (a group of 2 × 8 is too small), no threshold: both are ours.
+    bytes_per_weight : of the experts; 2 for fp16, 1 for int8, 0.5 for 4-bit palettes. Attention stays fp16.
+    memory_bytes : of the machine, for the weights of all graphs; None if it is not known.
+    max_graphs : that stay loaded; does not apply where Core ML places graphs. If memory or this is too little, the
+        groups that the fewest tokens come to go to the CPU.
     popularity, model_id : where the counts came from, in words, and of which model: `calibration.model_id`.
 
-    Raises
-    ------
-    ValueError : an unknown system, counts or tiers of another model, or an option beyond what it can be.
+    Raises ValueError: an unknown system, counts or tiers of another model, or an option out of its range.
     """
     if system not in SYSTEMS:
         raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
@@ -249,14 +232,15 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     if len(tiers) != spec.L or any(len(layer.capacity) != spec.E for layer in tiers):
         raise ValueError(f"tiers are not those of {spec.L} MoE layers of {spec.E} experts")
     how = SYSTEMS[system]
-    if how.experts == "cpu":                                    # free shapes: any expert may get all tokens
-        tiers = [_uniform(spec.E, round_up(chunk, 16))] * spec.L
-    elif not how.tiers:
-        tiers = [_uniform(spec.E, max(layer.levels[0] for layer in tiers))] * spec.L
-    expert_bytes = round(spec.expert_params * bytes_per_weight)
-    expert_problem = _why_not_on_ane(spec, expert_bytes, max_graph_bytes)
-    attention_problem = _why_attention_not_on_ane(spec, max_graph_bytes)
+    if how.experts == "cpu" or not how.tiers:                   # on the CPU any expert may get all tokens
+        capacity = round_up(chunk, 16) if how.experts == "cpu" else max(layer.levels[0] for layer in tiers)
+        tiers = [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
+
     problems = []
+    expert_bytes, attention_bytes = round(spec.expert_params * bytes_per_weight), 2 * attention_params(spec)
+    expert_problem = _why_not_on_ane(spec, "experts", expert_bytes, max_graph_bytes, max(spec.H, spec.I))
+    attention_problem = _why_not_on_ane(spec, "attention", attention_bytes, max_graph_bytes,
+                                        max(spec.H, spec.heads * spec.head_dim))
     size, fit = group_size if how.grouped else 1, max(int(max_graph_bytes // expert_bytes), 1)
     if how.experts == "ane" and expert_problem:
         problems.append(f"all experts stay on the CPU: {expert_problem}")
@@ -268,22 +252,43 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         attention = "cpu"
         problems.append(f"attention stays on the CPU: {attention_problem}")
 
-    layers = []
-    for layer_tiers, row in zip(tiers, counts):
-        expected = (row * (chunk / tokens)).tolist()
-        criteria = (cold_share, min_rows) if how.residency else (-1.0, 0)                   # −1: no expert is cold
-        placed = place(layer_tiers, row, expected, size, fit, *criteria)
-        on_ane = how.experts == "ane" and not expert_problem
-        layers.append(LayerPlan(layer_tiers, tuple(
-            _planned(group, unit if on_ane else "cpu", expert_bytes, expected) for group, unit in placed), attention))
+    if not how.placement:
+        cold_share, min_rows = -1.0, 0.0                        # −1: no expert is cold
+    if how.experts == "cpu" or expert_problem:
+        min_rows = np.inf
+    layers = [LayerPlan(of_layer, _placed(of_layer, row, (row * (chunk / tokens)).tolist(), size, fit, cold_share,
+                                          min_rows, expert_bytes), attention)
+              for of_layer, row in zip(tiers, counts)]
     attentions = spec.num_layers * (attention == "ane")
-    room = np.inf if memory_bytes is None else memory_bytes - 2 * attention_params(spec) * attentions
+    room = np.inf if memory_bytes is None else memory_bytes - attention_bytes * attentions
     layers, left = _within(layers, room, max_graphs - attentions if how.managed else np.inf)
     if left:
         memory = "" if memory_bytes is None else f" or {memory_bytes / 1e9:,.0f} GB of memory"
         problems.append(f"{left} groups of experts stay on the CPU: all of them and attention would be more than "
                         f"{max_graphs:,} graphs{memory}")
-    return Plan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
+    return ANEPlan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
+
+
+def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
+    """The least popular experts that together get at most `cold_share` of the routings; never the most popular one."""
+    counts = np.asarray(counts, dtype=float)
+    order = np.argsort(-counts, kind="stable")[::-1]                        # rarest first, of equals the later
+    cumulative = np.cumsum(counts[order])
+    within = int((cumulative <= cold_share * cumulative[-1] * (1 + 1e-12)).sum())
+    return frozenset(order[:min(within, len(order) - 1)].tolist())
+
+
+def _placed(tiers: Tiers, counts: Sequence[float], expected: Sequence[float], size: int, fit: int, cold_share: float,
+            min_rows: float, expert_bytes: int) -> tuple[PlannedGroup, ...]:
+    """A layer's groups: hot ones first, those of cold experts (always on the CPU) last."""
+    def planned(group: Group, hot: bool) -> PlannedGroup:
+        rows = sum(expected[e] for e in group.experts)
+        return PlannedGroup(group.experts, group.capacity, "ane" if hot and rows >= min_rows else "cpu",
+                            expert_bytes * len(group.experts), rows)
+    cold = cold_experts(counts, cold_share)
+    hot = [e for e in range(len(tiers.capacity)) if e not in cold]
+    return tuple(planned(group, members is hot) for members in (hot, cold)
+                 for group in form_groups(tiers, counts, size, fit, members))
 
 
 def _within(layers: list[LayerPlan], room: float, graphs: float) -> tuple[list[LayerPlan], int]:
@@ -298,38 +303,79 @@ def _within(layers: list[LayerPlan], room: float, graphs: float) -> tuple[list[L
             for l, layer in enumerate(layers)], len(away)
 
 
-def _planned(group: Group, unit: Unit, expert_bytes: int, expected: Sequence[float]) -> PlannedGroup:
-    return PlannedGroup(group.experts, group.capacity, unit, expert_bytes * len(group.experts),
-                        sum(expected[e] for e in group.experts))
-
-
-def _uniform(E: int, capacity: int) -> Tiers:
-    return Tiers((capacity,), (capacity,) * E)
-
-
-def _why_not_on_ane(spec: MoESpec, expert_bytes: int, limit: float) -> str:
-    if reason := why_no_graph("experts", spec.model_type):
+def _why_not_on_ane(spec: MoESpec, block: str, weight_bytes: int, limit: float, channels: int) -> str:
+    if reason := why_no_graph(block, spec.model_type):
         return reason
-    if expert_bytes > limit:
-        return f"one expert has {expert_bytes / 1e6:,.0f} MB of weights, a graph holds {limit / 1e6:,.0f} MB"
-    return _too_wide(max(spec.H, spec.I))
-
-
-def _why_attention_not_on_ane(spec: MoESpec, limit: float) -> str:
-    if reason := why_no_graph("attention", spec.model_type):
-        return reason
-    size = 2 * attention_params(spec)                           # attention is fp16, whatever the experts are
-    if size > limit:
-        return f"it has {size / 1e6:,.0f} MB of weights, a graph holds {limit / 1e6:,.0f} MB"
-    return _too_wide(max(spec.H, spec.heads * spec.head_dim))
-
-
-def _too_wide(channels: int) -> str:
-    if channels <= MAX_CHANNELS:
-        return ""
-    return f"a matrix has {channels:,} input channels, the ANE takes {MAX_CHANNELS:,}"
+    if weight_bytes > limit:
+        return (f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB of weights, a graph "
+                f"holds {limit / 1e6:,.0f} MB")
+    if channels > MAX_CHANNELS:
+        return f"a matrix has {channels:,} input channels, the ANE takes {MAX_CHANNELS:,}"
+    return ""
 
 
 def attention_params(spec: MoESpec) -> int:
     """Weights of one layer's Q, K, V and output projection, of plain grouped-query attention (MLA has others)."""
     return spec.H * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
+
+
+# ---------------------------------------------------------------------------------------------- what a plan does
+
+@dataclass
+class Account:
+    """Exact counts over all chunks, of one layer or, int64 [L], of each.
+
+    routed : choices of an expert by a token. executed : those computed; the others are dropped. on_cpu : those of the
+    executed that run unpadded on the CPU. slots : rows computed, padding included. launches : expert graphs run on the
+    ANE. `count` leaves `chunks` and `on_cpu` at 0.
+    """
+
+    chunks: Any = 0
+    launches: Any = 0
+    routed: Any = 0
+    executed: Any = 0
+    on_cpu: Any = 0
+    slots: Any = 0
+
+    @property
+    def drop_rate(self) -> float:
+        """Dropped choices over routed ones, over all layers (Table 3, "token drop rate")."""
+        return 1 - float(np.sum(self.executed) / np.sum(self.routed)) if np.any(self.routed) else 0.0
+
+    @property
+    def padded_fraction(self) -> float:
+        """Share of the computed rows that are padding (Table 3, "padded tokens"; §5.8: of all computed tokens)."""
+        return 1 - float(np.sum(self.executed) / np.sum(self.slots)) if np.any(self.slots) else 0.0
+
+    def __add__(self, other: Account) -> Account:
+        return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def count(plan: ANEPlan, loads: Any) -> Account:
+    """The account [L] of a plan under loads [n, L, E], tokens that each expert gets in each chunk.
+
+    On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes all rows of each
+    chunk in which any of its experts has a token; on the CPU, and for a chunk of a single token, exactly its tokens.
+    `calibration.chunk_loads` and `popularity.loads_of_ids` give loads; ValueError for those of another model.
+    """
+    loads = check_loads(plan, loads)
+    executed, slots, launches = loads.sum((0, 2)), loads.sum((0, 2)), np.zeros(plan.spec.L, dtype=np.int64)
+    alone = loads.sum(2) <= plan.spec.K                     # [n, L], chunks of a single token
+    for l, layer in enumerate(plan.layers):
+        for group in layer.on("ane"):
+            mine = loads[:, l, list(group.experts)][~alone[:, l]]                               # [≤ n, G]
+            launched = int(mine.any(1).sum())
+            executed[l] -= np.maximum(mine - group.capacity, 0).sum()
+            slots[l] += launched * group.slots - mine.sum()
+            launches[l] += launched
+    return Account(launches=launches, routed=loads.sum((0, 2)), executed=executed, slots=slots)
+
+
+def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
+    """Loads as int64 [n, L, E] that belong to the plan; ValueError else."""
+    loads = np.asarray(loads)
+    if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
+        raise ValueError(f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by {plan.spec.E} experts")
+    if loads.max() > plan.chunk:
+        raise ValueError(f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the loads for it")
+    return loads

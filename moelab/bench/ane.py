@@ -11,14 +11,13 @@ import argparse
 import time
 from typing import Any
 
-from moelab.cards import load_model
-from moelab.ane.device.accounting import count
 from moelab.ane.device.comparison import METRICS, compare_with_paper, order, ratio, study
 from moelab.ane.device.device_model import DeviceModel
-from moelab.ane.plan import Plan, make_plan
 from moelab.ane.device.published import FITTED
-from moelab.ane.device.synthetic_popularity import SKEWS, assumed_counts, assumed_loads
+from moelab.ane.plan import ANEPlan, count, make_plan
+from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.cards import load_model
 from moelab.table import span
 
 PLANNED = ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B")
@@ -32,7 +31,7 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
     return {
         "fit to Table 5, relative errors (modelled)": device.fit_table(),
         "fitted parameters": {name: {"value": figure.value, "unit": figure.unit, "source": figure.source}
-                              for name, figure in (device.rates.figures() | device.host.figures()).items()},
+                              for name, figure in (device.rates.figures() | device.cpu.figures()).items()},
         "fitted to": {name: {"what": what} for name, what in FITTED.items()},
         "PhiMoE, ours (modelled)": {
             f"P={prompt}, B={chunk}": {"TTFT, s": p.ttft_s, "mJ a token": p.mj_per_token, "CPU busy, s": p.cpu_s,
@@ -52,7 +51,7 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
         f"plans from cards, popularity assumed: {skew}": {name: planned(name, skew) for name in PLANNED}}
 
 
-def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int = 0) -> tuple[Plan, float]:
+def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int = 0) -> tuple[ANEPlan, float]:
     """A card's plan for chunks of 256, and the seconds of CPU time that it took."""
     spec = load_model(name)
     counts, tokens = assumed_counts(spec, 256, skew=skew, seed=seed)
@@ -61,7 +60,7 @@ def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int =
     return plan, time.process_time() - start
 
 
-def cpu_share(plan: Plan) -> float:
+def cpu_share(plan: ANEPlan) -> float:
     """Share of all experts that the plan leaves on the CPU."""
     return sum(len(group.experts) for layer in plan.layers for group in layer.on("cpu")) / (plan.spec.L * plan.spec.E)
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from moelab import datasets
-from moelab.ane.device.accounting import count, loads_of_ids
-from moelab.ane.plan import Plan, make_plan
 from moelab.ane.device.published import TABLE_3
-from moelab.ane.runtime import LayerCount, prefill_through
+from moelab.ane.plan import Account, ANEPlan, count, make_plan
+from moelab.ane.popularity import loads_of_ids
+from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, whole
 from moelab.evaluation import accuracy
 from moelab.calibration import calibrate
@@ -77,8 +77,8 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
                                            for name, (dropped, padded) in TABLE_3.items()}}
 
 
-def compare(model: Any, ways: Mapping[str, tuple[Plan, str]], tasks: Sequence[str], seed: int = 0, **how: Any
-            ) -> tuple[dict[str, Any], dict[str, dict[str, LayerCount]]]:
+def compare(model: Any, ways: Mapping[str, tuple[ANEPlan, str]], tasks: Sequence[str], seed: int = 0, **how: Any
+            ) -> tuple[dict[str, Any], dict[str, dict[str, Account]]]:
     """(`accuracy.compare` of "dense" and of name → (plan, order of dropping); name → task → counts)."""
     modes = {name: partial(prefill_through, model, plan, order=order, seed=seed)
              for name, (plan, order) in ways.items()}
@@ -99,7 +99,7 @@ def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:
 
 
 def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | None = None, **options: Any
-                 ) -> tuple[Plan, float, float]:
+                 ) -> tuple[ANEPlan, float, float]:
     """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of the trace's routings.
 
     options : those of `make_plan`.
@@ -113,12 +113,12 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
     return plans[best], best, rates[best]
 
 
-def rates(counts: LayerCount) -> dict[str, float]:
+def rates(counts: Account) -> dict[str, float]:
     return {"dropped": counts.drop_rate, "padded": counts.padded_fraction,
             "launches a chunk and layer": counts.launches / counts.chunks}
 
 
-def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, Plan], float]:
+def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, ANEPlan], float]:
     """Plans from one calibration, and the slack of the third.
 
     "printed" has the paper's capacities r·B/E, "factor_k" r·K·B/E, "plan" the same with the slack that drops about
@@ -137,7 +137,7 @@ class Answers:
 
     dense: dict[str, dict[str, Any]]
     pruned: dict[str, dict[str, Any]]
-    counts: dict[str, LayerCount]
+    counts: dict[str, Account]
 
     def points(self, task: str) -> float:
         """Change by pruning, in points."""
@@ -159,7 +159,7 @@ class Answers:
         return min(values), max(values)
 
 
-def pruned_answers(model: Any, plan: Plan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
+def pruned_answers(model: Any, plan: ANEPlan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
                    **how: Any) -> Answers:
     """Ask every task of the model, dense and pruned by the plan; `how` are the sizes of `accuracy.compare`."""
     found, counts = compare(model, {"pruned": (plan, order)}, tasks, seed, **how)

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.linter import Report, lint
-from moelab.ane.plan import LayerPlan, Plan, attention_params
+from moelab.ane.plan import ANEPlan, LayerPlan, attention_params
 from moelab.models import discover, plugged
 
 
-def on_first_layers(plan: Plan, n: int) -> Plan:
+def on_first_layers(plan: ANEPlan, n: int) -> ANEPlan:
     """The plan of the first n MoE layers; all else stays on the CPU."""
     def to_cpu(layer: LayerPlan) -> LayerPlan:
         return replace(layer, attention="cpu", groups=tuple(replace(group, unit="cpu") for group in layer.groups))
@@ -63,19 +63,19 @@ class Conversion:
     def clean(self) -> bool:
         return all(one.report.clean for one in self.packages)
 
-    def kinds(self) -> dict[str, list[Package]]:
+    def kinds(self) -> dict[str, list[ConvertedPackage]]:
         """The packages by kind, in order of their first."""
         return {kind: [one for one in self.packages if one.kind == kind]
                 for kind in dict.fromkeys(one.kind for one in self.packages)}
 
 
-def convert(model: str | None, folder: str | Path, plan: Plan, context: int) -> Conversion:
+def convert(model: str | None, folder: str | Path, plan: ANEPlan, context: int) -> Conversion:
     """Convert a checkpoint folder or hub id (None: the small model) into a new folder, and lint it.
 
     context : least positions of the KV cache; rounded up to a multiple of 32.
     """
     began = time.process_time()
-    converted = convert_model(model, folder, plan, Settings(context=-(-context // 32) * 32))
+    converted = convert_model(model, folder, plan, ConversionSettings(context=-(-context // 32) * 32))
     seconds = time.process_time() - began
     attentions = sum(layer.attention == "ane" for layer in plan.layers)
     entries = [("attention", layer["attention"]) for layer in converted.layers]

@@ -30,7 +30,7 @@ from moelab.models.restore import places, restore, small_files, source_files
 from moelab.store import codecs
 from moelab.store.layout import WEIGHT_MAP, ExpertStore
 from moelab.store.reader import StoreExperts
-from moelab.store.verify import check_weights, verify
+from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
 __all__ = ["convert", "identity_of", "open_store", "other_weights", "require_model", "restore"]

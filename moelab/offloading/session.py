@@ -26,7 +26,6 @@ from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
 from moelab.offloading.pipeline import clock
 from moelab.offloading.run import EngineRun, EngineSettings, Timeline
-from moelab.specs import Event
 from moelab.store.layout import ExpertStore
 
 #: forward passes of a resident model that are kept, at most

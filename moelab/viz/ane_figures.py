@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import plotly.graph_objects as go
 
-from moelab.ane.device.comparison import MACHINES, RIVALS, TOLERANCE, Comparison, Study, claimed, ratio
+from moelab.ane.device.comparison import (
+    MACHINES, RIVALS, TOLERANCE, Comparison, Outcome, Setting, Study, claimed, ratio)
 from moelab.ane.device.device_model import Prefill
 from moelab.ane.device.published import Sample
 from moelab.ane.device.rates import Rates
-from moelab.ane.plan import Plan
-from moelab.ane.settings import Outcome, Setting
+from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import SYSTEMS, TABLE_2
 from moelab.cards import load_device
 from moelab.viz import theme
@@ -21,7 +20,7 @@ from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, bar_look, b
                                 point_look, whole_steps)
 
 
-def placement(plan: Plan) -> go.Figure:
+def placement(plan: ANEPlan) -> go.Figure:
     """Each layer's groups as bars, as wide as they have experts; one look a capacity, and one for the CPU."""
     groups = [(l, group) for l, layer in enumerate(plan.layers) for group in layer.on("ane") + layer.on("cpu")]
     starts, ends = [], {}

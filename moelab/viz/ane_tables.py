@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moelab.ane.device.accounting import Account
-from moelab.ane.device.comparison import MACHINES, RUNS, TOLERANCE, Comparison, Study, least_and_most, ratio
-from moelab.ane.device.inconsistencies import SLOTS, Contradiction
-from moelab.ane.device.device_model import REFERENCE_BYTES, REFERENCE_PARAMS, DeviceModel, Prefill
 from moelab.ane.coreml.linter import Report
-from moelab.ane.operators import Operator
+from moelab.ane.device.comparison import (
+    MACHINES, RUNS, TOLERANCE, Comparison, Outcome, Setting, Study, least_and_most, ratio)
+from moelab.ane.device.device_model import DeviceModel, Prefill
+from moelab.ane.device.published import (
+    FIGURE_17, REFERENCE_BYTES, REFERENCE_PARAMS, SLOTS, TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7, TABLE_9,
+    Inconsistency)
 from moelab.ane.parity import LOGITS, Parity
-from moelab.ane.plan import MAX_GRAPH_BYTES, Plan
-from moelab.ane.device.published import FIGURE_17, TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7, TABLE_9
-from moelab.ane.settings import Outcome, Setting
-from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.ane.plan import MAX_GRAPH_BYTES, Account, ANEPlan
+from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2, Operator
 from moelab.bench.ane import cpu_share
 from moelab.bench.ane_accuracy import Answers, LossByOrder
 from moelab.bench.ane_conversion import Conversion
@@ -43,7 +42,7 @@ def operators(of: Sequence[Operator]) -> list[Row]:
             for one in of]
 
 
-def plans(of: Mapping[str, Plan], slack: float, accounts: Mapping[str, tuple[Account, Account]]) -> list[Row]:
+def plans(of: Mapping[str, ANEPlan], slack: float, accounts: Mapping[str, tuple[Account, Account]]) -> list[Row]:
     """`candidates` of one model, with what they drop and pad: (on the calibration, on test prompts)."""
     return [{"plan": CANDIDATES[name].format(slack),
              "tiers of layer 0": ", ".join(map(str, plan.layers[0].tiers.levels)),
@@ -53,7 +52,7 @@ def plans(of: Mapping[str, Plan], slack: float, accounts: Mapping[str, tuple[Acc
             for name, plan in of.items()]
 
 
-def cards(of: Mapping[str, Plan]) -> list[Row]:
+def cards(of: Mapping[str, ANEPlan]) -> list[Row]:
     """What fits of each model."""
     rows = []
     for name, plan in of.items():
@@ -174,7 +173,7 @@ def slots(grid: Mapping[tuple[int, int], float]) -> list[Row]:
             | {f"C = {C}": told((G, C)) for G_, C in grid if G_ == G} for G in dict.fromkeys(G for G, _ in grid)]
 
 
-def contradictions(found: Sequence[Contradiction]) -> list[Row]:
+def contradictions(found: Sequence[Inconsistency]) -> list[Row]:
     """What the source says, and what else it says."""
     return [{"inconsistency of the source": one.where, "it says": one.says, "but": one.but}
             for one in found]

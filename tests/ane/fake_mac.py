@@ -14,9 +14,9 @@ import numpy as np
 from coremltools.models import compute_plan as cp
 from coremltools.models.compute_device import MLCPUComputeDevice, MLNeuralEngineComputeDevice
 
-from moelab.ane.device import mac
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
+from moelab.ane.device import mac
 
 behaviour = os.environ.get("FAKE", "")
 

@@ -9,11 +9,11 @@ import torch
 import moelab
 from moelab.__main__ import main
 from moelab.ane import commands
-from moelab.ane.device import mac, timing
 from moelab.ane.coreml.ffn_graph import Expert, save_ffn
-from moelab.ane.plan import Plan
+from moelab.ane.device import mac, timing
 from moelab.ane.device.published import TABLE_5
 from moelab.ane.device.timing import save_samples
+from moelab.ane.plan import ANEPlan
 from moelab.calibration import calibrate
 from moelab.recording import record
 from tests.models import tiny
@@ -37,7 +37,7 @@ def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
     samples = save_samples(tmp_path / "samples.json", TABLE_5, "some Mac")
     assert main(["ane", "plan", card, "--layers", "0,31", "--prompt", "512", "--samples", str(samples),
                  "--save", str(path)]) == 0
-    out, plan = capsys.readouterr().out, Plan.load(path)
+    out, plan = capsys.readouterr().out, ANEPlan.load(path)
     assert plan.spec.name == card and plan.popularity == "assumed: typical"
     assert f"launches {plan.launches} expert graphs" in out and "512 tokens on some Mac, modelled" in out
     assert plan.largest_graph_bytes <= 1200 * 2**20
@@ -109,10 +109,10 @@ def test_the_format_of_weights_is_planned_with(tmp_path, capsys):
     path, bytes_of = tmp_path / "plan.json", {}
     for weights in ("fp16", "int8"):
         assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", weights, "--save", str(path)]) == 0
-        bytes_of[weights] = max(g.weight_bytes / len(g.experts) for g in Plan.load(path).layers[0].groups)
+        bytes_of[weights] = max(g.weight_bytes / len(g.experts) for g in ANEPlan.load(path).layers[0].groups)
     assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", "int8", "--layers", "0", "--prompt", "64"]) == 0
     assert "of fp16 graphs, nobody has published times of int8" in capsys.readouterr().out
-    assert bytes_of["fp16"] == 2 * bytes_of["int8"] == 2 * Plan.load(path).spec.expert_params
+    assert bytes_of["fp16"] == 2 * bytes_of["int8"] == 2 * ANEPlan.load(path).spec.expert_params
     assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", "int4"]) == 2
     assert "palette4" in capsys.readouterr().err
 

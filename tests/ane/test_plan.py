@@ -9,13 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import cards
-from moelab.ane.device.accounting import count, loads_of_ids
-from moelab.ane.operators import ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, OPERATORS, why_no_graph
-from moelab.ane.plan import FORMAT, MAX_GRAPH_BYTES, Plan, attention_params, make_plan
 from moelab.ane.device.published import TABLE_3
-from moelab.ane.placement import cold_experts
-from moelab.ane.device.synthetic_popularity import SKEWS, assumed_counts, assumed_loads
-from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.ane.plan import FORMAT, MAX_GRAPH_BYTES, ANEPlan, attention_params, cold_experts, count, make_plan
+from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads, loads_of_ids
+from moelab.ane.systems import ABLATION, ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, OPERATORS, SYSTEMS, TABLE_2, why_no_graph
 from moelab.experts.tiers import capacity_tiers, capacity_tiers_of_loads
 from moelab.specs import MoESpec
 from tests.depth import depth
@@ -88,7 +85,7 @@ def test_every_expert_once_in_equal_tiers_within_the_limit(system, chunk, size, 
             assert group.weight_bytes == len(group.experts) * SMALL.expert_params * 2
         for group in layer.on("ane"):
             assert group.weight_bytes <= limit
-    assert plan == Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert plan == ANEPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
 
 
 # ------------------------------------------------------------------------------------------------------- systems
@@ -162,7 +159,7 @@ def test_cards_are_planned_without_weights_and_described(spec, tmp_path):
     text = plan.describe()
     assert spec.name in text and "assumed: typical" in text and f"launches {plan.launches} expert graphs" in text
     assert len(text.splitlines()) == spec.L + 4
-    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    assert ANEPlan.load(plan.save(tmp_path / "plan.json")) == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -194,15 +191,15 @@ def test_tiers_may_come_from_chunks():
     (lambda: make_plan(SMALL, np.ones((2, 6)), 6, system="gpu"), "no system 'gpu'"),
     (lambda: make_plan(SMALL, np.ones((2, 5)), 6), "2 MoE layers of 6 experts"),
     (lambda: make_plan(SMALL, np.ones((2, 6)), 6, tiers=capacity_tiers(np.ones(6), 3, 16)), "tiers are not those"),
-    (lambda: Plan.from_dict({"format": "else"}), "make_plan"),
+    (lambda: ANEPlan.from_dict({"format": "else"}), "make_plan"),
     (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.ones((1, 2, 5), int)), "not chunks by 2 layers"),
     (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.full((1, 2, 6), 17)), "17 tokens in a chunk of 16"),
     (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
     (lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0), "bytes_per_weight is 0; it must be positive"),
     (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=float("nan")), "slack is nan"),
     (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens is 0"),
-    (lambda: Plan.from_dict([]), "but a list; make it again"),
-    (lambda: Plan.from_dict({"format": FORMAT}), "damaged .KeyError: 'layers'.")])
+    (lambda: ANEPlan.from_dict([]), "but a list; make it again"),
+    (lambda: ANEPlan.from_dict({"format": FORMAT}), "damaged .KeyError: 'layers'.")])
 def test_bad_input_is_told(call, told):
     with pytest.raises(ValueError, match=told):
         call()
@@ -212,7 +209,7 @@ def test_bad_input_is_told(call, told):
 def test_a_file_that_is_no_plan_is_named(text, tmp_path):
     (tmp_path / "p.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match="p.json holds no plan"):
-        Plan.load(tmp_path / "p.json")
+        ANEPlan.load(tmp_path / "p.json")
 
 
 # ----------------------------------------------------------------------------------------------------- operators
@@ -288,11 +285,11 @@ def test_a_damaged_plan_is_refused_in_words(tmp_path):
         inner[key] = rng.choice([None, -1, 0, 10 ** 9, 1.5, "ane", "x", [], {}, [0, 0], True])
         path.write_text(json.dumps(fields))
         try:
-            plan = Plan.load(path)
+            plan = ANEPlan.load(path)
         except ValueError as error:
             assert str(path) in str(error)
         else:
             assert plan.describe() and count(plan, np.full((1, 2, 6), 1)).routed.sum() == 12
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="holds no plan"):
-        Plan.load(path)
+        ANEPlan.load(path)

@@ -2,16 +2,17 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
-from moelab.ane.device.accounting import count, loads_of_ids
 from moelab.ane.backends import TorchBackend
-from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
-from moelab.ane.runtime import LayerCount, PlannedExperts, prefill_through
+from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
+from moelab.ane.popularity import loads_of_ids
+from moelab.ane.runtime import PlannedExperts, prefill_through
 from moelab.experts.static import Grouped
 from moelab.experts.tiers import Group, Tiers
 from moelab.models import SeamExperts, discover, plugged
@@ -30,7 +31,7 @@ def plan_of(spec, chunk=16, groups=GROUPS):
         for e in group.experts:
             capacity[e] = group.capacity
     layer = LayerPlan(Tiers(tuple(sorted(set(capacity), reverse=True)), tuple(capacity)), groups, "ane")
-    return Plan(spec, chunk, "npumoe", (layer,) * spec.L)
+    return ANEPlan(spec, chunk, "npumoe", (layer,) * spec.L)
 
 
 TOY = MoESpec("toy", "toy", 1, (0,), E, K, H, 8)
@@ -68,8 +69,8 @@ def test_each_expert_keeps_its_most_important_tokens(T, seed, skew, order, none)
     assert torch.allclose(executor(x, ids, weights, experts).double(), expected, atol=1e-4)
     found, on_cpu = executor.by_layer[0], sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
     launched = [g for g in GROUPS if g.unit == "ane" and any((ids == e).any() for e in g.experts)]
-    assert found == LayerCount(1, len(launched), int((ids != E).sum()), executed, on_cpu,
-                               sum(g.slots for g in launched) + on_cpu)
+    assert found == Account(1, len(launched), int((ids != E).sum()), executed, on_cpu,
+                            sum(g.slots for g in launched) + on_cpu)
     assert (executor.tally.routed, executor.tally.executed, executor.tally.slots) == (
         found.routed, found.executed, found.slots)
 
@@ -121,9 +122,7 @@ def test_a_single_token_takes_the_cpu_path():
     x, ids, weights = torch.randn(1, H), torch.tensor([[2, 7, E]]), torch.tensor([[0.5, 0.3, 0.2]])
     expected = sum(w * experts.ffn(x, experts.weights(e)) for e, w in ((2, 0.5), (7, 0.3)))
     assert torch.allclose(executor(x, ids, weights, experts), expected, atol=1e-6)
-    assert executor.total == LayerCount() and executor.tally.executed == 2
-    executor.reset()
-    assert executor.tally.routed == 0
+    assert executor.total == Account() and executor.tally.executed == 2
 
 
 def test_more_tokens_than_a_chunk_and_unknown_options_are_refused():
@@ -202,7 +201,7 @@ def test_a_prompts_chunks_have_capacities_of_their_own(model):
         for layer in layers:
             seen.append([])
             hooks.append(layer.experts.register_forward_pre_hook(
-                lambda _m, args, rows=seen[-1], i=layer.index: rows.append((args[1], ane.executor.saliency[i]))))
+                lambda _m, args, rows=seen[-1], i=layer.index: rows.append((args[1], ane.saliency[i]))))
         model(ids)
         total = ane.total
     for hook in hooks:
@@ -243,3 +242,26 @@ def test_it_goes_back_to_what_was_there_before(model):
                 prefill_through(model, plan_of(model.spec), overflow="pad"):
             pass
         assert discover(model)[0].experts.executor is before
+
+
+@pytest.mark.parametrize("S", [5, 33, 48])                   # 33 tokens in chunks of 16 leave one alone
+def test_the_account_is_what_the_runtime_does(S):
+    model = moelab.open_model(None, dtype=torch.float32)
+    spec, chunk, called = model.spec, 16, [[] for _ in range(model.spec.L)]
+    even = np.full((spec.L, spec.E), 10)
+    plan = make_plan(spec, even, 10 * spec.E // spec.K, chunk, group_size=2, cold_share=0.1, min_rows=0)
+    with torch.no_grad(), prefill_through(model, plan, order="token") as ane:
+        run = ane.run
+
+        def listening(x, ids, weights, experts):
+            called[experts.layer].append(torch.bincount(ids.flatten(), minlength=spec.E).numpy())
+            return run(x, ids, weights, experts)
+        ane.run = listening
+        model(torch.arange(5, 5 + S)[None])
+        total, tally, by_layer = ane.total, ane.tally, ane.by_layer
+    account = count(plan, np.stack(called, 1))              # [n, L, E]
+    assert (account.routed.sum(), account.executed.sum(), account.slots.sum()) == (
+        tally.routed, tally.executed, tally.slots)
+    assert account.launches.tolist() == [layer.launches for layer in by_layer]
+    chunks = -(-S // chunk)
+    assert 0 < total.launches < chunks * plan.launches, "no group was without tokens: the test says nothing"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
-from moelab.experts.executor import Sorted, dispatch
+from moelab.experts.executor import dispatch
 from moelab.experts.quantization import E2M1, FORMATS, MXFP4, Int8, Quantized, layer_error, quantize
 from moelab import open_model
 from moelab.models import discover, eager, plug, plugged

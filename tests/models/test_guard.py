@@ -15,7 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import moelab
 from moelab.configs import spec_from_config
 from moelab import open_model
-from moelab.models import compat, configs, discover, guard, plug, seam
+from moelab import configs
+from moelab.models import compat, discover, guard, plug, seam
 
 from . import tiny
 

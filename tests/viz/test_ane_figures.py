@@ -4,11 +4,11 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.cards import load_model
-from moelab.ane.plan import make_plan  # noqa: E402
 from moelab.ane.device.published import TABLE_5  # noqa: E402
 from moelab.ane.device.rates import fit  # noqa: E402
-from moelab.ane.device.synthetic_popularity import assumed_counts  # noqa: E402
+from moelab.ane.plan import make_plan  # noqa: E402
+from moelab.ane.popularity import assumed_counts  # noqa: E402
+from moelab.cards import load_model  # noqa: E402
 from moelab.viz import ane_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 

@@ -9,14 +9,12 @@ import torch
 pytest.importorskip("plotly")
 
 from moelab.ane.device import comparison  # noqa: E402
-from moelab.ane.device.accounting import count  # noqa: E402
-from moelab.ane.device.inconsistencies import contradictions  # noqa: E402
+from moelab.ane.device.comparison import Setting, fastest, settings  # noqa: E402
 from moelab.ane.device.device_model import DeviceModel  # noqa: E402
-from moelab.ane.operators import OPERATORS  # noqa: E402
-from moelab.ane.device.published import TABLE_3, TABLE_5  # noqa: E402
-from moelab.ane.settings import Setting, fastest, settings  # noqa: E402
-from moelab.ane.device.synthetic_popularity import assumed_loads  # noqa: E402
-from moelab.ane.systems import ABLATION, SYSTEMS  # noqa: E402
+from moelab.ane.device.published import TABLE_3, TABLE_5, inconsistencies  # noqa: E402
+from moelab.ane.plan import count  # noqa: E402
+from moelab.ane.popularity import assumed_loads  # noqa: E402
+from moelab.ane.systems import ABLATION, OPERATORS, SYSTEMS  # noqa: E402
 from moelab.bench import ane, neuron_examples, parallel, static  # noqa: E402
 from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
 from moelab.bench.experts import ExpertTimes  # noqa: E402
@@ -106,7 +104,7 @@ def test_of_the_neural_engine():
     rows = shown(ane_tables.slots(comparison.slot_grid(device)), 5)
     sample = next(s for s in TABLE_5 if (s.G, s.C, s.mode) == (8, 32, "serial"))
     assert row(rows, "ms a slot, serial: modelled (Table 5)", "G = 8")["C = 32"].endswith(f"({sample.ms:.2f})")
-    shown(ane_tables.contradictions(contradictions()), 9)
+    shown(ane_tables.contradictions(inconsistencies()), 9)
     found = settings("Phi-tiny-MoE", levels=(3,), slacks=(1.0,), groups=(8,), chunks=(256,))
     best = fastest(found, 1.0)
     shown(ane_tables.settings(found, best), 2)

@@ -1,20 +1,28 @@
 """Attention of one chunk of S tokens as a static Core ML graph: projections, rotary, GQA, mask, a fixed-shape cache.
 
-Source: NPUMoE §3.2 (attention on the ANE with static shapes and a fixed-shape KV cache; norms and masking on the
-CPU; chunked prefill) and §A.4. Tensors are (1, heads, D, S): positions on the long last axis, so the whole graph
-needs no transpose, and every key head is repeated for its query heads by a concat. What depends on the position in
-the prompt comes in as an input, so one graph serves all chunks:
+Source: NPUMoE §3.2 (attention on the ANE with static shapes and a fixed-shape KV cache; norms and masking on the CPU;
+chunked prefill) and §A.4. Tensors are (1, heads, D, S), positions on the long last axis, so the graph needs no
+transpose; every key head is repeated for its query heads by a concat. What depends on the position in the prompt is an
+input, so one graph serves all chunks:
 
     x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 2, D, S)   mask (1, 1, S, keys), 0 or MASKED
     stateless   k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
     stateful    write (1, 1, S, P), keep (1, 1, 1, P), two states (1, KV, D, P)     → y
 
 P is the context length. Stateless, a chunk sees P + S keys, and the caller puts k_new and v_new into its cache;
-stateful, `cache · keep + new · write` does it inside, with P keys. The rotary inputs are powers of two and what
-remains of the tables, those of q with the softmax scale; `moelab.ane.coreml.rounding` says why, and computes norms
-of q and k
-(Qwen3, OLMoE), rotation and scores. The norm before attention and the residual are not here. Left out: MLA, attention
-sinks, partial rotary.
+stateful, `cache · keep + new · write` does it inside, with P keys. The norm before attention and the residual are not
+here. Left out: MLA, attention sinks, partial rotary.
+
+Rotation, the norms of q and k (Qwen3, OLMoE) and scores are written so that fp16, which rounds a result by up to 2^-11
+of its size, rounds little: large terms are exact, and what is rounded is small and added first. Three identities, our
+own but for the last (SageAttention shifts by all keys' mean, arXiv 2410.02367 §3.1):
+
+    product   x·a = x·p + x·(a − p) with p the power of two nearest to a: x·p is exact, and |a − p| ≤ |a|/3. So cos and
+              sin come as (p, a − p), those of q with the softmax scale
+    norm      y = x·rsqrt(mean x² + eps), as rounded, is too long by a factor 1 + u that a whole key shares. One step of
+              Newton's method subtracts y·u/2, and u is a mean of differences from 1, which fp16 holds well
+    scores    softmax(q·k) = softmax(q·k − m) with any m for each query; with m near its largest score, the scores that
+              count are near 0, and the matrix product subtracts m before it rounds
 """
 
 from __future__ import annotations
@@ -23,13 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.ane.coreml.ffn_graph import conv, half, save_program
-from moelab.ane.operators import why_no_graph
 from moelab.ane.coreml.package import coremltools
-from moelab.ane.coreml.rounding import normalised, powers, rotated, shifted, with_ones
+from moelab.ane.systems import why_no_graph
 
 #: what the mask adds to a hidden key's score: the smallest fp16 or fp32 turns into NaN on the device
 MASKED = -1e4
@@ -40,10 +48,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class AttentionShape:
     """Sizes of an attention graph.
 
-    Attributes
-    ----------
-    hidden, heads, kv_heads, head_dim : H, query heads, KV and D.
-    chunk, context : S and P.
+    hidden, heads, kv_heads, head_dim : H, query heads, KV and D. chunk, context : S and P.
     norm : None, "head" (over each head's D, Qwen3) or "full" (over all heads, OLMoE); eps is its epsilon.
     stateful : whether the cache is the model's state.
     """
@@ -74,12 +79,7 @@ class AttentionShape:
 
 
 def attention_shape(config: Any, chunk: int, context: int, stateful: bool = False) -> AttentionShape:
-    """The sizes of a model's attention.
-
-    Raises
-    ------
-    ValueError : an architecture whose attention is another one; it stays on the CPU.
-    """
+    """The sizes of a model's attention; ValueError for an architecture whose attention stays on the CPU."""
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
     if reason := why_no_graph("attention", kind):
         raise ValueError(reason)
@@ -96,11 +96,7 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
     """The MIL program of one layer's attention.
 
     tensors : "q_proj.weight" [heads·D, H] …, "o_proj.weight", biases where there are any, "q_norm.weight" and
-        "k_norm.weight" with a norm.
-
-    Raises
-    ------
-    ValueError : a tensor that this attention has no place for, or one that does not fit fp16.
+        "k_norm.weight" with a norm. ValueError for any other, and for one that does not fit fp16.
     """
     coremltools()
     from coremltools.converters.mil import Builder as mb
@@ -180,6 +176,70 @@ def save_attention(path: str | Path, shape: AttentionShape, tensors: dict[str, T
     return save_program(path, attention_program(shape, tensors), weights)
 
 
+# ---------------------------------------------------------------------------------- parts that fp16 rounds little
+
+def powers(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(The power of two nearest to each value, with its sign; what remains); (0, 0) for a 0."""
+    mantissa, exponent = torch.frexp(values)                                    # |mantissa| in [1/2, 1)
+    power = torch.ldexp(mantissa.sign(), torch.where(mantissa.abs() < 0.75, exponent - 1, exponent)).to(values.dtype)
+    return power, values - power
+
+
+def normalised(mb: Any, x: Any, axis: int, eps: float) -> tuple[Any, Any]:
+    """RMS norm over an axis, without a weight: (y, c), and y + y·c is the norm; c repairs what fp16 rounded."""
+    eps = np.float16(eps)
+    factor = mb.rsqrt(x=mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[axis], keep_dims=True), epsilon=eps)
+    y = mb.mul(x=x, y=factor)
+    wanted = mb.sub(x=np.float16(1), y=mb.mul(x=factor, y=mb.mul(x=factor, y=eps)))    # mean y²: 1 but for eps
+    excess = mb.reduce_mean(x=mb.sub(x=mb.mul(x=y, y=y), y=wanted), axes=[axis], keep_dims=True)
+    return y, mb.mul(x=excess, y=np.float16(-0.5))
+
+
+def rotated(mb: Any, x: Any, repair: Any, cos: Any, sin: Any, weight: np.ndarray | None, **name: str) -> Any:
+    """The rotary embedding of (x + x·repair)·weight, (1, heads, D, S).
+
+    x : (1, heads, D, S). repair : from `normalised`, or None. weight : the norm's, (1, 1 or heads, D, 1), or None.
+    cos, sin : (1, 2, D, S), the `powers` of the tables: powers of two, then what remains.
+    """
+    half = x.shape[2] // 2
+    first, second = mb.split(x=x, num_splits=2, axis=2)
+    turned = mb.concat(values=[mb.mul(x=second, y=np.float16(-1)), first], axis=2)
+    swapped = None if weight is None else np.roll(weight, half, axis=2)
+    (cos, cos_rest), (sin, sin_rest) = _weighted(mb, cos, weight), _weighted(mb, sin, swapped)
+    large, other = mb.mul(x=x, y=cos), mb.mul(x=turned, y=sin)
+    small = mb.add(x=mb.mul(x=x, y=cos_rest), y=mb.mul(x=turned, y=sin_rest))
+    if repair is not None:
+        whole = mb.add(x=large, y=mb.add(x=other, y=small))
+        small = mb.add(x=small, y=mb.mul(x=whole, y=repair))
+    return mb.add(x=large, y=mb.add(x=other, y=small), **name)
+
+
+def _weighted(mb: Any, table: Any, weight: np.ndarray | None) -> tuple[Any, Any]:
+    """(p + a)·(v + b), p and v powers of two, as (p·v, exact, and p·b + a·(v + b), small)."""
+    power, rest = mb.split(x=table, num_splits=2, axis=1)
+    if weight is None:
+        return power, rest
+    v, b = (part.numpy() for part in powers(torch.from_numpy(weight)))
+    return mb.mul(x=power, y=v), mb.add(x=mb.mul(x=power, y=b), y=mb.mul(x=rest, y=weight))
+
+
+def with_ones(mb: Any, keys: Any) -> Any:
+    """Keys (1, KV, D, n) with further channels of 1, for `shifted`; their number makes D a multiple of 16 again."""
+    _, heads, D, n = keys.shape
+    return mb.concat(values=[keys, np.ones((1, heads, 16 - D % 16, n), dtype=np.float16)], axis=2)
+
+
+def shifted(mb: Any, q: Any, keys: Any, some: Any) -> Any:
+    """Scores q·k − m, (1, heads, S, n), where m is a query's largest score among `some` keys.
+
+    q (1, heads, D, S); keys (1, heads, D + ones, n), from `with_ones`; some (1, heads, D, any number).
+    """
+    ones = keys.shape[2] - q.shape[2]
+    m = mb.reduce_max(x=mb.matmul(x=some, y=q, transpose_x=True), axes=[2], keep_dims=True)         # (1, heads, 1, S)
+    part = mb.mul(x=m, y=np.float16(-1 / ones))
+    return mb.matmul(x=mb.concat(values=[q, *[part] * ones], axis=2), y=keys, transpose_x=True, name="scores")
+
+
 # --------------------------------------------------------------------------------------------------- what a call needs
 
 def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Tensor:
@@ -188,15 +248,13 @@ def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Ten
     A query sees the keys up to its own position, with a sliding window the last `window` of these. Stateless, key
     j < P is position j of the cache, of which the first `start` are filled, and key P + i is the chunk's token i.
     """
-    position = torch.arange(shape.keys)
-    filled = position < start
+    keys, query = torch.arange(shape.keys), start + torch.arange(shape.chunk)[:, None]
+    position, in_chunk = keys, keys >= shape.context
     if not shape.stateful:
-        position = torch.where(position < shape.context, position, position - shape.context + start)
-        filled |= torch.arange(shape.keys) >= shape.context
-    else:
-        filled |= position < start + shape.chunk
-    query = start + torch.arange(shape.chunk)[:, None]
-    seen = filled & (position <= query)
+        position = torch.where(in_chunk, keys - shape.context + start, keys)
+    seen = position <= query
+    if not shape.stateful:
+        seen &= in_chunk | (keys < start)
     if window is not None:
         seen &= position > query - window
     return torch.where(seen, 0.0, MASKED)[None, None]
@@ -208,12 +266,8 @@ def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, 
 
     cos, sin : the model's rotary embedding of the n positions, [n, D].
 
-    A short chunk is filled up with repetitions of its last token (zeros would be divided by in the norms); their
-    outputs and keys are to be thrown away.
-
-    Raises
-    ------
-    ValueError : a chunk that is empty, too long or reaches beyond the context.
+    A short chunk is filled up with repetitions of its last token (zeros would be divided by in the norms), whose
+    outputs and keys are to be discarded. ValueError for a chunk that is empty, too long or beyond the context.
     """
     n, S = len(x), shape.chunk
     if not 0 < n <= S or start + n > shape.context:

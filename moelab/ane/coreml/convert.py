@@ -1,55 +1,51 @@
-"""Converts a whole model to Core ML packages, layer by layer, as a plan says; a run that was cut off goes on.
+"""Converts a whole model to Core ML packages, layer by layer, as a plan says; an interrupted run is resumed.
 
 Source: NPUMoE §A.4 (the pipeline), §4 (which expert is in which graph, and where that runs). A checkpoint becomes a
 folder with a package for each attention and each group of experts that the plan puts on the Neural Engine, and a
-manifest that says what runs where. What stays on the CPU (norms, routers, embeddings, the head, shared experts, cold
-groups) is not copied: the manifest names the checkpoint and its identity.
+manifest. What stays on the CPU (norms, routers, embeddings, the head, shared experts, cold groups) is not copied: the
+manifest names the checkpoint and its identity.
 
     manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
     layers/003/group02.mlpackage      group 2 of decoder layer 3's experts
 
-Only one group's weights are in memory at a time. Until everything is there, the folder is `DESTINATION.part` with a
-journal of the packages that are whole; a package that the journal does not vouch for is made again. Left out: models
-whose experts have no graphs (`operators.why_no_graph`, `ffn_graph`), which are refused before anything is written.
+Only one group's weights are in memory at a time. Until all packages are there, the folder is `DESTINATION.part` with a
+journal of the packages that are complete; any other is made again. Models whose experts have no graphs
+(`systems.why_no_graph`, `ffn_graph`) are refused before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
+import shutil
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moelab.configs import spec_from_config
 from moelab.ane.coreml.attention_graph import attention_shape, save_attention
-from moelab.ane.coreml.converted import FORMAT, ConvertedModel, attention_file, group_file
+from moelab.ane.coreml.converted import (
+    FORMAT, MANIFEST, ConvertedModel, attention_file, checksum, group_file, sealed)
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
-    LAYOUTS,
-    WEIGHTS,
-    Expert,
-    activation_of,
-    expert_of,
-    pack,
-    reference,
-    save_ffn,
-    unpack,
-)
-from moelab.ane.coreml.journal import Work
-from moelab.ane.operators import why_no_graph
-from moelab.ane.coreml.package import coremltools, read_package
-from moelab.ane.plan import Plan, make_plan
-from moelab.ane.device.synthetic_popularity import assumed_counts
+    LAYOUTS, WEIGHTS, Expert, activation_of, expert_of, pack, reference, save_ffn, unpack)
+from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
+from moelab.ane.plan import ANEPlan, make_plan
+from moelab.ane.popularity import assumed_counts
+from moelab.ane.systems import why_no_graph
+from moelab.configs import spec_from_config
+from moelab.files import write_text
+from moelab.journal import Journal
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 
-COMPUTE_UNITS = ("cpuAndNeuralEngine", "cpuOnly", "cpuAndGPU", "all")
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
 TOLERANCE = 1e-12
 #: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a graph
@@ -57,16 +53,13 @@ OWN_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConversionSettings:
     """How a model is converted.
 
-    Attributes
-    ----------
-    context : P, positions of the KV caches.
-    layout : of the expert graphs, see `ffn_graph`.
-    weights : a key of `ffn_graph.WEIGHTS`; int8 and palettes are for the experts, attention stays fp16.
-    stateful : whether attention keeps its cache as the model's state instead of taking and returning it. The runtime
-        does not run such packages: decoding on the CPU could not read that cache. They can be linted and evaluated.
+    context : P, positions of the KV caches. layout : of the expert graphs, see `ffn_graph`.
+    weights : of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16.
+    stateful : whether attention keeps its cache as the model's state instead of taking and returning it. Such packages
+        can be linted and evaluated; the runtime does not run them, as decoding on the CPU could not read that cache.
     every_tier : each expert package has a function for each of its layer's capacities, sharing the weights; the
         runtime takes the smallest that has room for a chunk's fullest expert.
     compute_units : what a Mac is asked to load the packages for.
@@ -87,24 +80,19 @@ class Settings:
             raise ValueError(f"context is {self.context}; it must be a multiple of 32")
 
 
-def convert_model(model: str | Path | None, destination: str | Path, plan: Plan | None = None,
-                  settings: Settings = Settings(), *, validate: bool = True) -> ConvertedModel:
-    """Convert a model, or go on with a conversion that was cut off.
+def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPlan | None = None,
+                  settings: ConversionSettings = ConversionSettings(), *, validate: bool = True) -> ConvertedModel:
+    """Convert a model, or resume an interrupted conversion.
 
-    Parameters
-    ----------
     model : a checkpoint folder or a hub id; None for the shipped small model.
-    destination : the new folder; until it is whole, `destination.part`.
+    destination : the new folder; until it is complete, `destination.part`.
     plan : what runs where; None plans chunks of 256 with an assumed popularity of the experts.
     validate : evaluate each expert graph as saved and compare it with torch; the largest difference is recorded.
 
-    Raises
-    ------
-    FileExistsError : the destination exists, another process converts into it, or an unfinished conversion with other
-        settings lies beside it.
-    FileNotFoundError, ValueError : as `open_checkpoint`; a plan of another model; experts that have no graphs; a
-        chunk that is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
-    ImportError : coremltools is not installed.
+    Raises FileExistsError where the destination exists, another process converts into it, or an unfinished conversion
+    with other settings is there; ImportError without coremltools; FileNotFoundError and ValueError as
+    `open_checkpoint`, for a plan of another model, experts that have no graphs, a chunk that is no multiple of 16 or
+    longer than the context, and a graph that does not compute what torch does.
     """
     coremltools()
     destination = Path(destination)
@@ -122,21 +110,25 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
     source = _Source(checkpoint, config, plan, settings)
     about = {"format": FORMAT, "name": spec.name, "checkpoint": str(checkpoint.folder.resolve()),
              "fingerprint": mine, "settings": asdict(settings), "plan": plan.to_dict()}
-    tasks = [task for layer in range(spec.num_layers) for task in source.tasks(layer)]
+    layers, tasks = [], []
+    for layer in range(spec.num_layers):
+        entry, of_layer = source.layer(layer)
+        layers.append(entry)
+        tasks += of_layer
     with closing(Work(destination.with_name(destination.name + ".part"), about)) as work:
         with progress(total=len(tasks), desc="converting", unit="graph", initial=len(work.done)) as bar:
-            for name, make, check in tasks:
+            for part, name, make, check in tasks:
                 if name not in work.done:
                     work.add(name, make, check if validate else None)
                     bar.update()
-        layers = [source.describe(layer, work.done) for layer in range(spec.num_layers)]
+                part |= work.done[name]
         manifest = about | {"layers": layers, "problems": list(plan.problems),
                             "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the "
                                       "groups of unit cpu, from the checkpoint"}
         return ConvertedModel(work.publish(manifest, destination))
 
 
-def _possible(plan: Plan, config: Any, settings: Settings) -> Plan:
+def _possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
     """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan")
@@ -154,102 +146,140 @@ def _possible(plan: Plan, config: Any, settings: Settings) -> Plan:
     return plan
 
 
-#: (file, writes the package at a path, compares the package at a path with torch)
-Task = tuple[str, Callable[[Path], None], Callable[[Path], float] | None]
+#: (entry of the manifest to complete, file, writes the package at a path, compares the package at a path with torch)
+Task = tuple[dict[str, Any], str, Callable[[Path], None], Callable[[Path], float] | None]
 
 
 class _Source:
     """A checkpoint and what the plan wants of it."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, plan: Plan, settings: Settings) -> None:
-        self.checkpoint, self.config, self.plan, self.settings = checkpoint, config, plan, settings
-        self.experts = CheckpointExperts(checkpoint, config)
+    def __init__(self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings) -> None:
+        self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
+        self.tensors = CheckpointExperts(checkpoint, config)
         self.modules = [layer.experts for layer in plug(compat.meta_twin(config))]
-        self.keys = dict(checkpoint.keys())
         self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
-        self.activation = activation_of(self.modules[0]) if any(layer.on("ane") for layer in plan.layers) else None
+        self.activation = activation_of(self.modules[0]) if plan.graphs else None
         self.shape = None
         if any(layer.attention == "ane" for layer in plan.layers):
             self.shape = attention_shape(config, plan.chunk, settings.context, settings.stateful)
 
-    def attention_unit(self, layer: int) -> str:
-        """Where a decoder layer's attention runs; one without experts does as the first that has some."""
-        return self.plan.layers[self.moe_index.get(layer, 0)].attention
-
-    def groups(self, layer: int) -> tuple:
-        return self.plan.layers[self.moe_index[layer]].groups if layer in self.moe_index else ()
-
-    def tasks(self, layer: int) -> Iterator[Task]:
-        if self.attention_unit(layer) == "ane":
-            yield attention_file(layer), lambda path: self.save_attention(path, layer), None
-        for index, group in enumerate(self.groups(layer)):
+    def layer(self, layer: int) -> tuple[dict[str, Any], list[Task]]:
+        """A decoder layer's entry of the manifest, and the tasks that complete it."""
+        moe = self.moe_index.get(layer)
+        planned = self.plan.layers[moe or 0]    # attention of a layer without experts as of the first that has some
+        entry = {"layer": layer, "moe": moe, "attention": {"unit": planned.attention}, "groups": [],
+                 "attention_shape": None}
+        tasks: list[Task] = []
+        if planned.attention == "ane":
+            entry["attention_shape"] = asdict(self.shape)
+            tasks.append((entry["attention"], attention_file(layer), partial(self.save_attention, layer), None))
+        for index, group in enumerate(() if moe is None else planned.groups):
+            part = {"experts": list(group.experts), "capacity": group.capacity, "unit": group.unit}
+            entry["groups"].append(part)
             if group.unit == "ane":
-                yield (group_file(layer, index), lambda path, group=group: self.save_group(path, layer, group),
-                       lambda path, group=group: self.difference(path, layer, group))
+                tiers = planned.tiers.levels if self.settings.every_tier else ()
+                part["capacities"] = sorted({group.capacity, *tiers})
+                tasks.append((part, group_file(layer, index), partial(self.save_group, moe, part),
+                              partial(self.difference, layer, moe, part)))
+        return entry, tasks
 
-    def save_attention(self, path: Path, layer: int) -> None:
-        from safetensors import safe_open
-        prefix, tensors = f"model.layers.{layer}.self_attn.", {}
-        for key in (key for key in self.keys if key.startswith(prefix)):
-            with safe_open(self.keys[key], "pt") as file:
-                tensors[key[len(prefix):]] = file.get_tensor(key)
+    def save_attention(self, layer: int, path: Path) -> None:
+        prefix = f"model.layers.{layer}.self_attn."
+        tensors = {key.removeprefix(prefix): self.checkpoint.read(key) for key, _ in self.checkpoint.keys()
+                   if key.startswith(prefix)}
         if "q_proj.weight" not in tensors:
             raise ValueError(f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "
                              f"that is not read here; plan attention for the CPU")
         save_attention(path, self.shape, tensors)
 
-    def experts_of(self, layer: int, group: Any) -> list[Expert]:
-        moe = self.moe_index[layer]
-        return [expert_of(self.modules[moe], self.experts(moe, e)) for e in group.experts]
+    def experts(self, moe: int, part: dict[str, Any]) -> list[Expert]:
+        return [expert_of(self.modules[moe], self.tensors(moe, e)) for e in part["experts"]]
 
-    def capacities(self, layer: int, group: Any) -> list[int]:
-        tiers = self.plan.layers[self.moe_index[layer]].tiers
-        return sorted({group.capacity, *tiers.levels}) if self.settings.every_tier else [group.capacity]
-
-    def save_group(self, path: Path, layer: int, group: Any) -> None:
-        capacities = self.capacities(layer, group)
-        save_ffn(path, self.experts_of(layer, group), capacities if self.settings.every_tier else capacities[0],
+    def save_group(self, moe: int, part: dict[str, Any], path: Path) -> None:
+        save_ffn(path, self.experts(moe, part), part["capacities"] if self.settings.every_tier else part["capacity"],
                  self.activation, self.settings.layout, self.settings.weights)
 
-    def difference(self, path: Path, layer: int, group: Any) -> float:
+    def difference(self, layer: int, moe: int, part: dict[str, Any], path: Path) -> float:
         """Largest difference between a saved graph in fp64 and torch, relative to the largest output.
 
-        Torch is `ffn_graph.reference`, which must itself agree with the architecture's own code.
+        Torch is `ffn_graph.reference`, which must itself agree with the architecture's own code in fp64, its weights
+        rounded to fp16.
         """
-        experts, package = self.experts_of(layer, group), read_package(path)
-        name = f"c{group.capacity}" if self.settings.every_tier else None
-        x = torch.randn(len(experts) * group.capacity, experts[0].up.shape[1],
-                        generator=torch.Generator().manual_seed(layer), dtype=torch.float64)
-        y = unpack(Evaluator(package, name)({"x": pack(x, self.settings.layout)})["y"], self.settings.layout)
-        expected = torch.cat([reference(expert, rows, self.activation)
-                              for expert, rows in zip(experts, x.split(group.capacity))])
-        difference, unlike = _relative(y, expected), _relative(expected, self.own(layer, group, x))
+        experts, layout, C = self.experts(moe, part), self.settings.layout, part["capacity"]
+        x = torch.randn(len(experts) * C, experts[0].up.shape[1],
+                        generator=torch.Generator().manual_seed(layer), dtype=torch.float64)            # [G·C, H]
+        evaluator = Evaluator(path, f"c{C}" if self.settings.every_tier else None)
+        y = unpack(evaluator({"x": pack(x, layout)})["y"], layout)
+        expected = torch.cat([reference(expert, rows, self.activation) for expert, rows in zip(experts, x.split(C))])
+        own = torch.cat([self.modules[moe].ffn(rows, {key: tensor.half().double() for key, tensor in
+                                                      self.tensors(moe, e).items()})
+                         for e, rows in zip(part["experts"], x.split(C))])
+        difference, unlike = _relative(y, expected), _relative(expected, own)
         if self.settings.weights == "fp16" and not difference <= TOLERANCE or not unlike <= OWN_TOLERANCE:
             raise ValueError(f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
                              f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
                              f"coremltools; please report it")
         return difference
 
-    def own(self, layer: int, group: Any, x: torch.Tensor) -> torch.Tensor:
-        """What the architecture's own code makes of the slots x [G·C, H], in fp64 with weights rounded to fp16."""
-        moe = self.moe_index[layer]
-        return torch.cat([self.modules[moe].ffn(rows, {name: tensor.half().double() for name, tensor in
-                                                       self.experts(moe, e).items()})
-                          for e, rows in zip(group.experts, x.split(group.capacity))])
-
-    def describe(self, layer: int, done: dict[str, dict]) -> dict[str, Any]:
-        """A layer's entry of the manifest."""
-        unit = self.attention_unit(layer)
-        attention = {"unit": unit} | (done[attention_file(layer)] if unit == "ane" else {})
-        groups = []
-        for index, group in enumerate(self.groups(layer)):
-            entry = {"experts": list(group.experts), "capacity": group.capacity, "unit": group.unit}
-            if group.unit == "ane":
-                entry |= {"capacities": self.capacities(layer, group)} | done[group_file(layer, index)]
-            groups.append(entry)
-        return {"layer": layer, "moe": self.moe_index.get(layer), "attention": attention, "groups": groups,
-                "attention_shape": asdict(self.shape) if unit == "ane" else None}
-
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+
+
+# --------------------------------------------------------------------------------------- an unfinished conversion
+
+class Work:
+    """The folder of an unfinished conversion, and its journal, which is locked until `close` or `publish`.
+
+    A package is made in `building`, checked, moved to its place, and only then entered in the journal, so a run that is
+    killed leaves at most one package that the journal does not name, which is made again.
+
+    done : file → its entry of the journal, for each package that is complete.
+
+    Raises FileExistsError: another process works there, or the folder is another conversion's.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
+        wanted, written = json.dumps(about, sort_keys=True), folder / "settings.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.building, self.journal = folder, folder / "building", Journal(folder / "journal.jsonl")
+        try:
+            if not self.journal.path.exists():
+                raise FileExistsError(f"another process has just finished the conversion into {folder}")
+            if written.exists() and written.read_text(encoding="utf-8") != wanted:
+                raise FileExistsError(f"{folder} holds an unfinished conversion of another model, plan or settings; "
+                                      f"delete it to start over")
+            write_text(written, wanted)
+            shutil.rmtree(self.building, ignore_errors=True)
+            self.done = {entry["file"]: entry for entry in self.journal.lines
+                         if (folder / entry["file"]).is_dir() and checksum(folder / entry["file"]) == entry["checksum"]}
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.journal.close()
+
+    def add(self, name: str, make: Callable[[Path], None], check: Callable[[Path], float] | None) -> None:
+        """Make a package in `building`, check it, move it to its place, and only then enter it in the journal."""
+        place, building = self.folder / name, self.building / Path(name).name
+        shutil.rmtree(self.building, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+        for path in (building, place):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        make(building)
+        difference = check(building) if check else None
+        weights = sum(path.stat().st_size for path in building.rglob("weights/*"))
+        entry = {"file": name, "weight_bytes": weights, "checksum": checksum(building), "difference": difference}
+        os.rename(building, place)
+        self.journal.append([entry])
+        self.done[name] = entry
+
+    def publish(self, manifest: dict[str, Any], destination: Path) -> Path:
+        """Write the manifest and give the folder its name."""
+        (self.folder / MANIFEST).write_text(json.dumps(sealed(manifest), indent=1), encoding="utf-8")
+        shutil.rmtree(self.building, ignore_errors=True)
+        (self.folder / "settings.json").unlink()
+        self.journal.remove()
+        os.rename(self.folder, destination)
+        return destination

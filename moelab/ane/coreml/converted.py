@@ -1,17 +1,16 @@
-"""A converted model: what its manifest says, and its graphs as functions of hidden states, run by the evaluator.
+"""A converted model: the manifest of the folder that `convert` writes, and its graphs as functions of hidden states.
 
-Source: the folder that `moelab.ane.coreml.convert` writes. A `GroupGraph` takes the G·C slots of a group as rows
-[G·C, H],
-an `AttentionGraph` a chunk of hidden states [n, H] and a cache; both hide layouts and names of inputs, so a backend
-that runs the same packages on a Mac needs only another `Evaluator`. Everything is checked: the manifest by its seal
-when it is read, a package by its checksum before it is first run or read (`ConvertedModel.package` is the way to all
-of them), the checkpoint that the CPU's parts come from by its identity (`moelab.models.identity`).
+A `GroupGraph` takes the G·C slots of a group as rows [G·C, H], an `AttentionGraph` a chunk of hidden states [n, H] and
+a cache; both hide layouts and names of inputs, so a backend that runs the same packages on a Mac needs only another
+`Evaluator`. Everything is checked: the manifest by its seal when it is read, a package by its checksum before it is
+first used (always through `ConvertedModel.package`), the checkpoint that the CPU's parts come from by its identity.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -21,13 +20,14 @@ import torch
 from torch import Tensor
 
 from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention_inputs
-from moelab.ane.coreml.evaluator import Alarm, Evaluator
+from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
+from moelab.ane.plan import ANEPlan
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.identity import of_checkpoint, opened_from
 from moelab.models.opening import load_config
 
-FORMAT, MANIFEST = "moelab.ane.coreml.converted/3", "manifest.json"
+FORMAT, MANIFEST = "moelab.ane.converted/3", "manifest.json"
 
 #: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
 Runner = Callable[[Path, str | None], Any]
@@ -36,24 +36,18 @@ Runner = Callable[[Path, str | None], Any]
 class ConvertedModel:
     """A folder that `convert_model` wrote.
 
-    Attributes
-    ----------
-    folder, manifest : where it is, and what manifest.json says.
-    layers : the manifest's entries, one a decoder layer.
+    folder, manifest : where it is, and what manifest.json says. layers : its entries, one a decoder layer.
     problems : what does not run where the plan's system wants it, and why, in words.
 
-    Raises
-    ------
-    FileNotFoundError : no manifest there, or a package that it names is gone.
-    ValueError : another format, or a manifest that is damaged.
+    Raises FileNotFoundError without a manifest or a package that it names, ValueError for another format or damage.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         if not path.is_file():
-            raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (a conversion that "
-                                    f"was cut off ends in .part; the same call goes on with it)")
+            raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
+                                    f"conversion ends in .part; the same call resumes it)")
         try:
             self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -75,13 +69,11 @@ class ConvertedModel:
         missing = [name for name in names if not (self.folder / name).is_dir()]
         if missing:
             raise FileNotFoundError(f"{self.folder} lacks {missing[0]}, which its manifest names; convert again")
-        self._whole: set[str] = set()
+        self._checked: set[str] = set()
 
     @cached_property
-    def plan(self) -> Any:
-        """The `Plan` that was carried out."""
-        from moelab.ane.plan import Plan
-        return Plan.from_dict(self.manifest["plan"])
+    def plan(self) -> ANEPlan:
+        return ANEPlan.from_dict(self.manifest["plan"])
 
     @property
     def packages(self) -> list[dict[str, Any]]:
@@ -89,33 +81,19 @@ class ConvertedModel:
         entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
         return [entry for entry in entries if "file" in entry]
 
-    def verify(self) -> None:
-        """Compare all packages with their checksums, now; ValueError names the first that was changed."""
-        self._whole.clear()
-        for entry in self.packages:
-            self.package(entry)
-
     def package(self, entry: dict[str, Any]) -> Path:
-        """Where the package of an entry of `packages` is, once it has been found to be the one that was converted.
-
-        Raises
-        ------
-        ValueError : its checksum is not the manifest's.
-        """
+        """Where the package of an entry of `packages` is; ValueError unless its checksum is the manifest's."""
         path = self.folder / entry["file"]
-        if entry["file"] not in self._whole:
+        if entry["file"] not in self._checked:
             if checksum(path) != entry["checksum"]:
                 raise ValueError(f"{path} is damaged: its checksum is not the manifest's; convert the model again")
-            self._whole.add(entry["file"])
+            self._checked.add(entry["file"])
         return path
 
     def checkpoint(self, folder: str | Path | None = None) -> Path:
         """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now.
 
-        Raises
-        ------
-        FileNotFoundError : it is not there.
-        ValueError : it is another checkpoint.
+        FileNotFoundError if it is not there, ValueError if it is another checkpoint.
         """
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
         if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
@@ -123,13 +101,9 @@ class ConvertedModel:
         return place.folder
 
     def require(self, model: Any) -> None:
-        """Refuse a model that was not opened from the checkpoint that this was converted from.
+        """ValueError unless the model was opened from the checkpoint that this was converted from.
 
         What was done to its weights since is for `moelab.ane.parity` to measure.
-
-        Raises
-        ------
-        ValueError : another checkpoint, or a model that was opened from none.
         """
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
@@ -176,32 +150,25 @@ def _runner(runner: Runner | None, mode: str) -> Runner:
     return runner or (lambda path, function: Evaluator(path, function, mode))
 
 
+@dataclass(eq=False)
 class GroupGraph:
     """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g + 1)·C."""
 
-    def __init__(self, experts: tuple[int, ...], capacity: int, layout: str, run: Any) -> None:
-        self.experts, self.capacity, self.layout, self.run = experts, capacity, layout, run
-
-    @property
-    def alarms(self) -> list[Alarm]:
-        return self.run.alarms
+    experts: tuple[int, ...]
+    capacity: int
+    layout: str
+    run: Any
 
     def __call__(self, slots: Tensor) -> Tensor:
         return unpack(self.run({"x": pack(slots, self.layout)})["y"], self.layout)
 
 
+@dataclass(eq=False)
 class AttentionGraph:
     """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual; the cache grows by n."""
 
-    def __init__(self, shape: AttentionShape, run: Any) -> None:
-        self.shape, self.run = shape, run
-
-    @property
-    def alarms(self) -> list[Alarm]:
-        return self.run.alarms
-
-    def new_cache(self) -> KVCache:
-        return KVCache(self.shape, getattr(self.run, "dtype", torch.float32))
+    shape: AttentionShape
+    run: Any
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, window: int | None = None) -> Tensor:
         """cos, sin [n, D]: the rotary embedding of the chunk's positions, which begin at cache.length."""

@@ -1,19 +1,14 @@
 """Runs a saved ML Program on any machine, operation by operation: to check a conversion without a Mac.
 
-Source: Core ML's programs as coremltools reads them back (`moelab.ane.coreml.package`). Nothing off a Mac executes
-them, so
-the saved file, not the graph it was meant to be, is walked here in one of two ways:
+Nothing off a Mac executes Core ML's programs, so the saved file as coremltools reads it back is evaluated here:
 
     "double"   fp64 arithmetic on the values of the fp16 weights: equals torch in fp64, so any difference is a mistake
     "fp16"     every operation's result rounded to its declared type, sums in fp32: what a good fp16 device would give
 
-Every result must have the shape and the type that the file declares for it, else the program is refused: where the two
-differ, the evaluator or the file is wrong, and neither shall pass for the other.
-
-In fp16 mode alarms tell where real chips went wrong for others: inputs and results that fp16 cannot hold, sums inside a
-reduction or a norm that it cannot (a unit may add in fp16), matrix products above 32752 (inf on one chip) and slices
-above 4094 (clamped on another). What neither mode knows: which unit runs an operation, and how that unit accumulates
-inside matrix products. See `moelab.ane.coreml.evaluator_ops` for the operations.
+Every result must have the shape and the type that the file declares for it, else the program is refused. In fp16 mode
+alarms tell where real chips went wrong for others: inputs and results that fp16 cannot hold, sums inside a reduction or
+a norm that it cannot (a unit may add in fp16), matrix products above 32752 (inf on one chip) and slices above 4094
+(clamped on another). What neither mode knows: which unit runs an operation, and how it accumulates inside products.
 """
 
 from __future__ import annotations
@@ -41,8 +36,11 @@ FLOATS = ("fp16", "fp32", "fp64")
 
 @dataclass(frozen=True)
 class Alarm:
-    """A value that a real chip may not compute: kind is "overflow", "nan", "saturation", or "sum" for one that is added
-    up inside the operation and beyond fp16; an input of the program is of the type "input"."""
+    """A value that a real chip may not compute.
+
+    kind : "overflow", "nan", "saturation", or "sum" for one beyond fp16 that is added up inside the operation.
+    type : of the operation; "input" for an input of the program.
+    """
 
     op: str
     type: str
@@ -51,21 +49,11 @@ class Alarm:
 
 
 class Evaluator:
-    """One function of a package, ready to be called.
+    """One function (None: the only one or "main") of a package or its path, ready to be called; mode as above.
 
-    Parameters
-    ----------
-    package : a package or the path of one.
-    function : which function; without a name the only one or "main".
-    mode : "double" or "fp16".
-
-    Attributes
-    ----------
     alarms : what fp16 mode has met so far, the worst of each operation and kind.
 
-    Raises
-    ------
-    ValueError : an unknown mode or function; an operation that is not evaluated, named.
+    Raises ValueError: an unknown mode or function; an operation that is not evaluated, named.
     """
 
     def __init__(self, package: Package | str | Path, function: str | None = None, mode: str = "double") -> None:
@@ -78,7 +66,7 @@ class Evaluator:
         for op in self._steps:
             if op.type not in OPS and op.type not in STATES:
                 raise ValueError(f"{self.path}: the operation {op.type!r} ({op.name}) is not evaluated; "
-                                 f"moelab/ane/evaluator_ops.py takes a line for it")
+                                 f"moelab/ane/coreml/evaluator_ops.py takes a line for it")
         self._constants = {name: self._constant(op) for name, op in self.function.constants.items()}
         self._alarms: dict[tuple[str, str], Alarm] = {}
 
@@ -87,19 +75,16 @@ class Evaluator:
         return list(self._alarms.values())
 
     def make_state(self) -> dict[str, Tensor]:
-        """Zeros for each state of the function, to be handed to calls that shall share it."""
-        return {state.name: torch.zeros([int(n) for n in state.shape], dtype=self.dtype)
-                for state in self.function.states}
+        """Zeros for each state of the function, for calls that share it."""
+        return {state.name: torch.zeros(state.shape, dtype=self.dtype) for state in self.function.states}
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any], state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Evaluate: inputs by name → outputs by name, in fp64 or, rounded to fp16, in fp32.
 
-        state : from `make_state`; changed in place. Needed if the function has states.
+        state : from `make_state`, needed if the function has states; changed in place.
 
-        Raises
-        ------
-        ValueError : a missing, unknown or misshapen input; no state where one is needed.
+        Raises ValueError: a missing, unknown or misshapen input; no state where one is needed.
         """
         states = {value.name: value for value in self.function.states}
         if states and state is None:
@@ -135,9 +120,9 @@ class Evaluator:
         return [state[name]] if op.outputs else []
 
     def _declared(self, tensor: Tensor, value: Value, kind: str, name: str, sizes: dict[str, int]) -> Tensor:
-        """A value as the file declares it, floats in the working precision; in fp16 mode rounded, and looked at.
+        """A value as the file declares it, floats in the working precision; in fp16 mode rounded and checked.
 
-        kind, name : of the operation that made it; "input" for one of the program. sizes : of flexible axes, so far.
+        kind, name : of the operation that made it. sizes : of flexible axes, so far.
         """
         wanted = tuple(sizes.setdefault(n, found) if isinstance(n, str) else n
                        for n, found in zip(value.shape, tensor.shape)) + value.shape[tensor.dim():]
@@ -156,7 +141,7 @@ class Evaluator:
         return tensor
 
     def _look(self, tensor: Tensor, name: str, type: str, limit: float, kind: str) -> None:
-        """Raise the alarm `kind`, or "nan" or "overflow", if a tensor goes beyond a limit."""
+        """Raise the alarm `kind`, or "nan" or "overflow", if a tensor exceeds a limit."""
         top = float(tensor.abs().max()) if tensor.numel() else 0.0
         if not top <= limit:
             if kind != "sum":

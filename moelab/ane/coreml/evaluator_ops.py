@@ -1,19 +1,16 @@
 """What the operations of Core ML's ML Programs compute, in torch: one function an operation, by its MIL name.
 
-Source: the definitions in coremltools (`coremltools.converters.mil.mil.ops.defs`, opset iOS 18) and its inference of
-constants, for the operations that our graphs and those of ordinary converters contain. A function takes the operation's
-parameters by name: floats as tensors in the evaluator's working precision, integers and flags as tensors of their own
-type, modes as strings. 1×1 convolutions are matrix products over rows of channels, so a result does not depend on the
-layout.
+Source: the definitions in coremltools (`coremltools.converters.mil.mil.ops.defs`, opset iOS 18) for the operations that
+our graphs and those of ordinary converters contain. A function takes the operation's parameters by name: floats as
+tensors in the evaluator's working precision, integers and flags as tensors of their own type, modes as strings. 1×1
+convolutions are matrix products over rows of channels, so a result does not depend on the layout.
 
 Where the definitions leave something open, coremltools' inference of constants decides: integers wrap around, an
 integer quotient, mean, norm or power of two is rounded towards zero, a cast to fewer bits keeps the low ones. What even
-that leaves open is refused: a division of integers by zero, a cast of nan or of 2^31 and more to an integer. The
-inference has three faults of its own: it forgets `interleave` of `concat`, which is computed here as defined; it cannot
-squeeze all axes of an fp16 tensor; and the type of a `slice_by_size` from a negative begin to the end (size −1) is
-longer than its value, so the evaluator refuses it.
-
-Left out: images, control flow, recurrent cells, random numbers, sorting, and everything that builds dynamic shapes.
+that leaves open is refused: a division of integers by zero, a cast of nan or of 2^31 and more to an integer. Its own
+faults are not repeated: `interleave` of `concat` is computed as defined, all axes of an fp16 tensor can be squeezed,
+and a `slice_by_size` from a negative begin to the end (size −1) has the right value, whose declared type is too long,
+so the evaluator refuses it. Left out: images, control flow, recurrent cells, random numbers, sorting, dynamic shapes.
 """
 
 from __future__ import annotations
@@ -133,10 +130,6 @@ def pad(x: Tensor, pad: Any, mode: str = "constant", constant_val: Any = 0.0) ->
     return x
 
 
-def softmax(x: Tensor, axis: Any = -1) -> Tensor:
-    return torch.softmax(x, int(axis))
-
-
 def gelu(x: Tensor, mode: str = "EXACT") -> Tensor:
     if mode == "SIGMOID_APPROXIMATION":
         return x * torch.sigmoid(1.702 * x)
@@ -199,58 +192,69 @@ def _ints(values: Any) -> list[int]:
     return [] if values is None else [int(v) for v in np.ravel(np.asarray(values))]
 
 
-def _inverse_root(x: Tensor, epsilon: Any = 1e-12) -> Tensor:
-    return 1 / torch.sqrt(x + epsilon)
+def _expanded(x: Tensor, axes: Any) -> Tensor:
+    axes = _ints(axes)
+    for axis in sorted(a % (x.dim() + len(axes)) for a in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    for axis in sorted((a % x.dim() for a in axes), reverse=True):
+        x = x.prod(axis, keepdim=keep)
+    return x
 
 
 #: MIL operation → what it computes
 OPS: dict[str, Callable[..., Any]] = {
-    "conv": conv, "matmul": matmul, "split": split, "concat": concat, "reshape": reshape,
+    "conv": conv, "matmul": matmul, "split": split, "concat": concat, "reshape": reshape, "gather": gather, "pad": pad,
     "linear": lambda x, weight, bias=None: F.linear(x, weight, bias),
     "slice_by_index": slice_by_index, "slice_by_size": slice_by_size, "slice_update": slice_update,
-    "transpose": lambda x, perm: x.permute(_ints(perm)).contiguous(),
-    "expand_dims": lambda x, axes: x.reshape(_expanded(x, _ints(axes))),
+    "transpose": lambda x, perm: x.permute(_ints(perm)).contiguous(), "expand_dims": _expanded,
     "squeeze": lambda x, axes=None: x.squeeze(tuple(_ints(axes)) or tuple(range(x.dim()))),
-    "stack": lambda values, axis: torch.stack(values, int(axis)), "gather": gather, "pad": pad,
+    "stack": lambda values, axis: torch.stack(values, int(axis)),
     "gather_along_axis": lambda x, indices, axis=0, validate_indices=False: torch.take_along_dim(
         x, torch.where(indices < 0, indices + x.shape[int(axis)], indices).long(), int(axis)),
     "reverse": lambda x, axes=None: x.flip(_ints(axes) or list(range(x.dim()))),
     "einsum": lambda values, equation: torch.einsum(equation, *values),
-    "tile": lambda x, reps: x.repeat(_ints(reps)),
-    "identity": lambda x: x, "cast": cast, "softmax": softmax, "layer_norm": layer_norm,
+    "tile": lambda x, reps: x.repeat(_ints(reps)), "identity": lambda x: x, "cast": cast,
     "select": lambda cond, a, b: torch.where(torch.as_tensor(cond), a, b),
+    # norms
+    "softmax": lambda x, axis=-1: torch.softmax(x, int(axis)), "layer_norm": layer_norm,
     "batch_norm": lambda x, mean, variance, gamma=None, beta=None, epsilon=1e-5: F.batch_norm(
         x, mean, variance, gamma, beta, eps=float(epsilon)),
     "instance_norm": lambda x, gamma=None, beta=None, epsilon=1e-5: F.instance_norm(
         x, weight=gamma, bias=beta, eps=float(epsilon)),
     "l2_norm": lambda x, epsilon=1e-6: x * torch.rsqrt((x * x).sum((-3, -2, -1), keepdim=True) + epsilon),
-    "add": elementwise(torch.add), "sub": elementwise(torch.sub), "mul": elementwise(torch.mul),
-    "real_div": elementwise(real_div), "maximum": elementwise(torch.maximum), "pow": elementwise(power),
-    "minimum": elementwise(torch.minimum), "mod": elementwise(torch.remainder),
-    "floor_div": elementwise(lambda x, y: torch.div(x, y, rounding_mode="floor")),
-    "logical_and": elementwise(torch.logical_and), "logical_or": elementwise(torch.logical_or),
-    "logical_xor": elementwise(torch.logical_xor), "logical_not": unary(torch.logical_not),
-    "greater": elementwise(torch.gt), "greater_equal": elementwise(torch.ge), "less": elementwise(torch.lt),
-    "less_equal": elementwise(torch.le), "equal": elementwise(torch.eq), "not_equal": elementwise(torch.ne),
-    "silu": unary(F.silu), "sigmoid": unary(torch.sigmoid), "relu": unary(F.relu), "tanh": unary(torch.tanh),
-    "erf": unary(torch.erf), "exp": unary(torch.exp), "sqrt": unary(torch.sqrt), "square": unary(torch.square),
-    "abs": unary(torch.abs), "cos": unary(torch.cos), "sin": unary(torch.sin), "tan": unary(torch.tan), "gelu": gelu,
-    "atan": unary(torch.atan), "floor": unary(torch.floor), "ceil": unary(torch.ceil), "round": unary(torch.round),
-    "sign": unary(torch.sign), "exp2": unary(lambda x: torch.exp2(x.double()).to(x.dtype)),
-    "relu6": unary(F.relu6), "softsign": unary(F.softsign),
-    "softplus": unary(lambda x: torch.logaddexp(x, torch.zeros_like(x))),
+    # of two values
+    **{name: elementwise(f) for name, f in {
+        "add": torch.add, "sub": torch.sub, "mul": torch.mul, "real_div": real_div, "pow": power,
+        "maximum": torch.maximum, "minimum": torch.minimum, "mod": torch.remainder, "floor_div": torch.floor_divide,
+        "logical_and": torch.logical_and, "logical_or": torch.logical_or, "logical_xor": torch.logical_xor,
+        "greater": torch.gt, "greater_equal": torch.ge, "less": torch.lt, "less_equal": torch.le, "equal": torch.eq,
+        "not_equal": torch.ne}.items()},
+    # of one value
+    **{name: unary(getattr(torch, name)) for name in (
+        "logical_not", "sigmoid", "relu", "tanh", "erf", "exp", "sqrt", "square", "abs", "cos", "sin", "tan", "atan",
+        "floor", "ceil", "round", "sign")},
+    **{name: unary(f) for name, f in {
+        "silu": F.silu, "relu6": F.relu6, "softsign": F.softsign,
+        "exp2": lambda x: torch.exp2(x.double()).to(x.dtype),
+        "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x))}.items()},
+    "gelu": gelu,
     "leaky_relu": lambda x, alpha: torch.where(x < 0, x * alpha, x),
     "elu": lambda x, alpha: torch.where(x < 0, torch.expm1(x) * alpha, x),
     "prelu": lambda x, alpha: torch.where(x < 0, x * alpha.view(-1, *[1] * (x.dim() - 2)), x),
     "sigmoid_hard": lambda x, alpha, beta: (x * alpha + beta).clamp(0, 1),
-    "rsqrt": _inverse_root, "inverse": lambda x, epsilon=1e-4: 1 / (x + epsilon),
+    "rsqrt": lambda x, epsilon=1e-12: 1 / torch.sqrt(x + epsilon), "inverse": lambda x, epsilon=1e-4: 1 / (x + epsilon),
     "log": lambda x, epsilon=1e-45: torch.log(x + epsilon),
     "clip": lambda x, alpha, beta: x.clamp(float(alpha), float(beta)),
+    # reductions
     "reduce_sum": reduction(lambda x, a, k: x.sum(a, keepdim=k)),
     "reduce_mean": reduction(lambda x, a, k: x.mean(a, keepdim=k), torch.float64),
     "reduce_max": reduction(lambda x, a, k: x.amax(a, keepdim=k)),
     "reduce_min": reduction(lambda x, a, k: x.amin(a, keepdim=k)),
-    "reduce_prod": reduction(lambda x, a, k: _one_by_one(torch.prod, x, a, k)),
+    "reduce_prod": reduction(_product),
     "reduce_sum_square": reduction(lambda x, a, k: (x * x).sum(a, keepdim=k)),
     "reduce_l1_norm": reduction(lambda x, a, k: x.abs().sum(a, keepdim=k)),
     "reduce_l2_norm": reduction(lambda x, a, k: (x * x).sum(a, keepdim=k).sqrt(), torch.float64),
@@ -280,16 +284,3 @@ SUMS: dict[str, Callable[..., Tensor]] = {
     "l2_norm": lambda x, **other: _squares_inside(x, (-3, -2, -1)), "layer_norm": _norm_inside,
     "instance_norm": lambda x, **other: _norm_inside(x, range(2, x.dim())),
 }
-
-
-def _expanded(x: Tensor, axes: list[int]) -> list[int]:
-    shape, n = list(x.shape), x.dim() + len(axes)
-    for axis in sorted(a % n for a in axes):
-        shape.insert(axis, 1)
-    return shape
-
-
-def _one_by_one(f: Callable[..., Tensor], x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    for axis in sorted((a % x.dim() for a in axes), reverse=True):
-        x = f(x, axis, keepdim=keep)
-    return x

@@ -1,18 +1,15 @@
 """Expert FFN graphs for the Neural Engine: G experts of one capacity C in one Core ML package.
 
-Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions, sizes in multiples
-of 16) and §A.4 (the conversion pipeline). The graph splits its input into G slices, runs each through its own
-expert and joins them, so nothing inside it depends on the routing: which token sits in which slot is settled on the
-CPU before the call. It is written with the MIL builder directly, without tracing, and saved as it is written.
-
-Two layouts of the same G·C slots:
+Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions, sizes in multiples of
+16) and §A.4 (the conversion pipeline). The graph splits its input into G slices, runs each through its own expert and
+joins them; which token sits in which slot is settled on the CPU before the call. Two layouts of the same G·C slots:
 
     "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
     "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
 
-One expert (G = 1) may also have a flexible capacity, enumerated or a range; a group may not, because coremltools
-cannot split an axis of unknown size. Several static capacities share one package's weights as functions c16, c32 …
-Left out: routing weights and the sum over a token's experts, which the CPU applies (§4.2 step 6).
+One expert (G = 1) may also have a flexible capacity, enumerated or a range; a group may not, because coremltools cannot
+split an axis of unknown size. Several static capacities share one package's weights as functions c16, c32 … Left out:
+routing weights and the sum over a token's experts, which the CPU applies (§4.2 step 6).
 """
 
 from __future__ import annotations
@@ -41,8 +38,6 @@ WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
 ALPHA, LIMIT = 1.702, 7.0
 #: activation → the same in torch, by which an architecture's own is recognised
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
-
-
 _SCRATCH = threading.RLock()
 
 
@@ -74,7 +69,7 @@ class Expert:
 
 
 def half(tensor: Tensor | np.ndarray, name: str = "a weight") -> np.ndarray:
-    """A tensor in fp16, refused with a ValueError where it does not fit."""
+    """A tensor in fp16; ValueError where it does not fit."""
     tensor = torch.as_tensor(tensor).detach().float().cpu()
     if not bool((tensor.abs() <= 65504).all()):
         raise ValueError(f"{name} holds {float(tensor.abs().max()):.4g}, beyond fp16's 65504; the Neural Engine "
@@ -85,12 +80,10 @@ def half(tensor: Tensor | np.ndarray, name: str = "a weight") -> np.ndarray:
 def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
     """One expert's tensors, in its architecture's layout, as plain matrices.
 
-    experts : the experts module behind the seam, which says what the layout is; its parameters are not read.
+    experts : the module behind the seam, which says what the layout is; its parameters are not read.
     tensors : as `experts.weights(e)` or a checkpoint gives them.
 
-    Raises
-    ------
-    ValueError : a norm after the experts, or weights beyond fp16.
+    Raises ValueError: a norm after the experts, or weights beyond fp16.
     """
     if "wi.weight" in tensors:                                          # Switch: modules instead of banks
         return Expert(half(tensors["wi.weight"]), half(tensors["wo.weight"]))
@@ -99,35 +92,33 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
 
     def matrix(name: str) -> Tensor:
         return tensors[name].T if experts.is_transposed else tensors[name]
-    down_bias = half(tensors["down_proj_bias"]) if experts.has_bias else None
-    if not experts.has_gate:
-        up_bias = half(tensors["up_proj_bias"]) if experts.has_bias else None
-        return Expert(half(matrix("up_proj")), half(matrix("down_proj")), None, up_bias, down_bias)
-    gate, up = _halves(matrix("gate_up_proj"), experts)
-    gate_bias = up_bias = None
-    if experts.has_bias:
-        gate_bias, up_bias = (half(b) for b in _halves(tensors["gate_up_proj_bias"], experts))
-    return Expert(half(up), half(matrix("down_proj")), half(gate), up_bias, down_bias, gate_bias)
 
+    def bias(name: str) -> Tensor | None:
+        return tensors[f"{name}_bias"] if experts.has_bias else None
 
-def _halves(rows: Tensor, experts: Any) -> tuple[Tensor, Tensor]:
-    """(gate, up) of fused rows [2I, …], concatenated or interleaved."""
-    return tuple(rows.chunk(2)) if getattr(experts, "is_concatenated", True) else (rows[::2], rows[1::2])
+    def halves(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(gate, up) of fused rows [2I, …], concatenated or interleaved."""
+        if rows is None:
+            return None, None
+        return tuple(rows.chunk(2)) if getattr(experts, "is_concatenated", True) else (rows[::2], rows[1::2])
+
+    if experts.has_gate:
+        (gate, up), (gate_bias, up_bias) = halves(matrix("gate_up_proj")), halves(bias("gate_up_proj"))
+    else:
+        gate, up, gate_bias, up_bias = None, matrix("up_proj"), None, bias("up_proj")
+    return Expert(*(None if tensor is None else half(tensor) for tensor in (
+        up, matrix("down_proj"), gate, up_bias, bias("down_proj"), gate_bias)))
 
 
 def activation_of(experts: Any) -> str:
-    """A key of `ACTIVATIONS`, or "clamped": recognised by what the module computes, not by its name.
-
-    Raises
-    ------
-    ValueError : it computes something else, which no graph here does.
-    """
+    """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name; ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
     up = torch.linspace(9, -9, 37, dtype=torch.float64) * 0.9
+    mixed = None
     if "expert_0" in getattr(experts, "_modules", {}) or hasattr(experts, "_template"):
-        act, mixed = experts["expert_0"].act, None
+        act = experts["expert_0"].act
     elif not experts.has_gate:
-        act, mixed = experts.act_fn, None
+        act = experts.act_fn
     else:
         concatenated = getattr(experts, "is_concatenated", True)
         mixed = experts._apply_gate(torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten())
@@ -159,17 +150,15 @@ def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
     return linear(h, expert.down, expert.down_bias)
 
 
-# ----------------------------------------------------------------------------------------------------- slots and graphs
-
 def pack(slots: Tensor, layout: str = "bc1s") -> Tensor:
     """The G·C slots [G·C, H] in a graph's layout."""
-    _check_layout(layout)
+    _check("layout", layout, LAYOUTS)
     return slots.T[None, :, None].contiguous() if layout == "bc1s" else slots[:, :, None, None]
 
 
 def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
     """The inverse of `pack`: [G·C, H]."""
-    _check_layout(layout)
+    _check("layout", layout, LAYOUTS)
     return y[0, :, 0].T.contiguous() if layout == "bc1s" else y[:, :, 0, 0]
 
 
@@ -177,27 +166,23 @@ def ffn_program(experts: Sequence[Expert], capacity: int | Enumerated | Range, a
                 layout: str = "bc1s") -> Any:
     """The MIL program of a group: input x and output y, fp16, in `layout`.
 
-    Raises
-    ------
-    ValueError : no experts, unlike shapes, an unknown layout or activation, or a group with a flexible capacity.
+    Raises ValueError: no experts, unlike shapes, an unknown layout or activation, a group with a flexible capacity.
     """
-    coremltools()
+    ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import get_new_symbol, types
-    _check_layout(layout)
+    _check("layout", layout, LAYOUTS)
+    _check("activation", activation, (*ACTIVATIONS, "clamped"))
     if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
         raise ValueError("a group needs at least one expert, and all of them of one shape")
-    if activation not in (*ACTIVATIONS, "clamped"):
-        raise ValueError(f"no activation {activation!r}; there are {', '.join(ACTIVATIONS)} and clamped")
-    G, H = len(experts), experts[0].up.shape[1]
-    static = isinstance(capacity, int)
+    G, static = len(experts), isinstance(capacity, int)
     if G > 1 and not static:
         raise ValueError(f"a group of {G} experts needs one static capacity: coremltools cannot split an axis of "
                          f"flexible size. Give an int, or convert the experts one by one (G = 1)")
-    slots = G * capacity if static else get_new_symbol()
-    shape, axis = ((1, H, 1, slots), 3) if layout == "bc1s" else ((slots, H, 1, 1), 0)
+    slots, axis = G * capacity if static else get_new_symbol(), 3 if layout == "bc1s" else 0
+    spec = mb.TensorSpec(shape=_input_shape(experts[0], slots, layout), dtype=types.fp16)
 
-    @mb.program(input_specs=[mb.TensorSpec(shape=shape, dtype=types.fp16)], opset_version=_target())
+    @mb.program(input_specs=[spec], opset_version=ct.target.iOS18)
     def program(x):
         slices = mb.split(x=x, num_splits=G, axis=axis) if G > 1 else [x]
         outs = [_expert(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
@@ -212,9 +197,14 @@ def conv(mb: Any, x: Any, weight: np.ndarray, bias: np.ndarray | None, name: str
 
 
 def _expert(mb: Any, x: Any, expert: Expert, activation: str, name: str) -> Any:
+    def activate(x: Any) -> Any:
+        if activation.startswith("gelu"):
+            return mb.gelu(x=x, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
+        return getattr(mb, activation)(x=x)
+
     up = conv(mb, x, expert.up, expert.up_bias, f"{name}_up")
     if expert.gate is None:
-        h = _activate(mb, up, activation)
+        h = activate(up)
     else:
         gate = conv(mb, x, expert.gate, expert.gate_bias, f"{name}_gate")
         if activation == "clamped":
@@ -222,14 +212,8 @@ def _expert(mb: Any, x: Any, expert: Expert, activation: str, name: str) -> Any:
             up = mb.add(x=mb.clip(x=up, alpha=np.float16(-LIMIT), beta=np.float16(LIMIT)), y=np.float16(1))
             h = mb.mul(x=up, y=mb.mul(x=gate, y=mb.sigmoid(x=mb.mul(x=gate, y=np.float16(ALPHA)))))
         else:
-            h = mb.mul(x=_activate(mb, gate, activation), y=up)
+            h = mb.mul(x=activate(gate), y=up)
     return conv(mb, h, expert.down, expert.down_bias, name)
-
-
-def _activate(mb: Any, x: Any, activation: str) -> Any:
-    if activation.startswith("gelu"):
-        return mb.gelu(x=x, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
-    return getattr(mb, activation)(x=x)
 
 
 def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequence[int] | Enumerated | Range,
@@ -239,22 +223,21 @@ def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequen
     capacity : one C; several for one package with a function c16, c32 … each, which share the weights; or, for one
         expert, `Enumerated` or `Range`.
     weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a matrix, slow to find.
-
-    Raises
-    ------
-    ValueError : as `ffn_program`; an unknown `weights`.
-    ImportError : coremltools is not installed.
     """
-    path = Path(path)
+    ct, path = coremltools(), Path(path)
     if isinstance(capacity, Integral):                          # also numpy's
-        capacity = int(capacity)
-    if isinstance(capacity, (int, Enumerated, Range)):
+        return save_program(path, ffn_program(experts, int(capacity), activation, layout), weights)
+    if isinstance(capacity, (Enumerated, Range)):
         program = ffn_program(experts, capacity, activation, layout)
-        return save_program(path, program, weights, _flexible_input(experts[0].up.shape[1], capacity, layout))
+        if isinstance(capacity, Enumerated):
+            shapes = ct.EnumeratedShapes([_input_shape(experts[0], C, layout) for C in capacity.sizes])
+        else:
+            slots = ct.RangeDim(capacity.low, capacity.high, default=capacity.low)
+            shapes = ct.Shape(_input_shape(experts[0], slots, layout))
+        return save_program(path, program, weights, [ct.TensorType(name="x", shape=shapes, dtype=np.float16)])
     if not len(capacity):
         raise ValueError("there is no capacity; give one C, or several for a package with a function each")
     with scratch(path) as folder:
-        ct = coremltools()
         descriptor = ct.utils.MultiFunctionDescriptor()
         for C in capacity:
             part = save_program(folder / f"c{C}.mlpackage", ffn_program(experts, int(C), activation, layout), weights)
@@ -270,7 +253,7 @@ def scratch(path: Path) -> Iterator[Path]:
     """Within the block temporary files of this process lie in a folder beside `path`, which then is removed.
 
     coremltools writes a package to the folder of temporary files before it saves it, keeps that copy until the process
-    ends, and leaves it for ever where the process is killed.
+    ends, and leaves it there if the process is killed.
     """
     folder = path.with_name(path.name + ".tmp").absolute()
     with _SCRATCH:
@@ -288,49 +271,30 @@ def scratch(path: Path) -> Iterator[Path]:
 def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: list[Any] | None = None) -> Path:
     """Convert a MIL program to a package as it stands and save it.
 
-    The default passes of coremltools would take three times as long and find nothing to improve in a graph that was
-    written for the purpose.
+    coremltools' default passes would take three times as long and find nothing to improve in our graphs.
     """
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(WEIGHTS)}")
+    _check("weights", weights, WEIGHTS)
     ct, path = coremltools(), Path(path)
+    import coremltools.optimize.coreml as cto
     with scratch(path), quiet():
-        model = ct.convert(program, convert_to="mlprogram", minimum_deployment_target=_target(), inputs=inputs,
+        model = ct.convert(program, convert_to="mlprogram", minimum_deployment_target=ct.target.iOS18, inputs=inputs,
                            compute_precision=ct.precision.FLOAT16, compute_units=ct.ComputeUnit.CPU_AND_NE,
                            pass_pipeline=ct.PassPipeline.EMPTY, skip_model_load=True)
-        if weights != "fp16":
-            model = _compressed(model, weights)
+        if weights == "int8":
+            config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
+            model = cto.linear_quantize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
+        elif weights != "fp16":
+            config = cto.OpPalettizerConfig(mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0)
+            model = cto.palettize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
         model.save(str(path))
     return path
 
 
-def _compressed(model: Any, weights: str) -> Any:
-    import coremltools.optimize.coreml as cto
-    if weights == "int8":
-        config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
-        return cto.linear_quantize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
-    config = cto.OpPalettizerConfig(mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0)
-    return cto.palettize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
+def _input_shape(expert: Expert, slots: Any, layout: str) -> tuple:
+    H = expert.up.shape[1]
+    return (1, H, 1, slots) if layout == "bc1s" else (slots, H, 1, 1)
 
 
-def _flexible_input(H: int, capacity: int | Enumerated | Range, layout: str) -> list[Any] | None:
-    if isinstance(capacity, int):
-        return None
-    ct = coremltools()
-
-    def shape(slots: Any) -> tuple:
-        return (1, H, 1, slots) if layout == "bc1s" else (slots, H, 1, 1)
-    if isinstance(capacity, Enumerated):
-        shapes = ct.EnumeratedShapes([shape(C) for C in capacity.sizes])
-    else:
-        shapes = ct.Shape(shape(ct.RangeDim(capacity.low, capacity.high, default=capacity.low)))
-    return [ct.TensorType(name="x", shape=shapes, dtype=np.float16)]
-
-
-def _target() -> Any:
-    return coremltools().target.iOS18           # the first with states and per-channel int8; macOS 15
-
-
-def _check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+def _check(name: str, value: str, allowed: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

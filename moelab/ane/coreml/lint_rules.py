@@ -1,13 +1,13 @@
-"""The linter's rules: what makes a graph leave the Neural Engine or waste work on it, each with its source.
+"""The linter's rules: what makes a graph leave the Neural Engine or wastes work there, each with its source.
 
-Source: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models. Adding a rule is a
-function that yields (where, what) and a line in `RULES`. Thresholds that no source gives are said to be ours. No
-operation but the supported ones goes without a finding, so a graph that has another is never clean.
+Source: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models. A rule is a line in
+`RULES` with a check, which makes pairs (where, what). No operation but the supported ones goes without a finding, so a
+graph that has another is never clean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
 
 FIG4, REPORTS = "NPUMoE Figure 4", "reports of people who ran models on the ANE"
 SEVERITIES = ("error", "warning", "note")
+UNKNOWN = "not known to this linter"
 
 #: the file format's limit on one weight file
 WEIGHT_FILE_LIMIT = 2 * 2 ** 30
@@ -88,7 +89,8 @@ class Finding:
     source: str
 
 
-Check = Callable[[Function, Package], Iterator[tuple[str, str]]]
+#: (where, what) of each finding
+Found = Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Rule:
     id: str
     severity: str
     source: str
-    check: Check
+    check: Callable[[Function, Package], Found]
 
 
 def verdict(kind: str) -> tuple[str, str]:
@@ -104,52 +106,26 @@ def verdict(kind: str) -> tuple[str, str]:
     for name, table in (("supported", SUPPORTED), ("unsupported", UNSUPPORTED), ("risky", RISKY)):
         if kind in table:
             return name, table[kind]
-    return "risky", "not known to this linter"
+    return "risky", UNKNOWN
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
 
-def unsupported(why: str) -> Check:
-    """Operations that Fig. 4 rules out for the reason `why`."""
-    def check(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-        for op in function.ops:
-            if UNSUPPORTED.get(op.type) == why:
-                yield op.name, f"{op.type} runs on the CPU ({why})"
-    return check
-
-
-def unknown_op(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for kind in function.counts():
-        if verdict(kind)[1] == "not known to this linter":
-            yield kind, f"nothing is known about {kind} on the ANE"
-
-
-def risky(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for kind in function.counts():
-        if kind in RISKY and kind not in RULED:
-            yield kind, f"{kind}: {RISKY[kind]}"
-
-
-def linear(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for op in _of_type(function, "linear"):
-        yield op.name, "a linear layer; write it as a 1×1 convolution"
-
-
-def dilated(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def dilated(function: Function, package: Package) -> Found:
     for op in _of_type(function, "conv", "conv_transpose"):
         dilations = function.constant(op, "dilations")
         if dilations is not None and np.any(np.asarray(dilations) > 1):
             yield op.name, f"a dilated convolution ({np.ravel(dilations).tolist()}) runs on the CPU"
 
 
-def dynamic_index(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def dynamic_index(function: Function, package: Package) -> Found:
     for op in function.ops:
         for parameter in ("begin", "end", "size") if op.type.startswith("slice_") else ():
             if parameter in op.inputs and op.inputs[parameter] not in function.constants:
                 yield op.name, f"{op.type} at a place known only at run time ({parameter}) runs on the CPU"
 
 
-def dynamic_shape(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def dynamic_shape(function: Function, package: Package) -> Found:
     for value in function.inputs:
         if kind := function.flexible.get(value.name):
             yield value.name, f"its shape is flexible ({kind[0]}); the ANE runs static graphs"
@@ -157,32 +133,14 @@ def dynamic_shape(function: Function, package: Package) -> Iterator[tuple[str, s
             yield value.name, "its shape is not static"
 
 
-def fp32_compute(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for op in function.ops:
-        if op.materialise is None and any(v.dtype == "fp32" for v in op.outputs) and op.type != "cast":
-            yield op.name, f"{op.type} computes in fp32; the ANE computes in fp16"
-
-
-def integers(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def integers(function: Function, package: Package) -> Found:
     for op in function.ops:
         other = [v.dtype for v in op.outputs if v.dtype not in (*FLOAT_BYTES, "fp64")]
         if other and verdict(op.type)[0] == "supported" and not op.type.startswith("const"):
             yield op.name, f"{op.type} computes in {other[0]}; the ANE computes in fp16"
 
 
-def volume(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for op in _of_type(function, "conv", "conv_transpose"):
-        if len(function.values[op.inputs["x"]].shape) == 5:
-            yield op.name, f"{op.type} over three axes runs on the CPU; the ANE has convolutions over one and two"
-
-
-def fp32_inputs(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for value in function.inputs:
-        if value.dtype == "fp32":
-            yield value.name, "comes in fp32, so every call converts it"
-
-
-def alignment(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def alignment(function: Function, package: Package) -> Found:
     for op in _of_type(function, "conv", "matmul"):
         for name in (*_names(op, "x", "y"), op.outputs[0].name):
             value = function.values[name]
@@ -195,7 +153,7 @@ def alignment(function: Function, package: Package) -> Iterator[tuple[str, str]]
                 yield op.name, f"{name} has a size of {odd[0]}, no multiple of 16"
 
 
-def padding(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def padding(function: Function, package: Package) -> Found:
     for value in _activations(function):
         last = value.shape[-1] if value.shape else 0
         if isinstance(last, int) and last and len(value.shape) > 2 and _elements(value) > 1024:
@@ -204,31 +162,20 @@ def padding(function: Function, package: Package) -> Iterator[tuple[str, str]]:
                 yield value.name, f"a last axis of {last} is padded to {ROW_BYTES} bytes: {factor:.0f} times its size"
 
 
-def weight_size(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    if MAX_GRAPH_BYTES * 1.01 < package.weight_bytes <= WEIGHT_FILE_LIMIT:      # the file aligns its entries
-        yield "weights", f"{package.weight_bytes / 1e9:.2f} GB in one graph; above {MAX_GRAPH_BYTES / 1e9:.2f} GB it " \
-                         f"fell back to the CPU on an M2 Ultra"
-
-
-def weight_limit(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    if package.weight_bytes > WEIGHT_FILE_LIMIT:
-        yield "weights", f"{package.weight_bytes / 2 ** 30:.2f} GiB in one weight file; the limit is 2 GiB"
-
-
-def channels(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def channels(function: Function, package: Package) -> Found:
     for value in _activations(function):
         width = max((n for n in value.shape if isinstance(n, int)), default=0)
         if width > MAX_CHANNELS:
             yield value.name, f"an axis of {width:,}; the ANE takes {MAX_CHANNELS:,}"
 
 
-def tiny(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def tiny(function: Function, package: Package) -> Found:
     work = sum(_macs(function, op) for op in _of_type(function, "conv", "linear", "matmul"))
     if work < TINY_MACS:
         yield "function", f"only {work:,} multiply-adds; tiny graphs are left on the CPU"
 
 
-def per_block(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def per_block(function: Function, package: Package) -> Found:
     for op in _of_type(function, "constexpr_blockwise_shift_scale"):
         scale = function.values[op.inputs["scale"]].shape
         data = function.values[op.inputs["data"]].shape
@@ -236,12 +183,7 @@ def per_block(function: Function, package: Package) -> Iterator[tuple[str, str]]
             yield op.name, f"weights {list(data)} with a scale a block {list(scale)}; the ANE takes one a channel"
 
 
-def quantised(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for op in _of_type(function, "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"):
-        yield op.name, "quantised weights can move what computes with them to the CPU; fp16 and palettes do not"
-
-
-def mask_constant(function: Function, package: Package) -> Iterator[tuple[str, str]]:
+def mask_constant(function: Function, package: Package) -> Found:
     """Constants that make scores smaller than −1e4: as they are, subtracted, or as a factor of a mask of 0 and 1."""
     for op in function.ops:
         for parameter in ("x", "y", "a", "b") if op.type in MASKING else ():
@@ -264,23 +206,6 @@ def _constant_behind(function: Function, name: Any) -> Op | None:
             return None
         name = made[0].inputs.get("x")
     return function.constants[name] if isinstance(name, str) else None
-
-
-def state_axis(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for value in function.states:
-        if any(n % 32 for n in value.shape[-2:]):
-            yield value.name, f"a state of {list(value.shape)}; its two last axes must be multiples of 32"
-
-
-def state(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for value in function.states:
-        yield value.name, "a state; some report that the ANE rejects them, stateless prefill runs"
-
-
-def rank(function: Function, package: Package) -> Iterator[tuple[str, str]]:
-    for value in _activations(function):
-        if len(value.shape) > 5:
-            yield value.name, f"has {len(value.shape)} axes; Core ML takes 5"
 
 
 def _of_type(function: Function, *types: str) -> Iterator[Op]:
@@ -313,36 +238,55 @@ def _macs(function: Function, op: Op) -> int:
     return out * (inner if isinstance(inner, int) else 1) * (flexible if varies else 1)
 
 
-#: the rules by id, in the order of a report
+#: the rules by id, in the order of a report; each check gets a function f and its package p
 RULES = {rule.id: rule for rule in (
-    Rule("fig4-topk", "error", FIG4, unsupported("TopK sampling ×")),
-    Rule("fig4-scatter-gather", "error", FIG4, unsupported("Scatter/Gather ×")),
-    Rule("fig4-comparison", "error", FIG4, unsupported("Comparison Ops ×")),
-    Rule("fig4-layernorm", "error", FIG4, unsupported("Layernorm ×")),
-    Rule("fig4-indexing", "error", FIG4, unsupported("Indexing ×")),
-    Rule("fig4-control-flow", "error", FIG4, unsupported("Dynamic shapes/tensors ×")),
-    Rule("fig4-custom", "error", FIG4, unsupported("Custom Operators ×")),
+    *(Rule(id, "error", FIG4, lambda f, p, why=why: (
+        (op.name, f"{op.type} runs on the CPU ({why})") for op in f.ops if UNSUPPORTED.get(op.type) == why))
+      for id, why in {
+          "fig4-topk": "TopK sampling ×", "fig4-scatter-gather": "Scatter/Gather ×",
+          "fig4-comparison": "Comparison Ops ×", "fig4-layernorm": "Layernorm ×", "fig4-indexing": "Indexing ×",
+          "fig4-control-flow": "Dynamic shapes/tensors ×", "fig4-custom": "Custom Operators ×"}.items()),
     Rule("fig4-dilated", "error", FIG4, dilated),
     Rule("fig4-dynamic-index", "error", FIG4, dynamic_index),
     Rule("fig4-dynamic-shape", "warning", FIG4, dynamic_shape),
-    Rule("fig4-linear", "warning", f"{FIG4}, §3.2", linear),
-    Rule("risky-op", "warning", f"{FIG4}; {REPORTS}", risky),
-    Rule("unknown-op", "warning", "not in NPUMoE Figure 4", unknown_op),
-    Rule("fp32-compute", "error", REPORTS, fp32_compute),
+    Rule("fig4-linear", "warning", f"{FIG4}, §3.2", lambda f, p: (
+        (op.name, "a linear layer; write it as a 1×1 convolution") for op in _of_type(f, "linear"))),
+    Rule("risky-op", "warning", f"{FIG4}; {REPORTS}", lambda f, p: (
+        (kind, f"{kind}: {RISKY[kind]}") for kind in f.counts() if kind in RISKY and kind not in RULED)),
+    Rule("unknown-op", "warning", "not in NPUMoE Figure 4", lambda f, p: (
+        (kind, f"nothing is known about {kind} on the ANE") for kind in f.counts() if verdict(kind)[1] == UNKNOWN)),
+    Rule("fp32-compute", "error", REPORTS, lambda f, p: (
+        (op.name, f"{op.type} computes in fp32; the ANE computes in fp16") for op in f.ops
+        if op.materialise is None and any(v.dtype == "fp32" for v in op.outputs) and op.type != "cast")),
     Rule("integer-compute", "error", "Apple: the Neural Engine computes in fp16", integers),
-    Rule("conv-3d", "error", f"{FIG4} has standard and depthwise convolutions only", volume),
-    Rule("fp32-inputs", "note", "coremltools: fp16 inputs from iOS 16 on", fp32_inputs),
+    Rule("conv-3d", "error", f"{FIG4} has standard and depthwise convolutions only", lambda f, p: (
+        (op.name, f"{op.type} over three axes runs on the CPU; the ANE has convolutions over one and two")
+        for op in _of_type(f, "conv", "conv_transpose") if len(f.values[op.inputs["x"]].shape) == 5)),
+    Rule("fp32-inputs", "note", "coremltools: fp16 inputs from iOS 16 on", lambda f, p: (
+        (value.name, "comes in fp32, so every call converts it") for value in f.inputs if value.dtype == "fp32")),
     Rule("align-16", "warning", "NPUMoE §3.2", alignment),
     Rule("row-padding", "warning",
          "Apple, Deploying Transformers on the Apple Neural Engine: the last axis is aligned to 64 bytes", padding),
-    Rule("weight-size", "warning", "NPUMoE §4.2", weight_size),
-    Rule("weight-limit", "error", REPORTS, weight_limit),
+    Rule("weight-size", "warning", "NPUMoE §4.2", lambda f, p: [
+        ("weights", f"{p.weight_bytes / 1e9:.2f} GB in one graph; above {MAX_GRAPH_BYTES / 1e9:.2f} GB it fell back to "
+                    f"the CPU on an M2 Ultra")
+    ] if MAX_GRAPH_BYTES * 1.01 < p.weight_bytes <= WEIGHT_FILE_LIMIT else []),         # the file aligns its entries
+    Rule("weight-limit", "error", REPORTS, lambda f, p: [
+        ("weights", f"{p.weight_bytes / 2 ** 30:.2f} GiB in one weight file; the limit is 2 GiB")
+    ] if p.weight_bytes > WEIGHT_FILE_LIMIT else []),
     Rule("channels", "error", REPORTS, channels),
     Rule("tiny-graph", "warning", f"{REPORTS}; the threshold is ours", tiny),
     Rule("per-block", "error", REPORTS, per_block),
-    Rule("quantised-conv", "warning", REPORTS, quantised),
+    Rule("quantised-conv", "warning", REPORTS, lambda f, p: (
+        (op.name, "quantised weights can move what computes with them to the CPU; fp16 and palettes do not")
+        for op in _of_type(f, "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"))),
     Rule("mask-constant", "warning", REPORTS, mask_constant),
-    Rule("state-axis", "error", REPORTS, state_axis),
-    Rule("state", "warning", REPORTS, state),
-    Rule("rank", "error", "Core ML", rank),
+    Rule("state-axis", "error", REPORTS, lambda f, p: (
+        (value.name, f"a state of {list(value.shape)}; its two last axes must be multiples of 32")
+        for value in f.states if any(n % 32 for n in value.shape[-2:]))),
+    Rule("state", "warning", REPORTS, lambda f, p: (
+        (value.name, "a state; some report that the ANE rejects them, stateless prefill runs") for value in f.states)),
+    Rule("rank", "error", "Core ML", lambda f, p: (
+        (value.name, f"has {len(value.shape)} axes; Core ML takes 5")
+        for value in _activations(f) if len(value.shape) > 5)),
 )}

@@ -1,27 +1,27 @@
 """A linter for saved Core ML packages: will this graph run on the Neural Engine, and what does it waste there?
 
-Source: NPUMoE Fig. 4 (what the ANE runs), §3.2 (sizes, convolutions instead of linear layers), §4.2 (graph size), and
-what people found out with real devices, since Apple documents little of it. Each rule has an id, a severity and the
-source it rests on; a report lists every operation with a verdict and every finding with its rule.
+Source: NPUMoE Fig. 4, §3.2, §4.2, and reports of people with real devices, since Apple documents little. A report lists
+every operation with a verdict and every finding with its rule (`lint_rules`), severity and source:
 
     error     the ANE does not run it, or Core ML does not load it       warning     it may fall back or wastes work
     note      worth knowing; a graph with only notes is clean
 
-Verdicts are predictions: whether an operation really ran on the ANE only a Mac's compute plan tells. Left out: the
-inside of control flow, which itself is an error; measured speed.
+Verdicts are predictions: whether an operation really ran on the ANE only a Mac's compute plan tells.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 
-from moelab.ane.coreml.lint_rules import RULES, SEVERITIES, Finding, Rule, verdict
-from moelab.ane.coreml.package import Function, Package, read_package
+from moelab.ane.coreml.ffn_graph import Enumerated, expert_of, save_ffn, save_program
+from moelab.ane.coreml.lint_rules import RULES, SEVERITIES, Finding, verdict
+from moelab.ane.coreml.package import Package, coremltools, read_package
+from moelab.specs import MoESpec
 from moelab.table import text_table
 
 
@@ -38,14 +38,7 @@ class OpRow:
 
 @dataclass(frozen=True)
 class Report:
-    """What the linter has to say of a package.
-
-    Attributes
-    ----------
-    weight_bytes : of the package's weight file.
-    ops : every operation type of every function, constants left out.
-    findings : errors first.
-    """
+    """What the linter has to say of a package: every operation type of every function, and findings, errors first."""
 
     path: str
     weight_bytes: int
@@ -60,11 +53,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {"format": "moelab.ane.lint/1", "clean": self.clean} | asdict(self)
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
-
     def table(self) -> str:
-        """The report as text."""
         lines = [f"{self.path}: {self.weight_bytes / 1e6:,.1f} MB of weights, {'clean' if self.clean else 'not clean'}",
                  text_table(["function", "operation", "count", "on the ANE", "because"],
                             [[op.function, op.type, str(op.count), op.verdict, op.why] for op in self.ops])]
@@ -75,24 +64,46 @@ class Report:
 
 
 def lint(package: Package | str | Path) -> Report:
-    """Judge a saved package by all rules of `lint_rules.RULES`.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError, ImportError : as `read_package`.
-    """
+    """Judge a saved package by all rules of `lint_rules.RULES`; raises what `read_package` raises."""
     package = package if isinstance(package, Package) else read_package(package)
     ops, findings = [], []
     for function in package.functions.values():
         for kind, count in sorted(function.counts().items()):
             ops.append(OpRow(function.name, kind, count, *verdict(kind)))
         for rule in RULES.values():
-            findings += _found(rule, function, package)
+            findings += [Finding(rule.id, rule.severity, where, text, rule.source)
+                         for where, text in rule.check(function, package)]
     findings = list(dict.fromkeys(findings))            # functions that share weights repeat what is said of these
     return Report(str(package.path), package.weight_bytes, tuple(ops),
                   tuple(sorted(findings, key=lambda f: SEVERITIES.index(f.severity))))
 
 
-def _found(rule: Rule, function: Function, package: Package) -> Iterator[Finding]:
-    for where, text in rule.check(function, package):
-        yield Finding(rule.id, rule.severity, where, text, rule.source)
+def lint_examples(experts: Any, spec: MoESpec, folder: str | Path) -> tuple[Report, dict[str, Report]]:
+    """(report of a good graph, reports of six bad ones by name), made of two experts of a model and saved in `folder`.
+
+    Each bad graph has one mistake that NPUMoE §3.2 and §4.2 or people with real devices warn of.
+    experts : a layer's experts behind the seam, of a model of that spec.
+    """
+    ct = coremltools()
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    @mb.program(input_specs=[mb.TensorSpec(shape=(256, spec.H), dtype=types.fp16)], opset_version=ct.target.iOS18)
+    def router(x):
+        scores = mb.softmax(x=mb.linear(x=x, weight=np.full((spec.E, spec.H), 0.1, np.float16)), axis=-1)
+        return mb.topk(x=scores, k=spec.K, axis=-1)
+
+    two = [expert_of(experts, experts.weights(e)) for e in (0, 1)]
+    folder, made = Path(folder), []
+
+    def saved(save: Callable[..., Path], *what: Any, **options: Any) -> Report:
+        made.append(folder / f"example_{len(made)}.mlpackage")
+        return lint(save(made[-1], *what, **options))
+
+    return saved(save_ffn, two, 32), {
+        "the paper's layout": saved(save_ffn, two, 32, layout="paper"),
+        "one expert, capacities 16, 32 or 64": saved(save_ffn, two[:1], Enumerated((16, 32, 64))),
+        "int8 weights": saved(save_ffn, two, 32, weights="int8"),
+        "capacity 40": saved(save_ffn, two, 40),
+        "one expert, capacity 16": saved(save_ffn, two[:1], 16),
+        "the router": saved(save_program, router)}

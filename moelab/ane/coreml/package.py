@@ -1,12 +1,8 @@
 """A saved Core ML package (`.mlpackage`) as plain data: functions, operations, shapes, constants, weight bytes.
 
-Source: Apple's coremltools, whose MIL reader parses the file; NPUMoE §A.4 names the pipeline that writes it. What
-the linter and the evaluator need of a package is far less than coremltools' own objects, so it is copied into a few
-records here, and everything behind this file works without coremltools. Reading works on any machine that
-coremltools installs on; nothing is compiled or run.
-
-Shapes are tuples of ints; an axis that may vary is a word ("is0"). Left out: neural-network (pre-2021) models,
-control flow inside an operation (nested blocks), images.
+coremltools' MIL reader parses the file; the little that the linter and the evaluator need is copied into a few records,
+so that everything behind this file works without coremltools. Nothing is compiled or run. Shapes are tuples of ints; an
+axis that may vary is a word ("is0"). Left out: neural-network (pre-2021) models, nested blocks (control flow), images.
 """
 
 from __future__ import annotations
@@ -24,6 +20,8 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int | str, ...]
+#: a manifest's compute units → coremltools' name of them
+COMPUTE_UNITS = {"cpuAndNeuralEngine": "CPU_AND_NE", "cpuOnly": "CPU_ONLY", "cpuAndGPU": "CPU_AND_GPU", "all": "ALL"}
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,9 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operation.
+    """One operation: `type` is the MIL operation, e.g. "conv".
 
-    Attributes
-    ----------
-    type, name : the MIL operation, e.g. "conv", and the name of this one.
     inputs : parameter → name of a value, or a tuple of names where the parameter takes a list.
-    outputs : what it makes.
     """
 
     type: str
@@ -62,10 +56,7 @@ class Op:
 class Function:
     """One function of a package.
 
-    Attributes
-    ----------
-    inputs, states : what a call passes, and what it keeps between calls.
-    outputs : names of the values it returns.
+    inputs, states : what a call passes, and what it keeps between calls. outputs : names of the values it returns.
     flexible : input name → the shapes it takes, where these are not one: ("enumerated", shapes) or ("range", bounds).
     """
 
@@ -104,7 +95,6 @@ class Package:
     path: Path
     functions: dict[str, Function]
     weight_bytes: int               # of the weight file, shared by all functions
-    specification_version: int
 
     def function(self, name: str | None = None) -> Function:
         """A function by name; without one, the only one or "main"."""
@@ -116,28 +106,22 @@ class Package:
 
 
 def coremltools() -> Any:
-    """The package coremltools, imported quietly.
-
-    Raises
-    ------
-    ImportError : it is not installed; the message says how to get it and where it exists.
+    """The package coremltools, imported without its warnings of versions that it does not know; ImportError without it.
     """
-    logging.disable(logging.WARNING)        # on import it warns of every torch and scikit-learn it does not know
     try:
-        import coremltools
-        import coremltools.optimize.coreml          # noqa: F401  a submodule that the package does not import itself
+        with quiet():
+            import coremltools
+            import coremltools.optimize.coreml          # noqa: F401  a submodule that the package does not import
     except ImportError as error:
         raise ImportError("Core ML packages are read and written with coremltools, which is not installed: "
                           "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; elsewhere the "
                           "planning and the device model still work)") from error
-    finally:
-        logging.disable(logging.NOTSET)
     return coremltools
 
 
 @contextmanager
 def quiet():
-    """Without the progress bars that coremltools draws for every group of passes."""
+    """Within the block, no warnings, and none of coremltools' progress bars."""
     logging.disable(logging.WARNING)
     try:
         with redirect_stderr(StringIO()):
@@ -149,11 +133,7 @@ def quiet():
 def read_package(path: str | Path) -> Package:
     """Read a saved package.
 
-    Raises
-    ------
-    FileNotFoundError : no such folder.
-    ValueError : it is no ML Program package, or cannot be read.
-    ImportError : coremltools is not installed.
+    Raises FileNotFoundError or ImportError without the folder or coremltools, ValueError if it is no ML Program.
     """
     path = Path(path)
     if not path.exists():
@@ -175,7 +155,7 @@ def read_package(path: str | Path) -> Package:
     functions = {name: _function(name, function, descriptions.get(name, spec.description))
                  for name, function in program.functions.items()}
     weights = sum(f.stat().st_size for f in Path(model.weights_dir).glob("*")) if model.weights_dir else 0
-    return Package(path, functions, weights, spec.specificationVersion)
+    return Package(path, functions, weights)
 
 
 def _function(name: str, function: Any, description: Any) -> Function:
@@ -188,9 +168,8 @@ def _function(name: str, function: Any, description: Any) -> Function:
 
 
 def _op(op: Any) -> Op:
-    inputs = {}
-    for parameter, given in op.inputs.items():
-        inputs[parameter] = tuple(v.name for v in given) if isinstance(given, (list, tuple)) else given.name
+    inputs = {parameter: tuple(v.name for v in given) if isinstance(given, (list, tuple)) else given.name
+              for parameter, given in op.inputs.items()}
     materialise = None
     if op.op_type == "const":
         materialise = lambda: op.outputs[0].val

@@ -1,21 +1,18 @@
 """What a plan costs: latency, energy and CPU time of a prefill, modelled (NPUMoE §5, Tables 4–9).
 
-Expert graphs on the ANE cost what `rates` fitted to Table 5; attention there costs the same rates by its weights and
-operations. What the CPU costs is read off single published figures (`host`); what was not used for either only
-judges the model (`published`, `comparison`). Nothing here was measured by us: every result says "modelled"
-and carries the error of the fit.
+Expert graphs on the ANE cost what `rates` fits to Table 5; attention there costs the same rates by its weights and
+operations. The CPU's costs are read off single published figures; what was used for neither only judges the model
+(`published`, `comparison`). Nothing was measured by us: every result says "modelled" and carries the fit's error.
 
 A layer: attention, then the router on the CPU, then the groups on the ANE one graph after the other, and at the same
-time the experts on the CPU. That these two overlap is an assumption; without it residency could not make the
-ablation's last step faster, as Figure 17 has it (`overlap=False` shows). Experts that every token visits are among
-them: conversion leaves these on the CPU, and dense layers, too, whatever the system. Attention has a fixed context, the
-prompt.
+time the experts on the CPU. That these two overlap is an assumption, without which placement could not make the
+ablation's last step faster, as Figure 17 has it (`overlap=False`). Shared experts and dense layers are on the CPU in
+every system, because conversion leaves them there. Attention has a fixed context, the prompt. Writing back costs what
+gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (`published.inconsistencies`).
 
-CPU time is that of the whole CPU kept busy, and none of it counts twice, so it is never longer than the wall clock's;
-cycles are proportional to it, so ratios are the same. Writing back is
-taken to cost what gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (see `published`). Left out:
-embedding, output head, decoding, heat, other work on the machine, weights that do not fit the machine's memory, and
-attention that is not grouped-query attention (both are refused).
+CPU time is that of the whole CPU kept busy, never more than wall time; cycles are proportional to it, so ratios are the
+same. Left out: embedding, output head, decoding, heat, other work on the machine. Refused: weights beyond the machine's
+memory, and attention that is not grouped-query attention.
 """
 
 from __future__ import annotations
@@ -28,19 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.device.accounting import check_loads
-from moelab.ane.device.cpu_model import Host, fit_host
-from moelab.ane.operators import GROUPED_QUERY, Unit
-from moelab.ane.plan import LayerPlan, Plan, attention_params
-from moelab.ane.device.published import TABLE_5, Sample
-from moelab.ane.device.rates import MODES, Rates, fit, leave_one_out, residuals, summary
-from moelab.ane.systems import SYSTEMS
+from moelab.ane.device.published import REFERENCE_BYTES, REFERENCE_H, REFERENCE_PARAMS, TABLE_5, Sample
+from moelab.ane.device.rates import MODES, CPURates, Rates, fit, fit_cpu, leave_one_out, residuals, summary
+from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
+from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit
 from moelab.cards import load_device
 from moelab.specs import MoESpec
-
-#: what the samples were timed on, an expert of PhiMoE in fp16: its weights, and its hidden size
-REFERENCE_PARAMS, REFERENCE_H = 3 * 4096 * 6400, 4096
-REFERENCE_BYTES = 2 * REFERENCE_PARAMS
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Cost:
 class Prefill:
     """A modelled prefill: the whole prompt, all layers.
 
-    attention, experts, host : what each part costs; experts with their launches, host the router and moving tokens.
+    attention, experts, host : costs of each part; experts with their launches, host the router and moving tokens.
     comm_mj : of the energy, what goes into moving data.
     dispatch_ms : of the time, launches and Core ML's placing of graphs.
     slots_per_token : expert rows computed for a prompt token in one MoE layer, padding included.
@@ -113,7 +103,7 @@ class DeviceModel:
 
     device: str
     rates: Rates
-    host: Host
+    cpu: CPURates
     samples: tuple[Sample, ...] = TABLE_5
     mode: str = "serial"
     overlap: bool = True
@@ -124,46 +114,35 @@ class DeviceModel:
             raise ValueError(f"there is no mode {self.mode!r}; there are: {', '.join(MODES)}")
 
     @classmethod
-    def of(cls, device: str = "m2-ultra", slots_per_token: float = 1.0, **options: Any) -> DeviceModel:
-        """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`.
+    def of(cls, device: str = "m2-ultra", **options: Any) -> DeviceModel:
+        """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`. ValueError for another device.
 
         "m2-max" is not fitted: it is one of the M2 Ultra's two dies, so it gets half the rates and half the powers, by
-        the cards' `npu_tops`. `slots_per_token` is how many expert slots one "token" of Table 5 is; `published` says
-        why it is 1, and with 2 (a prompt token of top-2) Table 4's expert FFN comes out at half of what it says.
-
-        Raises
-        ------
-        ValueError : another device.
+        the cards' `npu_tops`.
         """
         if device not in ("m2-ultra", "m2-max"):
             raise ValueError(f"there are published figures for m2-ultra and m2-max, not for {device!r}; "
                              f"time a Mac's own graphs and use DeviceModel.refit")
-        samples = tuple(s._replace(ms=s.ms / slots_per_token, mj=s.mj / slots_per_token) for s in TABLE_5)
-        rates = fit(samples)
-        host = fit_host(rates)
+        rates = fit()
+        cpu = fit_cpu(rates)
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         if slower != 1:
             rates = rates.scaled(slower, slower, power=1 / slower)
-            host = host.scaled(slower, power=1 / slower)
-        return cls(device, rates, host, samples, memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
+            cpu = cpu.scaled(slower, power=1 / slower)
+        return cls(device, rates, cpu, memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
         """The same formulas with expert graphs as timed on another machine; the CPU's parameters stay.
 
-        `samples` are of graphs of PhiMoE's experts (H = 4096, I = 6400, fp16), ms and mJ a slot; `rates.fit` says how
-        many it takes. Without energies this model's are kept.
-
-        Raises
-        ------
-        ValueError : too few samples.
+        `samples` are of graphs of PhiMoE's experts, ms and mJ a slot. Without energies this model's are kept.
+        ValueError for too few samples, as `rates.fit`.
         """
         rates = fit(samples)
-        which = [i for i, watts in enumerate(rates.power) if math.isnan(watts)]
-        power, work = list(rates.power), list(rates.work)
-        for i in which:
-            power[i], work[i] = self.rates.power[i], self.rates.work[i]
+        power, work = (tuple(old if math.isnan(new) else new for new, old in zip(getattr(rates, name),
+                                                                                 getattr(self.rates, name)))
+                       for name in ("power", "work"))
         return replace(self, device=device, memory_bytes=math.inf, samples=tuple(samples),
-                       rates=replace(rates, power=tuple(power), work=tuple(work)))
+                       rates=replace(rates, power=power, work=work))
 
     def fit_table(self) -> dict[str, dict[str, Any]]:
         """The fit's errors: for latency and energy in each mode, as fitted and leaving one out."""
@@ -177,8 +156,6 @@ class DeviceModel:
                         f"leave-one-out {name}": summary(left)[name] for name in ("RMS", "worst")}
         return table
 
-    # -------------------------------------------------------------------------------------------------- one part
-
     def graph(self, spec: MoESpec, G: int, C: int) -> Cost:
         """One launch of G experts of capacity C on the ANE."""
         size = spec.expert_params / REFERENCE_PARAMS
@@ -187,13 +164,13 @@ class DeviceModel:
     def cpu_experts(self, spec: MoESpec, loads: Any, visited: Any = None) -> Cost:
         """Experts on the CPU, each with its tokens; `loads` are counts, or means of them.
 
-        visited : the share of chunks in which each expert gets any token; of a mean it is guessed, as if tokens
+        visited : share of chunks in which each expert gets any token; None estimates it from the means, as if tokens
             came independently.
         """
         loads = np.asarray(loads, dtype=float)
         visited = -np.expm1(-loads) if visited is None else np.asarray(visited, dtype=float)
         size = spec.expert_params / REFERENCE_PARAMS
-        return self._on_cpu(size * float(self.host.expert * visited.sum() + self.host.row * loads.sum()))
+        return self._on_cpu(size * float(self.cpu.expert * visited.sum() + self.cpu.row * loads.sum()))
 
     def attention(self, spec: MoESpec, chunk: int, context: int, unit: Unit) -> Cost:
         """One layer's attention of a chunk over a cache of `context` tokens; ValueError if it is not grouped-query."""
@@ -203,20 +180,18 @@ class DeviceModel:
         params = attention_params(spec)
         work = params + 2 * spec.heads * spec.head_dim * context      # multiply-adds a token, as params are an expert's
         ane = self._on_ane(self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS), 1, chunk, "serial")
-        return ane if unit == "ane" else self._on_cpu(ane.ms * self.host.attention)
+        return ane if unit == "ane" else self._on_cpu(ane.ms * self.cpu.attention)
 
     def dense(self, spec: MoESpec, intermediate: int, chunk: int) -> Cost:
         """A dense FFN of that intermediate size, or shared experts, on all tokens of a chunk, on the CPU."""
         size = intermediate / spec.I * spec.expert_params / REFERENCE_PARAMS
-        return self._on_cpu(size * (self.host.expert + self.host.row * chunk))
+        return self._on_cpu(size * (self.cpu.expert + self.cpu.row * chunk))
 
-    # ------------------------------------------------------------------------------------------------ the whole
-
-    def experts(self, plan: Plan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
+    def experts(self, plan: ANEPlan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
                 ) -> tuple[Cost, float, float]:
         """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E].
 
-        What is on the CPU, shared experts included, runs while the ANE runs graphs. Core ML's placing is before that.
+        Experts on the CPU, shared ones included, run while the ANE runs graphs; Core ML's placing is before that.
         """
         spec, how = plan.spec, SYSTEMS[plan.system]
         ane, rows = Cost(), 0.0
@@ -224,32 +199,26 @@ class DeviceModel:
             ane += self.graph(spec, G, C) * n
             rows += G * C * n
         heavy = sum(group.weight_bytes for group in layer.on("ane")) / REFERENCE_BYTES
-        placing = self._on_cpu(0.0 if how.managed else self.host.dispatch * heavy)
+        placing = self._on_cpu(0.0 if how.managed else self.cpu.dispatch * heavy)
         launching = self.rates.launch * len(layer.on("ane")) if self.mode == "serial" else 0.0
         on_cpu = [e for group in layer.on("cpu") for e in group.experts]
-        cpu = self.cpu_experts(spec, loads[on_cpu], None if visited is None else visited[on_cpu])
-        cpu += self.dense(spec, spec.shared_I, plan.chunk)
+        others = self.cpu_experts(spec, loads[on_cpu], None if visited is None else visited[on_cpu])
+        others += self.dense(spec, spec.shared_I, plan.chunk)
         rows += float(loads[on_cpu].sum())
-        together = placing + ane + cpu
-        if self.overlap:        # one waits for the other; communication's power is drawn once, and a busy CPU waits not
-            hidden = min(ane.ms, cpu.ms)
-            together += Cost(-hidden, -hidden * self.host.comm_w, -hidden * self.host.waiting)
+        together = placing + ane + others
+        if self.overlap:        # communication's power is drawn once, and a busy CPU does not also wait
+            hidden = min(ane.ms, others.ms)
+            together += Cost(-hidden, -hidden * self.cpu.comm_w, -hidden * self.cpu.waiting)
         return together, launching + placing.ms, rows
 
-    def prefill(self, plan: Plan, prompt: int, loads: Any = None) -> Prefill:
-        """A prompt of that many tokens through the plan.
+    def prefill(self, plan: ANEPlan, prompt: int, loads: Any = None) -> Prefill:
+        """A prompt of that many tokens through the plan, in static chunks, the last of them padded.
 
-        Parameters
-        ----------
-        plan : whose chunk divides the prompt into static chunks, the last of them padded.
-        prompt : tokens.
         loads : [n, L, E], the experts' tokens in real chunks of the plan's size; their mean is used. None takes what
             the plan expects. Only experts on the CPU depend on them.
 
-        Raises
-        ------
-        ValueError : a prompt below 1, loads of another model, attention that is not modelled, or experts that do not
-            fit the machine's memory: what reading them from a disk takes is not modelled.
+        Raises ValueError: a prompt below 1, loads of another model, attention that is not modelled, or experts beyond
+        the machine's memory.
         """
         if prompt < 1:
             raise ValueError(f"a prompt has at least one token, not {prompt}")
@@ -259,7 +228,14 @@ class DeviceModel:
                              f"{self.memory_bytes / 1e9:,.0f} GB of memory; what reading them from a disk takes is not "
                              f"modelled")
         spec, chunks = plan.spec, math.ceil(prompt / plan.chunk)
-        means, visited = self._loads(plan, loads)
+        if loads is None:
+            means, visited = np.zeros((spec.L, spec.E)), None
+            for l, layer in enumerate(plan.layers):
+                for group in layer.groups:
+                    means[l, list(group.experts)] = group.expected / len(group.experts)
+        else:
+            loads = check_loads(plan, loads)
+            means, visited = loads.mean(0), (loads > 0).mean(0)
         attention, experts, dispatch, rows = Cost(), Cost(), 0.0, 0.0
         for l, layer in enumerate(plan.layers):
             attention += self.attention(spec, plan.chunk, prompt, layer.attention)
@@ -269,10 +245,10 @@ class DeviceModel:
         for _ in range(spec.num_layers - spec.L):
             attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention)
             experts += self.dense(spec, spec.dense_I, plan.chunk)
-        host = self._on_cpu(self.host.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
+        host = self._on_cpu(self.cpu.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
         parts = [cost * chunks for cost in (attention, experts, host)]
         errors = {key: self.fit_error(key) for key in ("latency", "energy")}
-        return Prefill(prompt, *parts, self.host.comm_w * sum(part.ms for part in parts), dispatch * chunks,
+        return Prefill(prompt, *parts, self.cpu.comm_w * sum(part.ms for part in parts), dispatch * chunks,
                        rows / (spec.L * plan.chunk), self.device, errors)
 
     def fit_error(self, quantity: str) -> float:
@@ -280,22 +256,10 @@ class DeviceModel:
         found = residuals(fit(self.samples), self.samples, quantity, self.mode)
         return summary(found)["RMS"] if found else math.nan
 
-    @staticmethod
-    def _loads(plan: Plan, loads: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        """Mean tokens [L, E] of each expert in a chunk and, of real loads, the share of chunks in which it has any."""
-        if loads is not None:
-            loads = check_loads(plan, loads)
-            return loads.mean(0), (loads > 0).mean(0)
-        means = np.zeros((plan.spec.L, plan.spec.E))
-        for l, layer in enumerate(plan.layers):
-            for group in layer.groups:
-                means[l, list(group.experts)] = group.expected / len(group.experts)
-        return means, None
-
     def _on_ane(self, rates: Rates, G: int, C: int, mode: str | None = None) -> Cost:
         mode = mode or self.mode
         ms = rates.graph_ms(G, C, mode)
-        return Cost(ms, rates.graph_mj(G, C, mode), ms * self.host.waiting, ms)
+        return Cost(ms, rates.graph_mj(G, C, mode), ms * self.cpu.waiting, ms)
 
     def _on_cpu(self, ms: float) -> Cost:
-        return Cost(ms, ms * (self.host.cpu_w + self.host.comm_w), ms)
+        return Cost(ms, ms * (self.cpu.cpu_w + self.cpu.comm_w), ms)

@@ -2,13 +2,8 @@
 
 Written against coremltools 9 and macOS 15, the first with what these packages need. Core ML decides by itself what the
 Neural Engine runs and says nothing when it falls back to the CPU; only its compute plan tells, so nothing here is
-called "on the ANE" that the plan does not put there. A package that a driver cannot take may kill the process
-that loads it, so `probe` loads it first, and predicts once, in a process of its own with a time limit.
-
-    probe(package) → seconds to load and to predict, one placement an operation, outputs for given inputs
-    CoreMLRunner(package, function): called like an `Evaluator`, inputs by name → outputs by name, in float32
-
-Left out: measuring (`moelab.ane.device.timing`), and judging what was found (`moelab.ane.doctor`).
+called "on the ANE" that the plan does not put there. A package that a driver cannot take may kill the process that
+loads it, so `probe` first loads it, and predicts once, in a process of its own with a time limit.
 """
 
 from __future__ import annotations
@@ -31,19 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.ane.backends import ConvertedBackend
-from moelab.ane.coreml.converted import ConvertedModel
-from moelab.ane.coreml.package import coremltools, read_package
-from moelab.progress import progress
+from moelab.ane.coreml.package import COMPUTE_UNITS, Function, coremltools, read_package
 
-#: manifest's compute units → coremltools' name of them
-UNITS = {"cpuAndNeuralEngine": "CPU_AND_NE", "cpuOnly": "CPU_ONLY", "cpuAndGPU": "CPU_AND_GPU", "all": "ALL"}
 #: class of a compute device in coremltools → what it is called here
 DEVICES = {"MLNeuralEngineComputeDevice": "ane", "MLCPUComputeDevice": "cpu", "MLGPUComputeDevice": "gpu"}
 
 
 def require_mac(what: str) -> None:
-    """Nothing on a Mac with Apple silicon and macOS 15; elsewhere a RuntimeError that says what it would take."""
+    """RuntimeError, which says what it would take, but on a Mac with Apple silicon and macOS 15."""
     version, system = platform.mac_ver()[0], platform.system()
     if system == "Darwin" and platform.machine() == "arm64" and int(version.split(".")[0] or 0) >= 15:
         return
@@ -56,19 +46,16 @@ def require_mac(what: str) -> None:
 
 
 class CoreMLRunner:
-    """One function of a package, loaded by Core ML; called like an `Evaluator`.
+    """One function (None: the default) of a package, loaded by Core ML for `units`, a key of `COMPUTE_UNITS`.
 
-    Parameters
-    ----------
-    path, function : the package, and which of its functions; None for the only one or the default.
-    units : a key of `UNITS`.
+    Called like an `Evaluator`: inputs by name → outputs by name, in float32.
     """
 
     dtype = torch.float32
 
     def __init__(self, path: str | Path, function: str | None = None, units: str = "cpuAndNeuralEngine") -> None:
         ct = coremltools()
-        self.path, self.function, self.units = Path(path), function, ct.ComputeUnit[UNITS[units]]
+        self.path, self.function, self.units = Path(path), function, ct.ComputeUnit[COMPUTE_UNITS[units]]
         self.model = ct.models.MLModel(str(path), compute_units=self.units, function_name=function)
 
     def make_state(self) -> Any:
@@ -80,10 +67,8 @@ class CoreMLRunner:
         return {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in out.items()}
 
 
-# ----------------------------------------------------------------------------------------- where operations are put
-
 @dataclass(frozen=True)
-class Placement:
+class OpPlacement:
     """Where the compute plan puts one operation.
 
     device : "ane", "cpu" or "gpu"; "unknown" where the plan does not say. can : the devices that support it.
@@ -97,10 +82,12 @@ class Placement:
     cost: float | None = None
 
 
-def placements(runner: CoreMLRunner) -> list[Placement]:
+def placements(runner: CoreMLRunner) -> list[OpPlacement]:
     """One placement an operation, constants left out."""
-    coremltools()
     from coremltools.models.compute_plan import MLComputePlan
+
+    def device(one: Any) -> str:
+        return DEVICES.get(type(one).__name__, "unknown")
     plan = MLComputePlan.load_from_path(runner.model.get_compiled_model_path(), compute_units=runner.units)
     functions = plan.model_structure.program.functions
     name = runner.function or ("main" if "main" in functions else next(iter(functions)))
@@ -111,22 +98,16 @@ def placements(runner: CoreMLRunner) -> list[Placement]:
             continue
         usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
         cost = plan.get_estimated_cost_for_mlprogram_operation(op)
-        found.append(Placement(
-            kind, op.outputs[0].name if op.outputs else "", "unknown" if usage is None else
-            _device(usage.preferred_compute_device),
-            () if usage is None else tuple(_device(d) for d in usage.supported_compute_devices),
+        found.append(OpPlacement(
+            kind, op.outputs[0].name if op.outputs else "",
+            "unknown" if usage is None else device(usage.preferred_compute_device),
+            () if usage is None else tuple(map(device, usage.supported_compute_devices)),
             None if cost is None else float(cost.weight)))
     return found
 
 
-def _device(device: Any) -> str:
-    return DEVICES.get(type(device).__name__, "unknown")
-
-
-# ------------------------------------------------------------------------------------------ first in another process
-
 @dataclass(frozen=True, eq=False)
-class Probe:
+class PackageProbe:
     """What a package did in a process of its own.
 
     error : what went wrong, in words; "" if it loaded and predicted.
@@ -138,7 +119,7 @@ class Probe:
     error: str = ""
     load_s: float = 0.0
     predict_s: float = 0.0
-    placements: tuple[Placement, ...] = ()
+    placements: tuple[OpPlacement, ...] = ()
     outputs: Mapping[str, np.ndarray] | None = None
 
     @property
@@ -153,7 +134,7 @@ class Probe:
 
 def probe(package: str | Path, inputs: Mapping[str, np.ndarray], function: str | None = None,
           units: str = "cpuAndNeuralEngine", timeout: float = 300.0,
-          command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac")) -> Probe:
+          command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac")) -> PackageProbe:
     """Load a package and predict once in a process of its own, which may crash or be ended after `timeout` seconds."""
     package = Path(package)
     with tempfile.TemporaryDirectory() as folder:
@@ -162,20 +143,20 @@ def probe(package: str | Path, inputs: Mapping[str, np.ndarray], function: str |
         arguments = [*command, str(package.resolve()), function or "", units, str(given), str(taken)]
         try:
             # Where this process imports moelab from, the other must, too.
-            path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+            path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
             done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout,
                                   env=os.environ | {"PYTHONPATH": path})
         except subprocess.TimeoutExpired:
-            return Probe(package, f"did not load and predict within {timeout:g} s")
+            return PackageProbe(package, f"did not load and predict within {timeout:g} s")
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             how = (f"was ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0
                    else f"failed with status {done.returncode}")
-            return Probe(package, f"{how}: {last}")
+            return PackageProbe(package, f"{how}: {last}")
         said = json.loads(done.stdout.strip().splitlines()[-1])
         with np.load(taken) as outputs:
-            return Probe(package, "", said["load_s"], said["predict_s"],
-                         tuple(Placement(**entry | {"can": tuple(entry["can"])}) for entry in said["placements"]),
+            return PackageProbe(package, "", said["load_s"], said["predict_s"],
+                         tuple(OpPlacement(**entry | {"can": tuple(entry["can"])}) for entry in said["placements"]),
                          dict(outputs))
 
 
@@ -196,43 +177,11 @@ def main(arguments: Sequence[str]) -> None:
                       "placements": [vars(p) for p in placements(runner)]}))
 
 
-# --------------------------------------------------------------------------------------------------- as a backend
-
-def sample_inputs(function: Any, seed: int = 0) -> dict[str, np.ndarray]:
-    """Normal random inputs for a package's function (`package.Function`), rounded to fp16, as float32."""
+def sample_inputs(function: Function, seed: int = 0) -> dict[str, np.ndarray]:
+    """Normal random inputs for a package's function, rounded to fp16, as float32."""
     rng = np.random.default_rng(seed)
     return {value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
             for value in function.inputs}
-
-
-def coreml_backend(converted: ConvertedModel | str | Path, timeout: float = 300.0, **options: Any
-                   ) -> tuple[ConvertedBackend, list[Probe]]:
-    """A backend that runs a converted model's packages by Core ML, after each has passed its probe.
-
-    Its name says how many operations the compute plans put on the Neural Engine. `options` go to `probe`.
-
-    Raises
-    ------
-    RuntimeError : not on a Mac; a package that cannot be loaded, crashes or takes too long.
-    """
-    require_mac("running packages by Core ML")
-    converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
-    units, probes = converted.manifest["settings"]["compute_units"], []
-    for path, function in progress(entries(converted), "probing", unit="package"):
-        found = probe(path, sample_inputs(function), function.name, units, timeout, **options)
-        if found.error:
-            raise RuntimeError(f"{path} {found.error}; plan this part for the CPU, or convert it in smaller groups")
-        probes.append(found)
-    total = sum((p.devices for p in probes), Counter())
-    name = f"Core ML, {total['ane']} of {total.total()} operations on the ANE by the compute plan"
-    backend = ConvertedBackend(converted, runner=lambda path, function: CoreMLRunner(path, function, units), name=name)
-    return backend, probes
-
-
-def entries(converted: ConvertedModel) -> list[tuple[Path, Any]]:
-    """(path, function) of all packages; of one that has several functions, all."""
-    packages = (read_package(converted.package(entry)) for entry in converted.packages)
-    return [(package.path, function) for package in packages for function in package.functions.values()]
 
 
 if __name__ == "__main__":

@@ -1,21 +1,11 @@
 """What NPUMoE publishes about the Apple Neural Engine, as data: its Tables 3–9 and the ratios that its text gives.
 
-Some of these figures the device model is fitted to (`FITTED`), the others only judge it (`JUDGED`). No figure does
+The device model is fitted to some of these figures (`FITTED`), the others only judge it (`JUDGED`). No figure does
 both, but for Qwen3's range of TTFT and Figure 17's last step, which only decided between two forms. Nothing here was
 measured by us. M2 Ultra and PhiMoE (Phi-3.5-MoE) unless said otherwise.
 
-What does not fit together in the source:
-
-* Table 4's column "Ours" adds up to 1707 ms, not to the 2165 ms below it.
-* Its scatter and residual addition (1.2 to 1.3 s a layer, for rows that are gathered in 1 to 4 ms) would be most of
-  any prefill, but Figure 14 is said to be 86 % expert FFN, and its speed-ups of 2 are impossible with them.
-* Table 5's tokens are expert slots, not prompt tokens: four chunks of 16 · 32 slots at its 0.26 ms for 8x32,
-  serial, are 532 ms, and Table 4 has 531 ms for just that.
-* Figure 16's 2.21–5.54 belongs to chunks of 512 in §5.5 and of 1024 in §5.8; Figure 14's smallest gain at 4096 and
-  1024 is 1.56 in §5.3 and 1.44 in §5.8. ANEMLL takes more energy than CPU only in §5.4, and less in Table 7.
-* §5.2's ranges of Qwen3-MoE, 1.19–3.86 in time and 1.84–3.89 in energy, end where §5.3's and §5.4's end-to-end gains
-  do, which go 3.86, 1.26, 1.19 and 3.89, 1.84, 1.95 over naïve, CPU and ANEMLL. Table 6 has Qwen3 at 1.99 over the CPU.
-* Table 5's 1x128, parallel, takes 1.66 mJ in 0.07 ms, 23.7 W, where every other row draws 5 to 10 W.
+`inconsistencies` recomputes what does not fit together in the source. Two more: Figure 14's smallest gain at 4096 and
+1024 is 1.56 in §5.3 and 1.44 in §5.8; ANEMLL takes more energy than the CPU in §5.4, and less in Table 7.
 """
 
 from __future__ import annotations
@@ -26,8 +16,7 @@ from typing import NamedTuple
 class Sample(NamedTuple):
     """One static configuration that was timed: G experts of capacity C in one graph, all of a layer's experts run.
 
-    ms, mj : latency and energy of one expert slot; a layer has E·C of them. None where not given.
-    mode : "serial", one graph after the other, or "parallel", all submitted at once.
+    ms, mj : of one expert slot, of which a layer has E·C. mode : "serial", or "parallel", all graphs at once.
     """
 
     G: int
@@ -37,6 +26,10 @@ class Sample(NamedTuple):
     mj: float | None = None
 
 
+#: the expert that Table 5 was timed on, PhiMoE's in fp16: H, I, weights and bytes
+REFERENCE_H, REFERENCE_I = 4096, 6400
+REFERENCE_PARAMS = 3 * REFERENCE_H * REFERENCE_I
+REFERENCE_BYTES = 2 * REFERENCE_PARAMS
 #: NPUMoE Table 5; "C=1..512" has no capacity and is left out
 TABLE_5 = tuple(
     Sample(G, C, mode, *figures)
@@ -145,3 +138,64 @@ FITTED = {
 JUDGED = ("Table 4, expert FFN of ours", "Table 6, experts", "Table 8", "Figure 14 (TTFT)", "Figure 15 (energy)",
           "Figure 16 (CPU cycles)", "Figure 17 (ablation)", "Figures 8 and 14 (dispatch over 60 %)",
           "§5.2 (ranges of Phi-tiny-MoE and Qwen3-30B)", "§5.4 (52–137 mJ a token)", "Table 9")
+
+
+# ------------------------------------------------------------------------------- what does not fit together
+
+#: (G, C) → published ms a slot, by mode
+SLOTS = {mode: {(s.G, s.C): s.ms for s in TABLE_5 if s.mode == mode} for mode in ("serial", "parallel")}
+#: rows of Table 4 that its last one should be the sum of
+LINES = {name: values for name, values in TABLE_4.items() if name != "total"}
+OURS = 3                                        # column of Table 4
+
+#: MiB of the weights of Table 5's largest groups, eight experts
+EIGHT_EXPERTS = 8 * REFERENCE_BYTES / 2**20
+
+
+class Inconsistency(NamedTuple):
+    """A place in the paper, its statement, and what the paper's other figures say."""
+
+    where: str
+    says: str
+    but: str
+
+
+def expert_ffn() -> tuple[float, float]:
+    """ms of Table 4's expert FFN (4 chunks, 16 experts of 32 rows, 1024 tokens) from Table 5's 8x32, serial: as a time
+    of an expert slot, which Table 4 confirms, and as one of a prompt token, which is half of it."""
+    return 4 * 16 * 32 * SLOTS["serial"][8, 32], 1024 * SLOTS["serial"][8, 32]
+
+
+def table_4_sums() -> list[float]:
+    """What each column of Table 4 adds up to, ms."""
+    return [sum(values[i] for values in LINES.values()) for i in range(4)]
+
+
+def inconsistencies() -> list[Inconsistency]:
+    """What the paper's figures say against each other, in words; exact arithmetic on published figures."""
+    as_slots, as_tokens = expert_ffn()
+    sums, totals = table_4_sums(), TABLE_4["total"]
+    others = max(abs(ours - total) for ours, total in zip(sums[:OURS], totals))
+    moved = (LINES["scatter"][OURS] + LINES["residual addition"][OURS]) / sums[OURS]
+    odd, = OUTLIERS
+    watts = [s.mj / s.ms for s in TABLE_5 if s != odd]
+    qwen = {claim.metric: (claim.low, claim.high) for claim in CLAIMS if claim.model == "Qwen3-30B-A3B"}
+    speed = END_TO_END["ttft"]
+    single, eights = (" / ".join(f"{SLOTS['parallel'][G, C]:.2f}" for C in (32, 64, 128)) for G in (1, 8))
+    return [
+        Inconsistency("Table 5, “per token”", "ms a token", f"as slots, Table 4's expert FFN is {as_slots:.0f} ms, as "
+                      f"prompt tokens {as_tokens:.0f} ms; it says {LINES['expert FFN'][OURS]:.0f}"),
+        Inconsistency("Table 4, column “Ours”", f"{totals[OURS]:.0f} ms in all", f"its rows add up to "
+                      f"{sums[OURS]:.0f} ms; those of the other columns to their totals, within {others:.2f} ms"),
+        Inconsistency("Table 4, scatter and residual", f"{moved:.0%} of our MoE block",
+                      "Fig. 14: expert FFN is over 86 % of TTFT"),
+        Inconsistency("Table 5, grouping", "larger groups lower latency (§5.7)", "serially, yes; in parallel 1×32, "
+                      f"1×64, 1×128 take {single} ms, 8×32, 8×64, 8×128 {eights}"),
+        Inconsistency("Table 5, 1×128 parallel", f"{odd.mj} mJ in {odd.ms} ms", f"{odd.mj / odd.ms:.1f} W; all others "
+                      f"draw {min(watts):.1f} to {max(watts):.1f}"),
+        Inconsistency("§5.2, gains of Qwen3-MoE", "; ".join(f"{metric} {low}–{high}" for metric, (low, high) in
+                      qwen.items()), f"the ends of §5.3's and §5.4's end-to-end gains; over the CPU those are "
+                      f"{speed['cpu']}, Table 6's {TABLE_6['cpu'][0] / TABLE_6['npumoe'][0]:.2f}"),
+        Inconsistency("§4.1, mean load", "B/E", "K·B/E (section 2)"),
+        Inconsistency("§4.2, limit of a graph", "1.2 GB", f"{EIGHT_EXPERTS:g} MiB (section 3)"),
+        Inconsistency("Fig. 16's 2.21x–5.54x", "chunks of 512 (§5.5)", "chunks of 1024 (§5.8)")]

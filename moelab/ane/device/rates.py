@@ -1,36 +1,42 @@
-"""How fast the Neural Engine runs expert graphs: a formula fitted to timed configurations (NPUMoE Table 5).
+"""The device model's fitted parameters: expert graphs on the ANE (NPUMoE Table 5), and the CPU beside it.
 
 One launch of a graph of G experts of capacity C takes, in ms,
 
     serial:    a + b·G + c·G·C + s·max(0, G·C − 1024)          parallel, G·C ≤ 1024:  G·C · (p/C + q + w·log2 G)
 
 a the launch, b to bring an expert's weights, c a row, s what a row more costs once activations exceed 1024 rows.
-Weights and rows add up: a roofline, max(b, c·C), fits worse, so loading does not hide behind computing. Graphs
+Weights and rows add up (a roofline, max(b, c·C), fits worse), so loading does not hide behind computing. Graphs
 submitted at once overlap in part, up to 1024 rows; above, they run as if serial. Energy is e·ms + f per slot, for each
 mode: a power and a work. All are least squares of relative errors; half a digit of the smallest published figure,
-0.07 ms, is 7 %.
+0.07 ms, is 7 %. A slot is a row of a graph, padding included, not a prompt token (`published.expert_ffn`).
 
-A slot is a row of a graph, padding included, not a prompt token; `moelab.ane.device.published` says how one can tell.
+An expert on the CPU costs its weights once a chunk and then each of its tokens, whatever the chunk. Each CPU parameter
+is read off one published figure (§5.3, Fig. 7, Tables 4, 6, 7), so there is no fit error; `comparison` judges what
+follows from them. Times are for PhiMoE's experts (157.3 million weights, H = 4096), to be scaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.ane.device.published import OUTLIERS, TABLE_5, Sample
+from moelab.ane.device.published import (
+    ATTENTION_CPU, FIGURE_7, OUTLIERS, TABLE_4, TABLE_5, TABLE_6, TABLE_7, Sample)
 from moelab.specs import Figure
 
 SPILL_ROWS = 1024
 MODES = ("serial", "parallel")
+#: Table 4's run: 1024 prompt tokens in 4 chunks of 256, 16 experts, top-2; graphs of the worst case, four times the
+#: mean load (§1), where Core ML places them
+VISITS, ROUTED, WORST_CASE = 4 * 16, 1024 * 2, 128
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The fitted parameters, for experts of the size they were fitted on (PhiMoE's, of 157.3 MB).
+    """The ANE's parameters, for experts of the size they were fitted on.
 
     launch (a), expert (b), row (c), spill (s) in ms; overlap = (p, q, w) in ms;
     power (e) in W and work (f) in mJ a row, each (serial, parallel).
@@ -57,10 +63,9 @@ class Rates:
         return self.power[which] * self.graph_ms(G, C, mode) + self.work[which] * G * C
 
     def scaled(self, weights: float, work: float, power: float = 1.0) -> Rates:
-        """For graphs whose weights and operations take that many times as long; a launch stays what it is.
+        """For graphs whose weights and operations take that many times as long; a launch stays as it is.
 
-        Parallel graphs have no launch of their own in the formula: p is weights, q and w are rows. The energy a row
-        goes with time times power.
+        In the parallel formula p is weights, q and w are rows. The energy a row goes with time times power.
         """
         p, q, w = self.overlap
         return Rates(self.launch, self.expert * weights, self.row * work, self.spill * work,
@@ -80,7 +85,6 @@ class Residual(NamedTuple):
     """One published or measured number beside the fit's."""
 
     sample: Sample
-    quantity: str       # "latency" or "energy"
     given: float
     fitted: float
 
@@ -93,12 +97,8 @@ class Residual(NamedTuple):
 def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
     """Least squares of relative errors.
 
-    Where nothing was timed in parallel, parallel graphs are taken to run as serial ones do; energy needs two samples
-    with energy a mode, else its parameters are nan.
-
-    Raises
-    ------
-    ValueError : too few serial samples, or not varied enough to tell the parameters apart.
+    Where nothing was timed in parallel, parallel graphs are taken to run as serial ones do; energy needs two samples a
+    mode, else its parameters are nan. ValueError for too few serial samples to tell the parameters apart.
     """
     serial = [s for s in samples if s.mode == "serial"]
     design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
@@ -123,8 +123,8 @@ def residuals(rates: Rates, samples: Sequence[Sample] = TABLE_5, quantity: str =
     """The fit beside the samples; energies from the given latencies' own fit, outliers left out."""
     rows = [s for s in samples if mode in (None, s.mode)]
     if quantity == "latency":
-        return [Residual(s, quantity, s.ms, rates.graph_ms(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows]
-    return [Residual(s, quantity, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows
+        return [Residual(s, s.ms, rates.graph_ms(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows]
+    return [Residual(s, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows
             if s.mj is not None and s not in OUTLIERS]
 
 
@@ -159,3 +159,63 @@ def _relative(design: Any, y: Any) -> tuple[float, ...]:
     y = np.asarray(y, dtype=float)
     return tuple(float(v) for v in np.linalg.lstsq(np.asarray(design, dtype=float) / y[:, None], np.ones(len(y)),
                                                    rcond=None)[0])
+
+
+# --------------------------------------------------------------------------------------------------- the CPU
+
+@dataclass(frozen=True)
+class CPURates:
+    """The CPU's parameters.
+
+    expert, row : ms to bring an expert's weights, and ms a token of it.
+    choice : ms of router, gather, padding and write-back for each choice of an expert by a token.
+    dispatch : ms more of a graph of one expert if Core ML places it. Taken to grow with the graph's weights: were it
+        the same for each graph, Qwen3-30B's naïve system would take 48 times as long as ours, not 3.9 (§5.2).
+    attention : CPU attention over ANE attention.
+    cpu_w, wait_w, comm_w : W of the busy CPU, of the CPU while the ANE works, of communication at all times.
+    """
+
+    expert: float
+    row: float
+    choice: float
+    dispatch: float
+    attention: float
+    cpu_w: float
+    wait_w: float
+    comm_w: float
+
+    @property
+    def waiting(self) -> float:
+        """Share of the whole CPU that is busy while the ANE works, by its power."""
+        return self.wait_w / self.cpu_w
+
+    def scaled(self, time: float, power: float) -> CPURates:
+        """A CPU that takes `time` times as long and draws `power` times as much."""
+        return replace(self, expert=self.expert * time, row=self.row * time, choice=self.choice * time,
+                       dispatch=self.dispatch * time, cpu_w=self.cpu_w * power, wait_w=self.wait_w * power,
+                       comm_w=self.comm_w * power)
+
+    def figures(self) -> dict[str, Figure]:
+        """Each parameter as a figure of kind "fitted", with the published figure that it was read off."""
+        sources = {"expert": ("ms", "Table 4, expert FFN of CoreML (CPU)"),
+                   "row": ("ms", "Fig. 7, geometric mean of 1.4x and 2.3x"),
+                   "choice": ("ms", "Table 4, router, gather (twice) and padding of ours"),
+                   "dispatch": ("ms", "Table 4, expert FFN of CoreML (naïve), taken as graphs of 1x128"),
+                   "attention": ("ratio", "§5.3"), "cpu_w": ("W", "Tables 6 and 7, coreml"),
+                   "wait_w": ("W", "Tables 6 and 7, ours"), "comm_w": ("W", "Tables 6 and 7, mean of three")}
+        return {f"CPU {name}": Figure(getattr(self, name), unit, "fitted", f"NPUMoE {source}")
+                for name, (unit, source) in sources.items()}
+
+
+def fit_cpu(rates: Rates) -> CPURates:
+    """The CPU's parameters of the M2 Ultra, given the rates of its ANE."""
+    cpu_ffn, naive_ffn, _, _ = TABLE_4["expert FFN"]
+    row = rates.row * (FIGURE_7[0] * FIGURE_7[1]) ** 0.5
+    watts = {name: [j / TABLE_6[name][0] for j in joules] for name, joules in TABLE_7.items()}  # all, CPU, ANE, comm.
+    return CPURates(
+        expert=(cpu_ffn - ROUTED * row) / VISITS, row=row,
+        # what is gathered is written back: as many rows once more
+        choice=(TABLE_4["router"][3] + 2 * TABLE_4["gather"][3] + TABLE_4["padding"][3]) / ROUTED,
+        dispatch=naive_ffn / VISITS - rates.graph_ms(1, WORST_CASE),
+        attention=ATTENTION_CPU, cpu_w=watts["cpu"][1], wait_w=watts["npumoe"][1],
+        comm_w=sum(of_system[3] for of_system in watts.values()) / len(watts))

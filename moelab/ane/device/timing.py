@@ -1,38 +1,35 @@
-"""Latency and energy on a Mac: whole prefills of a converted model, and the grid of static graphs behind Table 5.
+"""Latency and energy on a Mac: any work, and the grid of static graphs behind NPUMoE Table 5.
 
-`time_prefill` measures what a user waits for, by prompt length. `time_grid` measures what the device model is fitted
-to (NPUMoE Table 5): a layer's E experts in E/G graphs of G experts of capacity C, run one after the other ("serial")
-or submitted at once ("parallel"); ms and mJ of one slot. Every graph is a package of its own, as in a model, because
-bringing weights is a part of what is measured.
+`time_grid` measures what the device model is fitted to: a layer's E experts in E/G graphs of G experts of capacity C,
+run one after the other ("serial") or submitted at once ("parallel"); ms and mJ of one slot. Every graph is a package of
+its own, as in a model, because bringing weights is a part of what is measured.
 
-A time is the median of repeats after one that does not count; energy is of all repeats together. "Parallel" submits
-from one Python thread a graph, and coremltools need not let go of Python's lock while it predicts: if it does not,
-graphs run one after the other, and parallel times come out as serial ones do.
+A time is the median of repeats after a warm-up; energy (§5.1) is of all repeats together, as Zeus reads it from the
+counters of the whole machine, so a window should be longer than a second. "Parallel" is one Python thread a graph;
+`PARALLEL` says what that cannot tell.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moelab.ane.backends import Backend
-from moelab.ane.device.energy import Meter
 from moelab.ane.coreml.ffn_graph import Expert, pack, save_ffn
 from moelab.ane.device.mac import CoreMLRunner
-from moelab.ane.device.published import TABLE_5, Sample
+from moelab.ane.device.published import REFERENCE_H, REFERENCE_I, TABLE_5, Sample
 from moelab.ane.device.rates import MODES
-from moelab.ane.runtime import prefill_through
+from moelab.files import read_json, write_json
 from moelab.progress import progress
 
 FORMAT = "moelab.ane.samples/1"
@@ -41,13 +38,46 @@ PARALLEL = ("parallel: one Python thread a graph. Where these times are no bette
             "have held Python's lock while it predicted; they then say nothing about submitting at once")
 #: (G, C) of Table 5
 GRID = tuple(dict.fromkeys((s.G, s.C) for s in TABLE_5))
-#: the expert that the device model's parameters are of: PhiMoE's H and I (157 MB in fp16), and its E
-H, I, E = 4096, 6400, 16
+#: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
+FIELDS = {"ane": "ane_mj", "cpu": "cpu_total_mj", "gpu": "gpu_mj", "dram": "dram_mj"}
+
+
+class Meter:
+    """Reads energy counters; `why` is "", or says why it cannot and windows stay empty."""
+
+    def __init__(self) -> None:
+        self._monitor, self.why, self._keys = None, "", count()
+        try:
+            from zeus.monitor import ZeusMonitor
+        except ImportError:
+            self.why = "no energy: pip install 'zeus[apple]'"
+            return
+        monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
+        if monitor.soc_is_present:
+            self._monitor = monitor
+        else:
+            self.why = "no energy: zeus finds no Apple chip that it can read here"
+
+    @contextmanager
+    def window(self) -> Iterator[dict[str, float]]:
+        """Yields a dictionary that holds mJ by part after the block; parts that the chip does not report are absent."""
+        found: dict[str, float] = {}
+        if self._monitor is None:
+            yield found
+            return
+        key = f"moelab {next(self._keys)}"
+        self._monitor.begin_window(key, sync_execution=False)
+        try:
+            yield found
+        finally:
+            soc = self._monitor.end_window(key, sync_execution=False).soc_energy
+            found |= {part: float(value) for part, field in FIELDS.items()
+                      if (value := getattr(soc, field, None)) is not None}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds of each repeat, and mJ of one repeat by part of the chip (empty where they cannot be read)."""
+    """Seconds of each repeat, and mJ of one repeat by part of the chip (empty where they cannot be read)."""
 
     seconds: tuple[float, ...]
     mj: dict[str, float]
@@ -59,7 +89,7 @@ class Timing:
 
 def measure(work: Callable[[], Any], repeats: int = 5, meter: Meter | None = None,
             clock: Callable[[], float] = time.perf_counter) -> Timing:
-    """Do `work` once for nothing and then `repeats` times."""
+    """Do `work` once as a warm-up and then `repeats` times."""
     work()
     seconds, meter = [], meter or Meter()
     with meter.window() as mj:
@@ -70,36 +100,12 @@ def measure(work: Callable[[], Any], repeats: int = 5, meter: Meter | None = Non
     return Timing(tuple(seconds), {part: value / repeats for part, value in mj.items()})
 
 
-def time_prefill(model: Any, backend: Backend, prompts: Sequence[int], repeats: int = 5, meter: Meter | None = None,
-                 seed: int = 0) -> list[dict[str, Any]]:
-    """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part, drops and launches."""
-    meter, rows = meter or Meter(), []
-    for length in progress(list(prompts), "measuring", unit="prompt"):
-        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad(), prefill_through(model, backend=backend) as ane:
-            timing = measure(lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter)
-        total, chunks = ane.total, -(-length // backend.plan.chunk)
-        rows.append({"chunk": backend.plan.chunk, "prompt": length, "TTFT, s": timing.median,
-                     "fastest, s": min(timing.seconds), "slowest, s": max(timing.seconds),
-                     "ms a chunk": 1e3 * timing.median / chunks,
-                     **{f"{part}, mJ a token": value / length for part, value in timing.mj.items()},
-                     "dropped": total.drop_rate, "padded": total.padded_fraction,
-                     "launches a chunk": total.launches / (repeats + 1) / chunks})
-    return rows
-
-
-# ------------------------------------------------------------------------------------------------------- calibration
-
-def time_grid(grid: Sequence[tuple[int, int]] = GRID, modes: Sequence[str] = MODES, *, experts: int = E,
-              hidden: int = H, intermediate: int = I, repeats: int = 5, meter: Meter | None = None,
+def time_grid(grid: Sequence[tuple[int, int]] = GRID, modes: Sequence[str] = MODES, *, experts: int = 16,
+              hidden: int = REFERENCE_H, intermediate: int = REFERENCE_I, repeats: int = 5, meter: Meter | None = None,
               runner: Callable[[Path, str | None], Any] = CoreMLRunner) -> list[Sample]:
-    """Time each (G, C) of a grid in each mode; one sample each, in ms and mJ a slot.
+    """Time each (G, C) of a grid in each mode, by default for PhiMoE's experts; one sample each, in ms and mJ a slot.
 
-    Needs room on the disk for one layer's experts (2.5 GB), in a temporary folder; one group size is there at a time.
-
-    Raises
-    ------
-    ValueError : a group that does not divide the experts.
+    Needs room on the disk for one layer's experts (2.5 GB); ValueError for a group that does not divide the experts.
     """
     if bad := [G for G, C in grid if experts % G]:
         raise ValueError(f"groups of {bad[0]} do not divide {experts} experts")
@@ -123,21 +129,14 @@ def time_grid(grid: Sequence[tuple[int, int]] = GRID, modes: Sequence[str] = MOD
 
 
 def save_samples(path: str | Path, samples: Sequence[Sample], device: str) -> Path:
-    """Write samples as JSON, whole or not at all."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"format": FORMAT, "kind": "measured", "device": device,
-                                "samples": [sample._asdict() for sample in samples]}, indent=1), encoding="utf-8")
-    os.replace(part, path)
-    return path
+    """Write samples as JSON, atomically."""
+    return write_json(path, {"format": FORMAT, "kind": "measured", "device": device,
+                             "samples": [sample._asdict() for sample in samples]})
 
 
 def load_samples(path: str | Path) -> tuple[list[Sample], str]:
-    """(samples, device) of `save_samples`; FileNotFoundError, or ValueError for another file."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    """(samples, device) of `save_samples`; ValueError for another file."""
+    found = read_json(Path(path))
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} has no samples of format {FORMAT}; `moelab ane calibrate` writes them")
     try:

@@ -17,17 +17,17 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
-from moelab.ane.coreml.convert import Settings, convert_model
+from moelab.ane.coreml.attention_graph import KVCache
+from moelab.ane.coreml.convert import ConversionSettings, Work, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
-from moelab.ane.coreml.journal import Work
-from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
+from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.experts.tiers import Tiers
 from moelab.models import plug
 from tests.depth import depth
 from tests.models import tiny
 
-SETTINGS = Settings(context=64)
+SETTINGS = ConversionSettings(context=64)
 
 
 def make_plan(spec, chunk=16):
@@ -35,7 +35,7 @@ def make_plan(spec, chunk=16):
     groups = (PlannedGroup((2, 0, 5), 32, "ane", 1), PlannedGroup((7,), 16, "ane", 1),
               PlannedGroup((1, 3, 4, 6), 16, "cpu", 1))
     capacity = tuple(32 if e in (2, 0, 5) else 16 for e in range(8))
-    return Plan(spec, chunk, "npumoe", (LayerPlan(Tiers((32, 16), capacity), groups, "ane"),) * spec.L)
+    return ANEPlan(spec, chunk, "npumoe", (LayerPlan(Tiers((32, 16), capacity), groups, "ane"),) * spec.L)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_group_graphs_compute_the_models_experts(converted, model):
                                   for e, rows in zip(graph.experts, slots.split(graph.capacity))])
         y = graph(slots)
         assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
-        assert graph.alarms == []
+        assert graph.run.alarms == []
     with pytest.raises(ValueError, match="CPU"):
         converted.group(1, 2)
     with pytest.raises(ValueError, match="capacity"):
@@ -89,7 +89,7 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
     for layer in range(2):
         x, cos, sin, expected = seen[layer]
         graph = converted.attention(layer, mode="double")
-        cache = graph.new_cache()
+        cache = KVCache(graph.shape)
         parts = [slice(start, start + 16) for start in range(0, 50, 16)]
         y = torch.cat([graph(x[part], cos[part], sin[part], cache) for part in parts])
         assert cache.length == 50
@@ -100,9 +100,9 @@ def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, 
     with pytest.raises(FileExistsError):
         convert_model(checkpoint, converted.folder)
     with pytest.raises(ValueError, match="layout"):
-        Settings(layout="nhwc")
+        ConversionSettings(layout="nhwc")
     with pytest.raises(ValueError, match="32"):
-        Settings(context=100)
+        ConversionSettings(context=100)
     other = tiny.save("mixtral", tmp_path / "other")
     with pytest.raises(ValueError, match="geometry"):
         convert_model(other, tmp_path / "out", make_plan(model.spec))
@@ -112,16 +112,23 @@ def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, 
         ConvertedModel(tmp_path)
 
 
+def verify(folder):
+    """Compare all packages with their checksums."""
+    converted = ConvertedModel(folder)
+    for entry in converted.packages:
+        converted.package(entry)
+
+
 def test_damage_is_seen(converted, tmp_path):
     folder = shutil.copytree(converted.folder, tmp_path / "copy")
+    verify(folder)
     copy = ConvertedModel(folder)
-    copy.verify()
     weights = next((folder / copy.packages[2]["file"]).rglob("weight.bin"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(ValueError, match="group00"):
-        copy.verify()
+        verify(folder)
     shutil.rmtree(folder / copy.packages[2]["file"])
     with pytest.raises(FileNotFoundError, match="group00"):
         ConvertedModel(folder)
@@ -148,7 +155,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     part = tmp_path / "ane.part"
     assert not destination.exists() and len((part / "journal.jsonl").read_text().splitlines()) == 2
     with pytest.raises(FileExistsError, match="settings"):
-        convert_model(checkpoint, destination, plan, Settings(context=96))
+        convert_model(checkpoint, destination, plan, ConversionSettings(context=96))
     with open(part / "journal.jsonl", "a") as journal:
         journal.write('{"file": "layers/001/gro')                               # killed while it wrote
     damaged = next((part / "layers/001/attention.mlpackage").rglob("weight.bin"))
@@ -157,7 +164,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     killed_at(99)
     result = convert_model(checkpoint, destination, plan, SETTINGS)
     assert made == ["attention.mlpackage", "group00.mlpackage", "group01.mlpackage"]
-    result.verify()
+    verify(result.folder)
     assert not part.exists() and [e["file"] for e in result.packages] == [e["file"] for e in converted.packages]
     slots = torch.randn(96, 32)
     assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
@@ -169,21 +176,21 @@ def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatc
     save = convert_module.save_ffn
 
     def interrupted_by_another(*args):
-        with pytest.raises(FileExistsError, match="another process converts into .*ane.part") as raised:
+        with pytest.raises(FileExistsError, match="another process is writing .*ane.part") as raised:
             convert_model(checkpoint, destination, plan, SETTINGS)
         told.append(str(raised.value))
         return save(*args)
     monkeypatch.setattr(convert_module, "save_ffn", interrupted_by_another)
     result = convert_model(checkpoint, destination, plan, SETTINGS)
     assert len(told) == 2
-    result.verify()
+    verify(result.folder)
     monkeypatch.setattr(convert_module, "save_ffn", lambda *args: 1 / 0)
     for _ in range(2):                          # one that fails does not keep the folder for itself
         with pytest.raises(ZeroDivisionError):
             convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, Settings(context=64, every_tier=True, weights="int8")])
+@pytest.mark.parametrize("settings", [SETTINGS, ConversionSettings(context=64, every_tier=True, weights="int8")])
 def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkeypatch):
     """coremltools keeps a copy of each package until the process ends; here it has gone when the package is whole."""
     (tmp_path / "temporary").mkdir()
@@ -200,8 +207,8 @@ def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkey
 
 KILLED = """
 import os, signal, sys, tempfile
-from moelab.ane.coreml.package import coremltools
 from moelab.ane.coreml.convert import convert_model
+from moelab.ane.coreml.package import coremltools
 ct = coremltools()
 ct.models.MLModel.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)        # its temporary copy is written
 convert_model(sys.argv[1], sys.argv[2])
@@ -252,13 +259,13 @@ def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
 
 
 def test_every_tier_and_state(checkpoint, model, tmp_path):
-    settings = Settings(context=64, every_tier=True, stateful=True, layout="paper", weights="int8")
+    settings = ConversionSettings(context=64, every_tier=True, stateful=True, layout="paper", weights="int8")
     result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
     small, large = result.group(1, 1, capacity=16), result.group(1, 1, capacity=32)
     slots = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(small(slots[:16]), large(slots)[:16])
     stateful = ConvertedModel(result.folder).attention(0, "double")
-    cache, rows = stateful.new_cache(), torch.randn(20, 32, dtype=torch.float64)
+    cache, rows = KVCache(stateful.shape), torch.randn(20, 32, dtype=torch.float64)
     cos, sin = torch.ones(20, 8, dtype=torch.float64), torch.zeros(20, 8, dtype=torch.float64)
     y = torch.cat([stateful(rows[:16], cos[:16], sin[:16], cache), stateful(rows[16:], cos[16:], sin[16:], cache)])
     assert y.shape == (20, 32) and cache.length == 20 and bool((cache.k[..., :20] != 0).any())
@@ -278,7 +285,7 @@ def test_experts_without_graphs_are_refused_before_anything_is_written(kind, say
 def plan_of_all(spec, chunk=16):
     """All experts of a layer in one graph."""
     group = PlannedGroup(tuple(range(spec.E)), 16, "ane", 1)
-    return Plan(spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L)
+    return ANEPlan(spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L)
 
 
 def test_chunks_that_no_graph_takes_are_refused(checkpoint, model, tmp_path):
@@ -302,7 +309,7 @@ def test_a_graph_of_other_experts_than_the_models_is_not_kept(checkpoint, model,
 def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     source = tiny.save("gpt_oss", tmp_path / "gpt", num_hidden_layers=1)
     spec = moelab.open_model(source).spec
-    plan = Plan(spec, 16, "npumoe", (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),),
+    plan = ANEPlan(spec, 16, "npumoe", (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),),
                                                "ane"),))
     result = convert_model(source, tmp_path / "ane", plan, SETTINGS)
     assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.problems[0]
@@ -316,7 +323,7 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
                                   '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}'])
 def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
     with closing(Work(tmp_path / "a.part", {})) as work:
-        work.journal.write_text(line + "\n")
+        work.journal.path.write_text(line + "\n")
     (tmp_path / "model").mkdir()
     with closing(Work(tmp_path / "a.part", {})) as work:
         assert work.done == {}

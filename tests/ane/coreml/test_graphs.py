@@ -16,22 +16,12 @@ from coremltools.converters.mil.mil import types
 
 import moelab
 from moelab.ane.coreml import attention_graph, ffn_graph
-from moelab.ane.coreml.attention_graph import KVCache, attention_inputs, attention_shape, mask_of, save_attention
+from moelab.ane.coreml.attention_graph import (
+    KVCache, attention_inputs, attention_shape, mask_of, powers, save_attention, shifted, with_ones)
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
-    Enumerated,
-    Expert,
-    Range,
-    activation_of,
-    expert_of,
-    half,
-    pack,
-    save_ffn,
-    save_program,
-    unpack,
-)
+    Enumerated, Expert, Range, activation_of, expert_of, half, pack, save_ffn, save_program, unpack)
 from moelab.ane.coreml.package import coremltools, read_package
-from moelab.ane.coreml.rounding import powers, shifted, with_ones
 from moelab.datasets import prompts
 from moelab.models import compat
 from tests.experts import toy

@@ -16,11 +16,11 @@ from coremltools.converters.mil.mil import types
 from moelab.ane.coreml import lint_rules
 from moelab.ane.coreml.attention_graph import AttentionShape, save_attention
 from moelab.ane.coreml.ffn_graph import Enumerated, Expert, save_ffn
-from moelab.ane.coreml.linter import lint
+from moelab.ane.coreml.linter import lint, lint_examples
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.ane.plan import make_plan
-from moelab.ane.device.synthetic_popularity import assumed_counts
-from moelab.models import compat, opening
+from moelab.ane.popularity import assumed_counts
+from moelab.models import compat, open_checkpoint, opening, plug
 from moelab.models.opening import spec_of
 from moelab.files import small_model
 
@@ -203,8 +203,24 @@ def test_the_default_plan_of_the_shipped_model_is_clean(tmp_path):
 
 def test_report_as_table_and_json(tmp_path):
     report = lint(save_ffn(tmp_path / "paper.mlpackage", make_experts(2), 32, layout="paper"))
-    read = json.loads(report.to_json())
+    read = json.loads(json.dumps(report.to_dict()))
     assert read["clean"] is False and read["weight_bytes"] == report.weight_bytes
     assert [f["rule"] for f in read["findings"]] == [f.rule for f in report.findings]
     for word in ("row-padding", "conv", "not clean", "Activations"):
         assert word in report.table()
+
+
+# --------------------------------------------------------------------------------------- examples of mistakes
+
+EXAMPLES = {"the paper's layout": {"row-padding"}, "one expert, capacities 16, 32 or 64": {"fig4-dynamic-shape"},
+         "int8 weights": {"quantised-conv"}, "capacity 40": {"align-16"}, "one expert, capacity 16": {"tiny-graph"},
+         "the router": {"fig4-linear", "fig4-topk"}}
+
+
+def test_each_mistake_is_found_by_its_own_rule(tmp_path):
+    model = open_checkpoint(experts="external")                      # of the shipped model's sizes no rule complains
+    good, bad = lint_examples(plug(model)[0].experts, model.spec, tmp_path)
+    assert good.clean and not good.findings
+    assert {name: {finding.rule for finding in report.findings} for name, report in bad.items()} == EXAMPLES
+    assert not any(report.clean for report in bad.values())
+    assert len(list(tmp_path.glob("*.mlpackage"))) == len(bad) + 1

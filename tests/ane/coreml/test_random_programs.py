@@ -409,7 +409,7 @@ def rebuild(steps, sources, dtype):
     named = eval(f"lambda {', '.join(arguments)}: body({', '.join(arguments)})", {"body": body})
     program = mb.program(input_specs=specs, opset_version=coremltools().target.iOS18)(named)
     function = _function("main", program.functions["main"], SimpleNamespace(input=[]))
-    return Evaluator(Package(Path("program"), {"main": function}, 0, 9),
+    return Evaluator(Package(Path("program"), {"main": function}, 0),
                      mode="fp16" if dtype == "fp16" else "double"), names
 
 

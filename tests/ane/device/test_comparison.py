@@ -1,12 +1,15 @@
-"""Comparisons with the paper: claims are those published, ranges those of all runs; contradictions are arithmetic."""
+"""Comparisons with the paper: claims are those published, ranges those of all runs; inconsistencies are arithmetic."""
 
 import pytest
 
-from moelab.ane.device import comparison, inconsistencies
-from moelab.ane.device.comparison import RIVALS, baselines, claimed, least_and_most, ratio
-from moelab.ane.device.device_model import REFERENCE_BYTES, DeviceModel
+from moelab.ane.device import comparison, published
+from moelab.ane.device.comparison import (
+    RIVALS, Setting, baselines, claimed, fastest, least_and_most, ratio, settings)
+from moelab.ane.device.device_model import DeviceModel
+from moelab.ane.device.published import CLAIMS, END_TO_END, REFERENCE_BYTES, TABLE_4
 from moelab.ane.plan import MAX_GRAPH_BYTES
-from moelab.ane.device.published import CLAIMS, END_TO_END, TABLE_4
+from moelab.ane.popularity import assumed_loads
+from moelab.cards import load_model
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +42,69 @@ def test_the_cheapest_slot_is_of_a_graph_that_fits():
     assert grid[at] == min(allowed.values()) and at[0] <= 8 and max(G for G, _ in grid) == 16
 
 
-def test_contradictions_by_hand():
-    as_slots, as_tokens = inconsistencies.expert_ffn()
+def test_inconsistencies_by_hand():
+    as_slots, as_tokens = published.expert_ffn()
     assert (as_slots, as_tokens) == (pytest.approx(4 * 16 * 32 * 0.26), pytest.approx(1024 * 0.26))
     assert abs(as_slots - TABLE_4["expert FFN"][3]) < 2
-    sums = inconsistencies.table_4_sums()
+    sums = published.table_4_sums()
     assert sums[3] == pytest.approx(1 + 1.24 + 0.37 + 530.91 + 775.52 + 398.34)
     assert abs(sums[0] - TABLE_4["total"][0]) < 2.5 and abs(sums[3] - TABLE_4["total"][3]) > 400
-    assert inconsistencies.EIGHT_EXPERTS == 1200
-    where = [one.where for one in inconsistencies.contradictions()]
+    assert published.EIGHT_EXPERTS == 1200
+    where = [one.where for one in published.inconsistencies()]
     assert len(set(where)) == len(where) == 9
     for metric, gains in END_TO_END.items():                    # §5.2's ranges of Qwen3 are their least and most
         claim = next(c for c in CLAIMS if (c.model, c.metric) == ("Qwen3-30B-A3B", metric))
         assert (claim.low, claim.high) == (min(gains.values()), max(gains.values()))
-    qwen = next(one for one in inconsistencies.contradictions() if one.where == "§5.2, gains of Qwen3-MoE")
+    qwen = next(one for one in published.inconsistencies() if one.where == "§5.2, gains of Qwen3-MoE")
     assert "1.26" in qwen.but and f"{1.139 / 0.572:.2f}" in qwen.but
+
+
+# ------------------------------------------------------------------------------- settings of a plan
+
+@pytest.fixture(scope="module")
+def swept():
+    return settings("Phi-tiny-MoE", levels=(1, 3), slacks=(0.75, 1.0), groups=(1, 8), chunks=(256,), seed=1)
+
+
+def test_drops_and_padding_are_those_of_loops_over_unseen_chunks(swept):
+    assert set(swept) == {Setting(t, s, G, 256) for t in (1, 3) for s in (0.75, 1.0) for G in (1, 8)}
+    loads = assumed_loads(load_model("Phi-tiny-MoE"), 256, 80, seed=1)[64:]
+    for setting, of in swept.items():
+        routed = executed = rows = 0
+        for chunk in loads.tolist():
+            for layer, came in zip(of.plan.layers, chunk):
+                routed += sum(came)
+                for group in layer.groups:
+                    tokens = [came[e] for e in group.experts]
+                    static = group.unit == "ane" and any(tokens)
+                    done = sum(min(n, group.capacity) for n in tokens) if static else sum(tokens)
+                    executed, rows = executed + done, rows + (group.capacity * len(tokens) if static else done)
+        assert (of.dropped, of.padded) == (pytest.approx(1 - executed / routed), pytest.approx(1 - executed / rows))
+        assert of.plan.chunk == setting.chunk and all(
+            len(group.experts) <= setting.group_size and len(layer.tiers.levels) <= setting.levels
+            for layer in of.plan.layers for group in layer.groups)
+
+
+def test_each_knob_does_what_is_said_of_it(swept):
+    for other in swept:
+        t, s, G = other.levels, other.slack, other.group_size
+        if t == 3:
+            assert swept[other].padded < swept[Setting(1, s, G)].padded         # more tiers waste fewer rows
+        if s == 1.0:                                                            # more slack drops less, computes more
+            less = swept[Setting(t, 0.75, G)]
+            assert swept[other].dropped < less.dropped and swept[other].plan.slots > less.plan.slots
+        if G == 8:                                                              # larger groups share launches
+            assert swept[other].plan.launches < swept[Setting(t, s, 1)].plan.launches
+
+
+def test_the_fastest_is_the_fastest_allowed(swept):
+    limit = sorted(of.dropped for of in swept.values())[2]
+    best = fastest(swept, limit)
+    assert swept[best[256]].ttft_s == min(of.ttft_s for of in swept.values() if of.dropped <= limit)
+    assert swept[best[256]].ttft_s > min(of.ttft_s for of in swept.values()) and fastest(swept, -1.0) == {}
+
+
+@pytest.mark.parametrize("setting, text", [(Setting(), "3 tiers, slack 1, G = 8"),
+                                           (Setting(1, 0.75, 2, 512), "1 tier, slack 0.75, G = 2")])
+def test_a_setting_says_what_it_is(setting, text):
+    assert str(setting) == text

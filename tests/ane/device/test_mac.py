@@ -14,14 +14,14 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane import doctor
-from moelab.ane.device import energy, mac
-from moelab.ane.coreml.convert import Settings, convert_model
-from moelab.ane.device.device_model import DeviceModel
+from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
-from moelab.ane.parity import LOGITS, parity
+from moelab.ane.device import mac
+from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import TABLE_5
-from moelab.ane.device.timing import GRID, load_samples, measure, save_samples, time_grid, time_prefill
+from moelab.ane.device.timing import GRID, Meter, load_samples, measure, save_samples, time_grid
+from moelab.ane.parity import LOGITS, parity
 from tests.ane import fake_mac
 from tests.ane.test_backends import CONTEXT, make_plan, prompt
 from tests.models import tiny
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("model")
     checkpoint = tiny.save("qwen3_moe", root / "tiny", num_hidden_layers=1, mlp_only_layers=[])
     plan = make_plan(moelab.open_model(checkpoint).spec)
-    return convert_model(checkpoint, root / "ane", plan, Settings(context=CONTEXT), validate=False).folder
+    return convert_model(checkpoint, root / "ane", plan, ConversionSettings(context=CONTEXT), validate=False).folder
 
 
 def machine(system, processor, version):
@@ -56,11 +56,10 @@ def fakes(monkeypatch, on_mac):
 
     def probed(package, inputs, function=None, units="cpuAndNeuralEngine", timeout=300.0):
         runner = mac.CoreMLRunner(package, function, units)
-        return mac.Probe(Path(package), "", 0.5, 0.01, tuple(mac.placements(runner)),
+        return mac.PackageProbe(Path(package), "", 0.5, 0.01, tuple(mac.placements(runner)),
                          {name: value.numpy() for name, value in runner(
                              inputs, runner.make_state() if runner.model.evaluator.function.states else None).items()})
-    for module in (mac, doctor):
-        monkeypatch.setattr(module, "probe", probed)
+    monkeypatch.setattr(doctor, "probe", probed)
 
 
 @pytest.mark.parametrize("here", [("Linux", "x86_64", ""), ("Darwin", "x86_64", "15.0"), ("Darwin", "arm64", "14.7")])
@@ -96,7 +95,7 @@ def several(tmp_path_factory, folder):
     """Packages with several functions, and attention that keeps a state."""
     from moelab.ane.coreml.converted import ConvertedModel
     converted = ConvertedModel(folder)
-    settings = Settings(context=CONTEXT, every_tier=True, stateful=True)
+    settings = ConversionSettings(context=CONTEXT, every_tier=True, stateful=True)
     return convert_model(converted.checkpoint(), tmp_path_factory.mktemp("several") / "ane", converted.plan, settings,
                          validate=False)
 
@@ -138,24 +137,25 @@ def test_a_runner_is_called_like_an_evaluator(folder, fakes):
 
 @torch.no_grad()
 def test_the_backend_is_called_ANE_only_where_the_plan_says_so(folder, fakes, monkeypatch):
-    backend, probes = mac.coreml_backend(folder)
-    operations = sum(len(p.placements) for p in probes)
-    assert len(probes) == 3 and backend.name == f"Core ML, {operations} of {operations} operations on the ANE by the " \
-                                                f"compute plan"
+    backend = doctor.coreml_backend(folder)
+    packages = [read_package(folder / entry["file"]).function() for entry in backend.converted.packages]
+    operations = sum(function.counts().total() for function in packages)
+    assert len(packages) == 3 and backend.name == f"Core ML, {operations} of {operations} operations on the ANE by " \
+                                                  f"the compute plan"
     converted = backend.converted
     found = parity(backend, moelab.open_model(converted.checkpoint()), [prompt(33)[0].tolist()])
     assert found.backend == backend.name and 0 < found.last.max() < 1e-2
     monkeypatch.setattr(fake_mac, "behaviour", "silu")
-    assert mac.coreml_backend(folder)[0].name.startswith(f"Core ML, {operations - 4} of {operations} ")
-    monkeypatch.setattr(mac, "probe", lambda package, *_, **__: mac.Probe(Path(package), "was ended by SIGSEGV: x"))
+    assert doctor.coreml_backend(folder).name.startswith(f"Core ML, {operations - 4} of {operations} ")
+    monkeypatch.setattr(doctor, "probe", lambda package, *_, **__: mac.PackageProbe(Path(package), "was ended by SIGSEGV: x"))
     with pytest.raises(RuntimeError, match="(?s)attention.mlpackage was ended by SIGSEGV.*for the CPU"):
-        mac.coreml_backend(folder)
+        doctor.coreml_backend(folder)
 
 
 @torch.no_grad()
 def test_a_good_mac_is_not_failed_for_what_fp16_rounds(folder, fakes, monkeypatch):
     """Logits a hundred times as large are off by a hundred times as much; a Mac that computes wrong is still seen."""
-    backend, _ = mac.coreml_backend(folder)
+    backend = doctor.coreml_backend(folder)
     model = moelab.open_model(backend.converted.checkpoint())
     model.lm_head.weight.data *= 100
     prompts = [prompt(33, seed)[0].tolist() for seed in range(3)]
@@ -163,7 +163,7 @@ def test_a_good_mac_is_not_failed_for_what_fp16_rounds(folder, fakes, monkeypatc
     found = parity(backend, model, prompts, rounding=rounding)
     assert found.last.max() > LOGITS and found.ok
     monkeypatch.setattr(fake_mac, "behaviour", "wrong")
-    assert not parity(mac.coreml_backend(folder)[0], model, prompts, rounding=rounding).ok
+    assert not parity(doctor.coreml_backend(folder), model, prompts, rounding=rounding).ok
 
 
 def test_the_doctor_finds_what_is_wrong(folder, fakes, monkeypatch):
@@ -178,7 +178,7 @@ def test_the_doctor_finds_what_is_wrong(folder, fakes, monkeypatch):
     with monkeypatch.context() as damage, pytest.raises(ValueError, match="damaged"):
         damage.setattr("moelab.ane.coreml.converted.checksum", lambda package: "another")
         doctor.diagnose(folder)
-    monkeypatch.setattr(doctor, "probe", lambda package, *_, **__: mac.Probe(Path(package), "did not load"))
+    monkeypatch.setattr(doctor, "probe", lambda package, *_, **__: mac.PackageProbe(Path(package), "did not load"))
     found = doctor.diagnose(folder)
     assert all(math.isnan(c.difference) and c.complaints == ["did not load"] for c in found.checkups)
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["well"] is False
@@ -188,20 +188,20 @@ def test_the_doctor_finds_what_is_wrong(folder, fakes, monkeypatch):
 
 def test_without_zeus_there_is_no_energy(monkeypatch):
     monkeypatch.setitem(sys.modules, "zeus.monitor", None)
-    meter = energy.Meter()
+    meter = Meter()
     assert "pip install" in meter.why
     with meter.window() as joules:
         pass
     assert joules == {}
     fake = SimpleNamespace(ZeusMonitor=lambda **_: SimpleNamespace(soc_is_present=False))
     monkeypatch.setitem(sys.modules, "zeus.monitor", fake)
-    assert "no Apple chip" in energy.Meter().why
+    assert "no Apple chip" in Meter().why
 
 
 @pytest.fixture
 def meter(monkeypatch):
     monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=fake_mac.Monitor))
-    return energy.Meter()
+    return Meter()
 
 
 def test_a_measurement_is_a_median_of_repeats_after_one_that_does_not_count(meter):
@@ -212,8 +212,8 @@ def test_a_measurement_is_a_median_of_repeats_after_one_that_does_not_count(mete
 
 
 def test_prefills_are_timed_by_length(folder, fakes, meter):
-    backend, _ = mac.coreml_backend(folder)
-    rows = time_prefill(moelab.open_model(backend.converted.checkpoint()), backend, (16, 40), repeats=2, meter=meter)
+    backend = doctor.coreml_backend(folder)
+    rows = doctor.time_prefill(moelab.open_model(backend.converted.checkpoint()), backend, (16, 40), repeats=2, meter=meter)
     assert [(row["chunk"], row["prompt"]) for row in rows] == [(16, 16), (16, 40)]
     for row, chunks in zip(rows, (1, 3)):
         assert row["fastest, s"] <= row["TTFT, s"] <= row["slowest, s"]
@@ -253,5 +253,5 @@ def test_samples_of_table_5_refit_the_published_model(tmp_path):
     with pytest.raises(ValueError, match="ane calibrate"):
         load_samples(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match="bad.json cannot be read"):
         load_samples(tmp_path / "bad.json")

@@ -1,13 +1,15 @@
-"""Popularity of experts where no calibration exists: assumed, named and seeded.
+"""How many tokens each expert gets: from recorded ids, or from a synthetic popularity where no calibration exists.
 
-Expert popularity is drawn per layer from a log-normal of a named width, and the loads of single chunks vary around
-it by a Dirichlet distribution, as text does: consecutive tokens are about the same thing. With "typical", 16 experts
-and top-2 the busiest expert gets about twice the mean load, the example of NPUMoE §4.1; the variation between chunks is
-chosen so that pruning at the default tiers drops and pads as much as its Table 3. Whatever is computed from these
+Synthetic popularity is drawn per layer from a log-normal of a named width, and the loads of single chunks vary around
+it by a Dirichlet distribution, as consecutive tokens of a text are about the same thing. With "typical", 16 experts and
+top-2 the most popular expert gets about twice the mean load, the example of NPUMoE §4.1; the variation between chunks
+is fitted so that pruning at the default tiers drops and pads as much as its Table 3. Whatever is computed from these
 numbers must say "assumed".
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +20,9 @@ SKEWS = {"even": (0.0, 1e6), "typical": (0.4, 2.0), "strong": (0.9, 2.0)}
 
 
 def assumed_loads(spec: MoESpec, chunk: int, chunks: int = 64, skew: str = "typical", seed: int = 0) -> np.ndarray:
-    """Tokens that each expert gets in each chunk, assumed: int64 [n, L, E]; every chunk has chunk·K a layer.
+    """Tokens that each expert gets in each chunk, assumed: int64 [n, L, E], at most `chunk`, chunk·K a layer.
 
-    An expert gets a token once at most, so no load is above `chunk`.
-
-    Raises
-    ------
-    ValueError : an unknown skew; the message lists those there are.
+    skew : a key of `SKEWS`; ValueError for another.
     """
     if skew not in SKEWS:
         raise ValueError(f"there is no skew {skew!r}; there are: {', '.join(SKEWS)}")
@@ -49,3 +47,16 @@ def assumed_counts(spec: MoESpec, chunk: int = 256, chunks: int = 64, skew: str 
                    ) -> tuple[np.ndarray, int]:
     """(counts [L, E], tokens): what a calibration on `assumed_loads` would have counted."""
     return assumed_loads(spec, chunk, chunks, skew, seed).sum(0), chunk * chunks
+
+
+def loads_of_ids(ids: Any, chunk: int, E: int) -> np.ndarray:
+    """Tokens that each expert gets in each chunk, from ids [T, L, K]: int64 [n, L, E]; the last chunk may be shorter.
+
+    The id E ("no expert") is not counted.
+    """
+    ids = np.asarray(ids)
+    T, L, K = ids.shape
+    loads = np.zeros((-(-T // chunk), L, E + 1), dtype=np.int64)
+    token, layer, _ = np.indices(ids.shape)
+    np.add.at(loads, (token // chunk, layer, ids), 1)
+    return loads[:, :, :E]
