@@ -16,7 +16,7 @@ PYTHONS_OWN = ("invalid int", "invalid float", "invalid <lambda>", "Traceback", 
 
 def parsers():
     """(words before the options, parser) of every command, subcommand and bench."""
-    for name, (module, _) in COMMANDS.items():
+    for name, (module, *_) in COMMANDS.items():
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
         nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
