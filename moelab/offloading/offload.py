@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moelab.cache.planning import Plan
+from moelab.cache.planning import CachePlan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.experts import make
@@ -38,7 +38,7 @@ from moelab.store.reader import Reader
 
 
 def offload(store: ExpertStore | str | Path, budget: str | float | int = "auto", *, policy: Any = "lru",
-            plan: Pools | Plan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
+            plan: Pools | CachePlan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, ahead: int = 0, delays: Delays | None = None,
             device: str | torch.device = "cpu", executor: Any = None, **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moelab.cache.residency import Counters, Residency
+from moelab.cache.residency import CacheCounters, Residency
 from moelab.progress import progress
 from moelab.offloading.prefetch_gate import Foresight
 from moelab.offloading.limits import Rates, Steps
@@ -55,7 +55,7 @@ class Simulation:
 
     events: list[Event]
     forwards: list[Forward]
-    counters: Counters
+    counters: CacheCounters
     fetched: Fetched = field(default_factory=Fetched)
     kind: str = "simulated"
 
