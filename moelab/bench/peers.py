@@ -179,8 +179,9 @@ class Moelab(Transformers):
         super().__init__(offload(options["store"], options["budget"], **given))
         self.offloading = self.model.moelab
         if options.get("guess"):
-            from moelab.speculate import Speculation, make
-            Speculation(self.model, make(options["guess"], self.model), "hint")
+            from moelab.registry import make
+            from moelab.speculate import Speculation
+            Speculation(self.model, make("predictor", options["guess"], self.model), "hint")
 
     def decoding(self) -> None:
         counters = self.offloading.residency.counters

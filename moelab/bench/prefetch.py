@@ -33,8 +33,9 @@ from moelab.models.convert import convert
 from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
 from moelab.models.synthesize import synthesize
+from moelab.registry import make
 from moelab.specs import Event, MoESpec
-from moelab.speculate import MODES, Predictor, Speculation, make
+from moelab.speculate import MODES, Predictor, Speculation
 from moelab.store.layout import ExpertStore
 
 ARMS = ("copy, then compute", "on demand", "hint", "speculative")
@@ -169,7 +170,7 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
             model = offload(store, share, ahead=K, staging=K)
             with model.moelab:
                 ids = torch.randint(3, model.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0))
-                contest = Contest(model, ids, partial(make, "router", model))
+                contest = Contest(model, ids, partial(make, "predictor", "router", model))
                 for file in store.glob("experts-*"):            # into the page cache
                     with open(file, "rb", buffering=0) as f:
                         while f.read(1 << 24):
@@ -181,7 +182,7 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
                     title = f"budget {share:.0%}, copying {ratio:g} × computing"
                     sections[title], against[title] = compare(contest.turns(ARMS, tokens, title), ratio, rate)
                 title = f"budget {share:.0%}, guesses at random"
-                contest.guess = partial(make, "random", model)
+                contest.guess = partial(make, "predictor", "random", model)
                 contest.turns(("hint",), 30, f"{title}: learning")
                 rows = {arm: row(taken) for arm, taken in contest.turns(("on demand", "hint"), tokens, title).items()}
                 wrong[title] = {"hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"],

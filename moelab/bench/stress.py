@@ -33,8 +33,9 @@ from moelab.progress import progress
 from moelab.offloading.decoders import CpuDecoder
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
+from moelab.registry import make
 from moelab.schedule.requests import Delays
-from moelab.speculate import Speculation, make
+from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -151,7 +152,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
                    f"ids {list(inputs['inputs'].shape)}, {inputs['max_new_tokens']} new"
             wanted = output(references[model_type], inputs)
             with _watched(), held_up(rng), (model := offload(store, delays=delays, **options)).moelab as offloading, \
-                    Speculation(model, make(rng.choice(("router", "random", "previous")), model,
+                    Speculation(model, make("predictor", rng.choice(("router", "random", "previous")), model,
                                             ahead=rng.choice((1, 1, 2))), "hint"):
                 runs = rng.choice((1, 1, 2))                # the second one finds a cache that is not empty
                 for _ in range(runs):

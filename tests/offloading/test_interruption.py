@@ -24,7 +24,8 @@ from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
-from moelab.speculate import Speculation, make
+from moelab.registry import make
+from moelab.speculate import Speculation
 from tests.depth import depth
 from tests.models import tiny
 from tests.offloading.test_offload import DELAYS, assert_equal, generate, jitter, threads
@@ -70,9 +71,9 @@ def set_up(folder, codec, mode, options):
         model = offload(folder / codec, "10MB", delays=DELAYS, **({"plan": Pools(F=4)} | options))
         stack.callback(model.moelab.close)
         if mode:
-            stack.enter_context(Speculation(model, make("router", model), mode))
+            stack.enter_context(Speculation(model, make("predictor", "router", model), mode))
         if mode == "speculative":
-            stack.enter_context(Speculation(reference, make("router", reference), mode))
+            stack.enter_context(Speculation(reference, make("predictor", "router", reference), mode))
         yield model, reference
     assert not threads()
 

@@ -14,7 +14,8 @@ from moelab.models import plug
 from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
-from moelab.speculate import Speculation, make
+from moelab.registry import make
+from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from tests.models import tiny
 from tests.offloading.test_offload import DELAYS, assert_equal, generate_interrupted, jitter, threads
@@ -41,7 +42,7 @@ def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
     for budget, ahead, guess in ((4 * Sizes.of(store).in_flight, 3, "random"), (0.5, 2, "router")):
         offloaded = offload(store, budget, ahead=ahead, delays=DELAYS)
         jitter(offloaded, random.Random(0))
-        with offloaded.moelab as offloading, Speculation(offloaded, make(guess, offloaded), "hint"):
+        with offloaded.moelab as offloading, Speculation(offloaded, make("predictor", guess, offloaded), "hint"):
             assert_equal(offloaded, reference)
             assert check(offloading.timeline) == []
             assert offloading.metrics()["fetched_ahead"]["begun"]
@@ -60,7 +61,7 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
         offloaded = offload(store, "10MB", plan=plan or Pools(F=5), policy="zipmoe", workers=workers, staging=staging,
                             ahead=room, delays=DELAYS)
         jitter(offloaded, chance)
-        with Speculation(offloaded, make(guess, offloaded, ahead=distance), "hint"):
+        with Speculation(offloaded, make("predictor", guess, offloaded, ahead=distance), "hint"):
             for seed in range(2):
                 assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
         decisions.append(offloaded.moelab.residency.counters)
@@ -74,8 +75,8 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
     model, store = qwen
     resident = open_model(model)
     offloaded = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS)
-    with Speculation(resident, make("router", resident), "speculative"), \
-            Speculation(offloaded, make("router", offloaded), "speculative"):
+    with Speculation(resident, make("predictor", "router", resident), "speculative"), \
+            Speculation(offloaded, make("predictor", "router", offloaded), "speculative"):
         for seed in range(4):
             offloaded.moelab.reset()
             assert_equal(offloaded, resident, seed=seed, batch=1, new=6)
@@ -167,7 +168,7 @@ def test_interruptions_with_guesses_under_way(qwen):
     model, store = qwen
     offloaded, reference = offload(store, "10MB", plan=Pools(2, 2, 1, 1), ahead=6, delays=DELAYS), open_model(model)
     jitter(offloaded, random.Random(1))
-    with Speculation(offloaded, make("random", offloaded), "hint"):
+    with Speculation(offloaded, make("predictor", "random", offloaded), "hint"):
         for point in range(0, 12, 3):
             generate_interrupted(offloaded, point)
             assert_equal(offloaded, reference, seed=point)

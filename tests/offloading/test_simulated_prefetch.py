@@ -15,11 +15,12 @@ from moelab.offloading.prefetch_gate import Foresight
 from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.simulator import flat, guesses_of, simulate, steps_of
+from moelab.registry import make
 from moelab.schedule.affinity import scheduler_for
 from moelab.schedule.execution import execute
 from moelab.schedule.requests import Delays
 from moelab.specs import State
-from moelab.speculate import Speculation, make
+from moelab.speculate import Speculation
 from tests.offloading.test_offload import DELAYS, generate
 from tests.offloading.test_simulator import trace
 
@@ -213,7 +214,7 @@ def test_the_engines_decisions_on_the_engines_steps_and_guesses(qwen, mode):
         told.append((len(offloading.steps) - 1, layer, list(dict.fromkeys(ids.T.reshape(-1).tolist()))))
         prefetch(layer, ids)
     offloading.engine.prefetch = announced
-    with offloading, Speculation(offloaded, make("router", offloaded), mode), torch.inference_mode():
+    with offloading, Speculation(offloaded, make("predictor", "router", offloaded), mode), torch.inference_mode():
         generate(offloaded, batch=1, new=8)
         found = offloading.metrics()
         guesses = [[(layer, experts) for at, layer, experts in told if at == n] for n in range(len(offloading.steps))]

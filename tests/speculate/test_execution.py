@@ -10,12 +10,13 @@ from torch.overrides import TorchFunctionMode
 import moelab
 from moelab.models import discover, identity, plug
 from moelab.recording import record, stacks
-from moelab.speculate import DefaultVectors, Speculation, default_vectors, make
+from moelab.speculate import DefaultVectors, Speculation, default_vectors
 from moelab.speculate.predictors import route, teacher
 from moelab.trace import DECODE, PREFILL
 
 from tests.models import tiny, wild
 from tests.models.test_seam import generate
+from tests.speculate.conftest import make
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moelab.models.stream import streams
 from moelab.recording import record
-from moelab.speculate import DefaultVectors, default_vectors, make, rows, training
+from moelab.speculate import DefaultVectors, default_vectors, rows, training
 from moelab.speculate.predictors import route
 from moelab.speculate.rows import Rows, teacher
 from moelab.speculate.scoring import score
@@ -225,6 +225,8 @@ import json, re, resource, sys, torch
 from moelab.models import open_model
 from moelab.speculate import DefaultVectors
 from moelab.speculate.training import train
+
+from tests.speculate.conftest import make
 torch.set_num_threads(1)
 model = open_model(sys.argv[1])
 vectors = DefaultVectors.load(sys.argv[2], model)
