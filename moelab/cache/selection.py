@@ -30,9 +30,7 @@ def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
 
     f : [E], shares of steps that need the expert of each rank, in any order, from 0 to 1, summing to `k`.
 
-    Raises
-    ------
-    ValueError : f is outside 0 … 1 or does not sum to k, within 1e-9.
+    Raises ValueError: f is outside 0 … 1 or does not sum to k, within 1e-9.
     """
     f = np.asarray(f, np.float64)
     if f.ndim != 1 or not ((f >= 0) & (f <= 1 + 1e-9)).all():
@@ -91,9 +89,7 @@ def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
 
     By rejection. They have the popularity of a recorded run, but a step tells nothing about the next.
 
-    Raises
-    ------
-    ValueError : q does not sum to k, as `selection_probabilities` makes it.
+    Raises ValueError: q does not sum to k, as `selection_probabilities` makes it.
     """
     if not abs(q.sum() - k) <= 1e-6:
         raise ValueError(f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "

@@ -108,7 +108,6 @@ class Sweep:
         return sorted({N for _, N, *_ in self.cells})
 
     def joined(self, other: Sweep) -> Sweep:
-        """This sweep with another's cells beside its own."""
         return Sweep(self.assumptions, self.cells | other.cells)
 
     def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
@@ -165,21 +164,16 @@ def over_seeds(sweep: Sweep) -> dict[str, Spread]:
     return {name: spread([one[name] for one in found]) for name in found[0]}
 
 
-def quantities(sweep: Sweep, seed: int, version: str = "") -> dict[str, float]:
-    """The values of `claims.CLAIMS` for one seed, under the names there.
-
-    version : "" for the literal systems, ", improved" for the others (the sweep must have them).
-    """
-    full = "NDP+TP+LB+PRE" + version
-    names = {"NDP+TP": "NDP+TP", **{name: name + version for name in ("NDP+TP+LB", "NDP+TP+PRE", "NDP+TP+LB+PRE")}}
+def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
+    """The values of `claims.CLAIMS` for one seed, under the names there."""
     found = {}
-    for phase, shown in (("prefill", list(names)[:2]), ("decode", list(names))):
+    for phase, shown in (("prefill", PAPER[3:5]), ("decode", PAPER[3:])):
         for name in shown:
-            found[f"{phase} {name}"] = mean(sweep.speedups(names[name], "MoNDE", f"moe_{phase}", seed).values())
-        qwen = sweep.speedups(full, "MoNDE", f"moe_{phase}", seed).items()
+            found[f"{phase} {name}"] = mean(sweep.speedups(name, "MoNDE", f"moe_{phase}", seed).values())
+        qwen = sweep.speedups(PAPER[-1], "MoNDE", f"moe_{phase}", seed).items()
         found[f"Qwen3 {phase}"] = mean(value for (model, _), value in qwen if model == "Qwen3-30B-A3B")
-    for other in ("MoE-OnDemand", "Fiddler", "MoNDE"):
-        found[f"end to end ÷ {other}"] = max(sweep.speedups(full, other, "end_to_end", seed).values())
+    for other in PAPER[:3]:
+        found[f"end to end ÷ {other}"] = max(sweep.speedups(PAPER[-1], other, "end_to_end", seed).values())
     alone = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", seed)
     found["DeepSeek, N=2, decode NDP+TP"] = alone["DeepSeek-MoE-16B", 2]
     found["Qwen3, N=2, decode NDP+TP"] = alone["Qwen3-30B-A3B", 2]
@@ -193,5 +187,5 @@ def modules_needed(model: str, assumptions: Assumptions = Assumptions()) -> int:
             Costs(load_model(model), assumptions.hardware(N)).check(0, "units")
             return N
         except NotSupported:
-            continue
+            pass
     raise NotSupported(f"{model} fits no machine of this kind")

@@ -58,9 +58,7 @@ class Estimator(nn.Module):
 
         §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
 
-        Raises
-        ------
-        ValueError : a budget below a width of 8.
+        Raises ValueError: a budget below a width of 8.
         """
         # 2n·w² + (H + E + L − ahead + n + 5)·w + E parameters: solved for w
         a, b = 2 * expansion, H + E + L - ahead + expansion + 4
@@ -83,9 +81,7 @@ class Estimator(nn.Module):
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
         """Read the estimator of `model`, onto its device.
 
-        Raises
-        ------
-        FileNotFoundError, ValueError : no such file; not a readable estimator, or another model's.
+        Raises FileNotFoundError, ValueError: no such file; not a readable estimator, or another model's.
         """
         tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
         if (mine := identity(model)) != about["model_id"]:

@@ -70,9 +70,7 @@ def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Predictio
     logits : [T, E] that take the place of the router's own; its own code makes weights of them (softmax, sigmoid,
         groups, correction bias, renormalisation).
 
-    Raises
-    ------
-    ValueError : logits for a router whose code computes its own in another way than by one linear layer.
+    Raises ValueError: logits for a router whose code computes its own in another way than by one linear layer.
     """
     return layer.routing(ask(layer, x, logits))
 

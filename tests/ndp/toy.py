@@ -39,4 +39,4 @@ def routing(prefill, decode, history=None, **changes) -> Routing:
     prefill, decode = np.array(prefill, np.int16), np.array(decode, np.int16)
     its = spec(L=prefill.shape[1], K=prefill.shape[2], **changes)
     history = np.ones((its.L, its.E)) if history is None else np.array(history, float)
-    return Routing(its, prefill, decode, history, "simulated")
+    return Routing(its, prefill, decode, history)
