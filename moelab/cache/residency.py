@@ -107,7 +107,7 @@ class Residency:
         self._thresholds = [(state, sum(sizes[:i + 1]) + margin) for i, state in enumerate(self._pools[0])]  # τ of §3.4
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
-        """Decide about one layer's step: what its experts find, where they stay, and who leaves for them.
+        """Decide about one layer's step: in which states its experts are and stay, and which others are evicted.
 
         Raises ValueError: the layer or an expert is out of range, or an expert has no token.
         """

@@ -99,7 +99,7 @@ class Run:
     def prefill_step(self, layer: int, counts: np.ndarray) -> LayerStep:
         experts = np.lexsort((-self.routing.history[layer], -counts))[:int((counts > 0).sum())]
         return LayerStep(experts, counts[experts], self.home[layer, experts], np.zeros(len(experts), bool),
-                    len(self.routing.prefill))
+                         len(self.routing.prefill))
 
     def decode_step(self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None) -> LayerStep:
         """Of one token with experts ids [K], E for none. resident : bool [K], on the GPU; None: the prefetched."""
@@ -203,7 +203,8 @@ def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Ite
             dense = float(costs.dense_decode(np.array(S + forward - 1)))
             steps = [run.decode_step(layer, ids) for layer, ids in enumerate(routing.decode[forward - 1])]
         else:
-            dense, steps = costs.dense_prefill(S), [run.prefill_step(*of_layer) for of_layer in enumerate(counts)]
+            dense = costs.dense_prefill(S)
+            steps = [run.prefill_step(layer, of_layer) for layer, of_layer in enumerate(counts)]
         for layer, step in enumerate(steps):
             before, now = now, now + dense / spec.L
             events.append(Event("gpu", "other", layer, -1, before, now))

@@ -69,9 +69,8 @@ class DefaultVectors:
 
     def check(self, model: nn.Module) -> None:
         """ValueError if these are another model's."""
-        if (mine := identity(model)) != self.model_id:
-            raise ValueError(f"these default vectors were measured on another model (identity {self.model_id}, this "
-                             f"model's is {mine}); moelab.speculate.default_vectors(model, prompts) measures its own")
+        check_model(model, self.model_id, "these default vectors were measured on",
+                    "moelab.speculate.default_vectors(model, prompts) measures its own")
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file atomically; returns its path."""
@@ -88,6 +87,12 @@ class DefaultVectors:
         vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
         vectors.check(model)
         return vectors
+
+
+def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
+    """ValueError, which says what is of another model, unless a model has this identity."""
+    if (mine := identity(model)) != model_id:
+        raise ValueError(f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}")
 
 
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
