@@ -22,6 +22,8 @@ from moelab.speculate.scoring import score
 from moelab.speculate.training import divergence, evaluate, train
 from moelab.trace import RoutingTrace
 
+from tests.speculate.conftest import make
+
 PROMPTS = torch.randint(3, 96, (24, 11), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -225,8 +227,6 @@ import json, re, resource, sys, torch
 from moelab.models import open_model
 from moelab.speculate import DefaultVectors
 from moelab.speculate.training import train
-
-from tests.speculate.conftest import make
 torch.set_num_threads(1)
 model = open_model(sys.argv[1])
 vectors = DefaultVectors.load(sys.argv[2], model)
