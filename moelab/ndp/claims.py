@@ -1,7 +1,8 @@
 """GPU-NDP's published figures as data, and the assumptions fitted to half of them and judged by the others.
 
-Only figures that the text states are here; its bar charts give no numbers. "Slightly worse" becomes a range that we
-chose, and "not supported" the number of 32 GB modules that Table II's parameter counts need (our division).
+Only figures that the text states are here; its bar charts give no numbers. "Slightly worse" and "not supported" are
+made checkable: a range that we chose, and the number of 32 GB modules that Table II's parameter counts need
+(our division).
 
 `fit` chooses what the paper leaves open by `FIT` alone and never sees `JUDGED`: coordinate descent over a handful of
 choices for every assumption, until a round changes nothing. It starts at its own last answer, and the first one started

@@ -21,7 +21,7 @@ from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
+class PromptRouting:
     """The choices of one prompt and its answer.
 
     prefill, decode : int16 [S, L, K] and [D, L, K], expert ids; E where none ran.
@@ -59,7 +59,7 @@ class Routing:
 
 
 def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512, zipf: float = 0.2,
-                      bias: float = 0.3) -> Routing:
+                      bias: float = 0.3) -> PromptRouting:
     """One prompt of the popularity model; the same seed gives the same routing.
 
     zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's log-weights; 0 is none.
@@ -78,10 +78,10 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
     for layer in range(L):
         gumbel = rng.gumbel(size=(prompt + answer, E)).astype(np.float32)
         ids[:, layer] = np.argpartition(-(weights[layer] + gumbel), K - 1, axis=1)[:, :K]
-    return Routing(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
+    return PromptRouting(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
 
 
-def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> Routing:
+def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> PromptRouting:
     """One sequence of a recorded trace. history : counts [L, E] of other data; None counts the other sequences.
 
     Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a decode.
@@ -93,4 +93,4 @@ def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray
                          f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}")
     if history is None:
         history = trace.select(~mine).counts().numpy()
-    return Routing(trace.spec, *parts, history=np.asarray(history, float))
+    return PromptRouting(trace.spec, *parts, history=np.asarray(history, float))

@@ -21,7 +21,7 @@ from moelab.ndp.event_simulation import simulate_layer
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import LayerStep, Plan, problems
 from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used
-from moelab.ndp.routing import Routing
+from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import System
 from moelab.specs import Event
 
@@ -68,7 +68,7 @@ class Result:
         return self.prefill + self.intermediate + self.decode
 
 
-class Run:
+class NDPRun:
     """One machine and system under the routing of one model: its steps, by phase and layer.
 
     x : experts of each layer that are prefetched. resident : bool [L, E], which. home : int [L, E], the units.
@@ -76,7 +76,7 @@ class Run:
     Raises NotSupported: the experts do not fit where the system keeps them.
     """
 
-    def __init__(self, hardware: Hardware, system: System, routing: Routing, placement: str = "id") -> None:
+    def __init__(self, hardware: Hardware, system: System, routing: PromptRouting, placement: str = "id") -> None:
         spec, tokens = routing.spec, len(routing.prefill) + len(routing.decode)
         self.costs, self.system, self.routing = Costs(spec, hardware), system, routing
         self.home = place(routing.history, hardware.units, placement)
@@ -148,7 +148,7 @@ class Run:
         return max((usual, *range(most + 1)), key=gain)
 
 
-def simulate(hardware: Hardware, system: System, routing: Routing, *, placement: str = "id",
+def simulate(hardware: Hardware, system: System, routing: PromptRouting, *, placement: str = "id",
              seconds: Callable[[Plan, Costs], float] = layer_seconds) -> Result:
     """Time one prompt and its answer by the model that the routing is of.
 
@@ -159,7 +159,7 @@ def simulate(hardware: Hardware, system: System, routing: Routing, *, placement:
     Raises NotSupported: the experts do not fit where the system keeps them, or the rest not the GPU.
     ValueError: the system plans a step wrongly.
     """
-    run = Run(hardware, system, routing, placement)
+    run = NDPRun(hardware, system, routing, placement)
     costs, S, D = run.costs, len(routing.prefill), len(routing.decode)
     prefill = np.array([seconds(run.plan(run.prefill_step(layer, counts)), costs)
                         for layer, counts in enumerate(routing.counts())])
@@ -181,7 +181,7 @@ def numbered(rows: np.ndarray) -> np.ndarray:
     return names
 
 
-def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Iterable[int] = (1,), *,
+def timeline(hardware: Hardware, system: System, routing: PromptRouting, forwards: Iterable[int] = (1,), *,
              placement: str = "id") -> tuple[list[Event], list[tuple[float, float, int, str]]]:
     """(events, forwards) of chosen forwards by the event simulation, one after the other from time 0.
 
@@ -194,7 +194,7 @@ def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Ite
     forwards = list(forwards)
     if any(not 0 <= forward <= len(routing.decode) for forward in forwards):
         raise ValueError(f"forwards are {forwards}; there are 0, the prefill, and 1 to {len(routing.decode)}, decode")
-    run, spec = Run(hardware, system, routing, placement), routing.spec
+    run, spec = NDPRun(hardware, system, routing, placement), routing.spec
     costs, S, counts = run.costs, len(routing.prefill), routing.counts()
     events, done, now = [], [], 0.0
     for forward in forwards:

@@ -16,7 +16,7 @@ from typing import Any
 from moelab.cards import load_model
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.hardware import VARIANTS, Hardware, hardware
-from moelab.ndp.routing import Routing, simulated_routing
+from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, GPUNDP, MoNDE, System
 from moelab.progress import progress
@@ -76,12 +76,12 @@ class Assumptions:
             return replace(system, rounding=self.rounding, eq2_tokens=self.eq2_tokens, limit=limit)
         return system
 
-    def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> Routing:
+    def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> PromptRouting:
         return _routing(model, seed, prompt, answer, self.zipf, self.bias)
 
 
 @lru_cache(maxsize=16)
-def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias: float) -> Routing:
+def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias: float) -> PromptRouting:
     return simulated_routing(load_model(model), seed, prompt, answer, zipf, bias)
 
 

@@ -16,7 +16,7 @@ from moelab.ndp.event_simulation import event_seconds
 from moelab.ndp.plans import make_plan, problems
 from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used, places
 from moelab.ndp.routing import recorded_routing, simulated_routing
-from moelab.ndp.simulation import Run, numbered, place, simulate, timeline
+from moelab.ndp.simulation import NDPRun, numbered, place, simulate, timeline
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import check, metrics
@@ -32,7 +32,7 @@ def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
     routing = simulated_routing(spec, seed, prompt=9, answer=6, zipf=0.8)
     routing.decode[2, 1, 0] = spec.E
     result = simulate(machine, system, routing, placement=placement)
-    run = Run(machine, system, routing, placement)
+    run = NDPRun(machine, system, routing, placement)
     for layer in range(2):
         step = run.prefill_step(layer, np.bincount(routing.prefill[:, layer].ravel(), minlength=spec.E))
         assert result.moe_prefill_layers[layer] == pytest.approx(layer_seconds(system.plan(step, run.costs), run.costs))
@@ -47,7 +47,7 @@ def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
 def test_steps_are_ordered_as_experts_would_leave():
     """A prompt's hottest first, equal ones by popularity elsewhere; a token's by popularity; none left out."""
     routing = toy.routing([[[0, 1]], [[1, 2]], [[4, 1]]], [[[2, 5]], [[8, 3]]], history=[[1, 2, 9, 4, 5, 6, 7, 8]])
-    run = Run(toy.machine(3), SYSTEMS["NDP+TP+PRE"], routing)               # prefetches 1 and, of the rest, 0
+    run = NDPRun(toy.machine(3), SYSTEMS["NDP+TP+PRE"], routing)               # prefetches 1 and, of the rest, 0
     prefill = run.prefill_step(0, routing.counts()[0])
     assert (prefill.experts.tolist(), prefill.tokens.tolist(), prefill.S) == ([1, 2, 4, 0], [3, 1, 1, 1], 3)
     assert prefill.home.tolist() == [1, 2, 1, 0] and not prefill.resident.any()
@@ -146,7 +146,7 @@ def test_what_is_prefetched_pays():
     """All tokens alike: prefetching saves the same for each, so x grows with the answer, and 0 if it is too short."""
     def chosen(answer):
         routing = toy.routing([[[0, 1]] * 2] * 8, [[[0, 1]] * 2] * answer)
-        run = Run(toy.machine(2), SYSTEMS["NDP+TP+PRE, improved"], routing)
+        run = NDPRun(toy.machine(2), SYSTEMS["NDP+TP+PRE, improved"], routing)
         ours, paper = (simulate(toy.machine(2), SYSTEMS["NDP+TP+PRE" + version], routing)
                        for version in (", improved", ""))
         assert ours.end_to_end <= paper.end_to_end * (1 + 1e-9) and ours.prefetched == run.x
@@ -304,7 +304,7 @@ def test_a_schedule_that_plans_wrongly_is_refused(name, words, prompt):
 def test_any_one_share_that_is_changed_is_noticed(data, name, seed):
     """Every plan of ours passes, and none with one number of it changed."""
     routing = simulated_routing(toy.spec(L=2, K=3), seed, prompt=9, answer=2, zipf=0.8)
-    run = Run(toy.machine(3), SYSTEMS[name], routing)
+    run = NDPRun(toy.machine(3), SYSTEMS[name], routing)
     step = run.prefill_step(0, routing.counts()[0]) if data.draw(st.booleans()) else run.decode_step(
         1, routing.decode[0, 1])
     plan = run.plan(step)
