@@ -28,32 +28,22 @@ from moelab.specs import Event
 PLACEMENTS = ("id", "popularity")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Result:
     """Simulated seconds of one prompt and its answer.
 
-    moe_prefill_layers, moe_decode_steps : [L] and [D], of the experts of each layer of prefill, of each decode step.
-    dense_prefill, dense_decode_steps : scalar and [D], everything else, on the GPU.
-    intermediate : loading the prefetched experts, between the two.
+    moe_… : of the experts alone. dense_… : of all else, on the GPU. intermediate : loading the prefetched experts.
     prefetched : experts of each layer that were loaded (x). hit_rate : share of decode's experts found among them; nan
         without prefetching.
     """
 
-    moe_prefill_layers: np.ndarray
-    moe_decode_steps: np.ndarray
+    moe_prefill: float
+    moe_decode: float
     dense_prefill: float
-    dense_decode_steps: np.ndarray
-    intermediate: float = 0.0
-    prefetched: int = 0
-    hit_rate: float = float("nan")
-
-    @property
-    def moe_prefill(self) -> float:
-        return float(self.moe_prefill_layers.sum())
-
-    @property
-    def moe_decode(self) -> float:
-        return float(self.moe_decode_steps.sum())
+    dense_decode: float
+    intermediate: float
+    prefetched: int
+    hit_rate: float
 
     @property
     def prefill(self) -> float:                         # TTFT without sampling
@@ -61,7 +51,7 @@ class Result:
 
     @property
     def decode(self) -> float:
-        return self.moe_decode + float(self.dense_decode_steps.sum())
+        return self.moe_decode + self.dense_decode
 
     @property
     def end_to_end(self) -> float:
@@ -165,8 +155,9 @@ def simulate(hardware: Hardware, system: System, routing: PromptRouting, *, plac
                         for layer, counts in enumerate(routing.counts())])
     ids = routing.decode_by_popularity
     decode = run.decode_seconds(ids, hits(run.resident, ids), seconds).sum(1)
-    return Result(prefill, decode, costs.dense_prefill(S), costs.dense_decode(S + np.arange(D)),
-                  run.loading(run.x), run.x, hit_rate(run.resident, routing.decode) if run.x else float("nan"))
+    return Result(float(prefill.sum()), float(decode.sum()), costs.dense_prefill(S),
+                  float(costs.dense_decode(S + np.arange(D)).sum()), run.loading(run.x), run.x,
+                  hit_rate(run.resident, routing.decode) if run.x else float("nan"))
 
 
 def numbered(rows: np.ndarray) -> np.ndarray:

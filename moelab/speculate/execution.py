@@ -12,6 +12,7 @@ so a recording sees what is executed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from moelab.trace import DECODE, PREFILL
 MODES = ("hint", "speculative", "router-free")
 
 
-class Speculation:
+class Speculation(AbstractContextManager):
     """A model that runs on predictions, until `close()` or the end of the `with`.
 
     model : any model that moelab can plug; whatever runs its experts stays in place.
@@ -97,9 +98,6 @@ class Speculation:
     def close(self) -> None:
         """Restore the model."""
         self._patches.close()
-
-    def __enter__(self) -> Speculation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
