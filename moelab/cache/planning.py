@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -168,10 +168,8 @@ def pattern_probabilities(hits: np.ndarray, patterns: np.ndarray, sizes: tuple[i
 
 def _filled(capacities: list[int], experts: int) -> tuple[int, ...]:
     """What pools of these capacities hold if there are only so many experts, the first pools first."""
-    held: list[int] = []
-    for capacity in capacities:
-        held.append(min(capacity, experts - sum(held)))
-    return tuple(held)
+    ends = [min(end, experts) for end in accumulate(capacities)]
+    return tuple(end - begin for begin, end in zip([0, *ends], ends))
 
 
 def _compositions(n: int, pools: str) -> Iterator[tuple[int, ...]]:
