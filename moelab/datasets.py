@@ -1,8 +1,7 @@
 """Prompts from many sources behind one function: `prompts(source, n, ...)`.
 
-The *generated* sources need no network. They are built from the Python standard library (its sources are
-code, its manual pages are prose) and from facts that are invented on the spot, so every question has one
-right answer and nothing can have been memorised:
+The *generated* sources need no network: Python's standard library (its sources are code, its manual pages prose) and
+facts that are invented on the spot, so every question has one right answer and nothing can have been memorised:
 
     needle           one fact buried in library text, asked for at the end   (RULER niah_single, in small)
     needle_multikey  four facts buried in library text, one asked for        (RULER niah_multikey, in small)
@@ -13,8 +12,7 @@ right answer and nothing can have been memorised:
 A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is 37 the red fox?`. The *hub*
 sources (boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
 
-`split="train"` and `split="test"` never share a library file, a manual page or a key, so a score on the test
-split is a score on unseen text and unseen keys. What is left out: few-shot formatting and chat templates.
+`split="train"` and `split="test"` never share a library file, a manual page or a key.
 """
 
 from __future__ import annotations
@@ -134,11 +132,7 @@ def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple
 
 @lru_cache(maxsize=4)
 def library(kind: str, split: str) -> tuple[str, ...]:
-    """The texts of one split: standard library sources (`kind="code"`) or manual pages (`kind="prose"`).
-
-    Blank lines and trailing blanks are dropped, so a line can be put anywhere without changing how its
-    neighbours are tokenised.
-    """
+    """The texts of one split: standard library sources ("code") or manual pages ("prose"), without blank lines."""
     if kind == "code":
         root, files = Path(sysconfig.get_path("stdlib")), []
         for folder, folders, names in os.walk(root):
@@ -163,10 +157,7 @@ def budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
 
 
 def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bool]) -> list[str]:
-    """Lines from a random place on, each with its leading newline, as many as `fits` lets in.
-
-    Where a text ends, another one begins at a random place of its own.
-    """
+    """Lines from random places on, each with its leading newline, as many as `fits` lets in."""
     taken: list[str] = []
     while True:
         lines = rng.choice(library(kind, split)).split("\n")
@@ -178,10 +169,9 @@ def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bo
 
 def bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]], tokens: int, split: str,
           count: Callable[[str], int]) -> list[tuple[str, bool]]:
-    """Library text up to `tokens`, the facts between its lines, the questions at the end.
+    """Library text up to `tokens`, the facts between its lines, the questions at the end, as [(text, is_answer)].
 
-    Returns [(text, is_answer)]. Every piece starts a line or an answer, which is where the pieces can be
-    tokenised apart and joined: a test holds the shipped tokenizer to that.
+    Every piece starts a line or an answer, where the text can be tokenised in pieces.
     """
     room = tokens - sum(count(f.statement) for f in facts) - sum(count(q + a) for q, a in questions)
     body = _passage(rng, "code" if rng.random() < 0.8 else "prose", split, budget(room, count))
@@ -212,9 +202,6 @@ def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, co
             lines = _passage(rng, source, split, budget(tokens, count))
         head, _, answer = lines[-1].rpartition(" ")
         yield Prompt(source, "".join(lines[:-1]) + head, " " + answer)
-
-
-# ------------------------------------------------------------------------------------------------- training mix
 
 
 # ------------------------------------------------------------------------------------------------- hub datasets

@@ -1,16 +1,15 @@
 """Whether a checkpoint is the whole model that its config describes, asked before a weight is read.
 
-transformers fills a parameter that a checkpoint lacks with random numbers and says so in a report that few read; with
-external experts, whose keys nothing claims, the report cannot even be read. Here every key of the checkpoint is
-mapped to the parameter that it feeds, by transformers' own tables, and the conversion is carried out on tensors
-without memory (the meta device). What is missing, unexpected or of another shape, and what the architecture does not
-itself declare tied or optional, is refused by name; so is a tensor of another type than its siblings.
+transformers fills a parameter that a checkpoint lacks with random numbers. Here every key of the checkpoint is mapped
+to the parameter that it feeds, by transformers' own tables, and the conversion is carried out on the meta device. What
+is missing, unexpected or of another shape, unless the architecture declares it tied or optional, is refused by name;
+so is a tensor of another type than its siblings.
 
 Types: the tensors of one kind, those whose names differ in numbers only, are stored alike. Most kinds share one
 floating type. Another kind may be fp32 (routers' correction biases, states of recurrent layers) if there are several
 of it, which no accident explains, or if the architecture itself computes with it in fp32.
 
-Left out: the values. Nothing tells a wrong number from a right one; a store has checksums for that.
+Values are not checked; a store has checksums for that.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The residual stream around a MoE block: what its norm reads, what the block adds, what the next block gets of it.
 
 Architectures differ: a norm on the block's output, a factor on the routed experts or on everything that is added, a
-branch beside the block, no norm before the router at all. No name and no config tells, so it is measured: one forward
-pass of a few tokens, in which the experts put out noise of ours (no expert's weights are read), in three copies:
+branch beside the block, no norm before the router. It is measured in one forward pass of a few tokens, in which the
+experts' output is replaced by noise (no expert's weights are read), in three copies:
 
     noise    the experts put out u                          their difference is what routed experts do to the stream
     quiet    the experts put out 0
     silent   every module within a layer puts out 0         what is left is the stream itself
 
-From it follows, for each MoE layer, the relation below; each part was compared with what the model did, and an
-architecture that has another one (hyper-connections, convolutions of the sum, gated residuals) is refused.
+For each MoE layer the relation below follows, each part compared with what the model did; an architecture with
+another one (hyper-connections, convolutions of the sum, gated residuals) is refused.
 
     s = norm(r)      v = κ Σ_k g_k e_k(s) + rest      r' = α r + β post(v)      r of the next MoE layer = γ r' + …
 
