@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
 from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import Plan
-from moelab.experts.layout import activate, banks, names, plain
+from moelab.experts.executor import activate, banks, names, plain
 from moelab.models.patches import Patches
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from moelab.ane.backends import Backend, TorchBackend
 from moelab.ane.plan import Plan
 from moelab.experts.executor import Dispatch, Executor, dispatch
-from moelab.experts.overflow import NEED_SALIENCY, ORDERS, experts_of, select, within_capacity
-from moelab.experts.saliency import Saliency
+from moelab.experts.static import NEED_SALIENCY, ORDERS, experts_of, select, within_capacity
+from moelab.experts.static import Saliency
 from moelab.models import discover, identity, plugged, spec_of
 from moelab.models.patches import Patches
 
@@ -69,7 +69,7 @@ class PlannedExperts(Executor):
     plan, backend : what runs where, and who runs the groups of unit "ane".
     overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again, so that nothing is
         lost.
-    order : who is dropped first, a name in `moelab.experts.overflow.ORDERS`; NPUMoE's is "saliency".
+    order : who is dropped first, a name in `moelab.experts.static.ORDERS`; NPUMoE's is "saliency".
     saliency : the tokens' norms, for the orders that need them.
     seed : of the order "random".
 

@@ -26,11 +26,11 @@ from moelab.ane.runtime import LayerCount, prefill_through
 from moelab.arguments import number, whole
 from moelab.evaluation import accuracy
 from moelab.calibration import calibrate
-from moelab.models import open_model
+from moelab import open_model
 from moelab.recording import record
 from moelab.trace import PREFILL, RoutingTrace
 
-#: mode → whom it drops first, a name in `moelab.experts.overflow.ORDERS`
+#: mode → whom it drops first, a name in `moelab.experts.static.ORDERS`
 MODES = {"weakest attention (NPUMoE)": "saliency", "lowest router weight": "router", "random": "random",
          "latest token": "token", "strongest attention": "strongest"}
 TASKS = ("needle", "needle_multikey", "yesno", "completion")

@@ -206,9 +206,9 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
 def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> dict[str, float]:
     """A decode step of `timeline` on N modules: seconds, busy shares of GPU, link, modules (mean, and the least)."""
     found = metrics(events, forwards)
-    busy = found["utilisation"]
+    busy = found.utilisation
     shares = [busy.get(f"unit {u}", 0.0) for u in range(N)]
-    return {"seconds": found["tpot_s"], "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
+    return {"seconds": found.tpot, "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
             "modules": mean(shares), "least": min(shares)}
 
 

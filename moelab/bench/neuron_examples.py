@@ -14,8 +14,8 @@ from moelab.cards import load_device, load_model
 from moelab.experts import blocks
 from moelab.experts.blockwise import BlockMap, block_map
 from moelab.parallel.advice import Advice, advise
-from moelab.experts.selective import expected_unique, provisioned_savings
-from moelab.parallel.sequence_parallel import gather_volume
+from moelab.experts.neuron import expected_unique, provisioned_savings
+from moelab.parallel.volumes import gather_volume
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,9 @@ from moelab.bench.experts import Layers
 from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
 from moelab.experts import blocks
 from moelab.experts.blockwise import Blockwise
-from moelab.experts.capacity import CapacityFactor
 from moelab.experts.executor import Tally
-from moelab.experts.grouped import Grouped
-from moelab.experts.overflow import ORDERS
-from moelab.experts.saliency import Saliency
-from moelab.experts.selective import expected_unique
-from moelab.experts.tiered import Tiered
+from moelab.experts.neuron import expected_unique
+from moelab.experts.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged

@@ -27,8 +27,7 @@ from moelab import datasets
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.files import results_root, write_json
-from moelab.experts.int8 import Int8
-from moelab.experts.quantization import Quantized
+from moelab.experts.quantization import Int8, Quantized
 from moelab.models import plug, plugged
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
@@ -126,7 +125,7 @@ def open_any(name: str | None, budget: str | None = None, device: str = "cpu") -
     ------
     ValueError : a budget for what is no store; and what `open_model` and `offload` raise.
     """
-    from moelab.models import open_model
+    from moelab import open_model
     from moelab.offloading.offload import offload
     from moelab.store.layout import INDEX
     if name is not None and (Path(name).expanduser() / INDEX).is_file():
@@ -171,7 +170,7 @@ def executor(text: str) -> Any:
     ------
     ValueError : no such executor, or an option that it does not take.
     """
-    from moelab.experts import make
+    from moelab.registry import make
     name, *options = text.split(":")
     given = {}
     for option in options:
@@ -183,7 +182,7 @@ def executor(text: str) -> Any:
         except (ValueError, SyntaxError):
             given[key] = value
     try:
-        return make(name, **given)
+        return make("executor", name, **given)
     except TypeError as error:
         raise ValueError(f"{EXECUTOR}:{text}: {error}") from None
 

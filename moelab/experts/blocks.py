@@ -6,7 +6,7 @@ guide's rule is the smallest block that makes the work compute-bound, by its fac
 
     T tokens    K experts a token    E experts (with expert parallelism: the local ones)    B block size    N blocks
 
-Two of the guide's worked numbers do not follow from its own inputs, and two of its readings want care:
+Where the guide's worked numbers do not follow from its own inputs, or need care:
 
 - "2880 × 128 × 2 bytes = ~0.07 MB" a router is 0.74 MB, and 36 of them are 27 MB, not 2.4 MB (`router_bytes`).
 - "One expert gets 1750 tokens" of 1000 cannot be: with distinct top-2 experts it gets 1000 at most.
@@ -14,8 +14,7 @@ Two of the guide's worked numbers do not follow from its own inputs, and two of 
   sets is the work for each *load* where weights are reloaded for every block (`advise_block_size(reuse=False)`).
 - "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is 230.
 
-Everything here is exact or, where it rests on a device card, modelled. Left out: traffic of tokens and outputs,
-and what gathering a router's logits costs, which is `moelab.parallel.sequence_parallel.gather_volume`.
+All is exact or, where it rests on a device card, modelled. Left out: traffic of tokens and outputs.
 """
 
 from __future__ import annotations
@@ -101,8 +100,6 @@ def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "cod
     return Padding(sum(counts), B, blocks_needed(counts, B), PROVISION[provision](T, K, len(counts), B))
 
 
-# ------------------------------------------------------------------------------------------------------ intensity
-
 def intensity_factor(B: int, N: int, E: int, bytes_a_weight: float = 2) -> float:
     """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), which is B·N/E for two bytes a weight.
 
@@ -124,7 +121,7 @@ def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
 
 
 @dataclass(frozen=True)
-class Advice:
+class BlockSizeAdvice:
     """Which block size, and why.
 
     table : for every size that was looked at: (B, N, FLOPs/byte, share of the N·B slots that are padding).
@@ -138,7 +135,7 @@ class Advice:
 
 
 def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str = "bf16", reuse: bool = True,
-                      sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> Advice:
+                      sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> BlockSizeAdvice:
     """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
 
     Parameters
@@ -149,9 +146,7 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
         AIF; else each block reads them again, and it is 2·B / bytes.
     sizes : block sizes that the hardware can do.
 
-    Returns
-    -------
-    Advice; if no size is compute-bound, its size is the one that pads least, as padding then buys nothing.
+    If no size is compute-bound, the one that pads least is advised, as padding then buys nothing.
 
     Raises
     ------
@@ -179,10 +174,8 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
                   "only padding makes it look compute-bound; more tokens a step would help." if bound else
                   "more tokens a step would help.") if reuse else
                "Each block reads its expert's weights again."))
-    return Advice(B, bool(bound), target, tuple(table), text)
+    return BlockSizeAdvice(B, bool(bound), target, tuple(table), text)
 
-
-# ------------------------------------------------------------------------------------------- the router's memory
 
 def router_bytes(H: int, E: int, layers: int = 1, bytes_a_weight: int = 2) -> int:
     """Memory of replicated routers, each [H, E]: exact bytes ("Router execution in sequence parallel mode")."""

@@ -3,14 +3,13 @@
 Tokens are packed into blocks of B, each of one expert, and a static number N of blocks holds every routing without
 dropping a token. Three kinds of skipping take back what padding costs: padded slots load no token, consecutive blocks
 of one expert load its weights once, and blocks without any token are not computed. Each can be switched off, so that
-its effect is a count and not a claim.
+its effect is counted.
 
     blocks_e = ⌈n_e/B⌉    slot of a choice = rank within its expert + B · (blocks before that expert)
     block_to_expert [N]    token position table [N, B], −1 where a slot is empty
 
 Consecutive blocks of one expert are one product of [m·B, H] here: on a CPU that is what reusing weights means. How
-the blocks are shared between cores is in `block_sharding`, N and padding by formula in `blocks`. Left out: what the
-SDK does to build the table without dynamic indexing.
+the blocks are shared between cores is in `sharding`, N and padding by formula in `blocks`.
 """
 
 from __future__ import annotations
@@ -22,17 +21,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.block_sharding import Sharding
 from moelab.experts.blocks import PROVISION
 from moelab.experts.executor import Executor, dispatch, zeros
-from moelab.experts.selective import Loads, nbytes
+from moelab.experts.sharding import Sharding
+
+
+@dataclass
+class Loads:
+    """Exact counts of what was loaded, and of what an algorithm without skipping would have loaded on top of it."""
+
+    loaded: int = 0
+    skipped: int = 0
+    bytes_loaded: int = 0
+    bytes_skipped: int = 0
+
+    @property
+    def savings(self) -> float:
+        """Share of the loads that was skipped; 0 before anything was loaded."""
+        return self.skipped / max(self.loaded + self.skipped, 1)
+
+    def add(self, loaded: int, skipped: int, size: int) -> None:
+        """Count loads of `size` bytes each."""
+        self.loaded, self.skipped = self.loaded + loaded, self.skipped + skipped
+        self.bytes_loaded, self.bytes_skipped = self.bytes_loaded + loaded * size, self.bytes_skipped + skipped * size
+
+
+def nbytes(weights: dict[str, Tensor]) -> int:
+    """Bytes of one expert's tensors."""
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """Who is where: slots in blocks.
+    """The tokens of each block.
 
-    block_to_expert : int64 [N]; blocks that nobody needs are the last expert's, as in the SDK.
+    block_to_expert : int64 [N]; blocks that no token needs are the last expert's, as in the SDK.
     tokens, choices : int64 [N, B], whose choice is in a slot, and which of its K; −1 in empty slots.
     """
 
@@ -126,16 +149,13 @@ class Blockwise(Executor):
             rows = x[tokens.clamp(min=0)] if not self.skip_tokens else x.new_zeros(len(tokens), x.shape[1])
             if self.skip_tokens:
                 rows[used] = x[t]
-            y = self._weighted(rows, w, expert_weights, experts)
+            if self.sharding is None or self.sharding.on == "block":
+                y = experts.weighted(rows, w, expert_weights)
+            else:
+                y, exchanged = self.sharding.weighted(rows, w, expert_weights, experts)
+                self.reduced += exchanged
             out.index_add_(0, t, y[used].to(out.dtype))
             loaded = len(used) if self.skip_tokens else len(tokens)
             self.row_loads.add(loaded, len(tokens) - loaded, x.shape[1] * x.element_size())
             self.weight_loads.add(1, len(run) - 1, nbytes(expert_weights))
         return out.to(x.dtype)
-
-    def _weighted(self, rows: Tensor, w: Tensor, expert_weights: dict[str, Tensor], experts: Any) -> Tensor:
-        if self.sharding is None or self.sharding.on == "block":
-            return experts.weighted(rows, w, expert_weights)
-        y, reduced = self.sharding.weighted(rows, w, expert_weights, experts)
-        self.reduced += reduced
-        return y

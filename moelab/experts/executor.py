@@ -1,11 +1,14 @@
-"""What all executors share: the call, who goes where, the sum, and the count of what was done.
+"""What all executors share: the call, dispatch by expert, the sum, and exact counts; and the two simplest executors.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    experts    →  [T, H]
 
 `experts` is the layer's experts module behind the seam (`moelab.models.seam.SeamExperts`): `weights(e)` are one
 expert's tensors, `weighted(rows, w, weights)` is what it contributes to rows with routing weights w, computed as the
-architecture does it, whatever its layout, gate and biases (Llama 4 weighs the expert's input). An executor is exact
-about tokens: routed = executed + dropped, and its `tally` says so, with the slots it computed.
+architecture does it (layout, gate, biases; Llama 4 weighs the expert's input). Executors that go past `weighted` need
+an expert that is `plain`: up (`gate_up_proj` or `up_proj`), gate or activation, down, each with a bias or without.
+
+    rows layout        up [2I, H], down [H, I]          (`is_transposed` False: an output's weights are contiguous)
+    transposed layout  up [H, 2I], down [I, H]
 """
 
 from __future__ import annotations
@@ -13,17 +16,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 @dataclass
 class Tally:
-    """What an executor has done since it was made or `reset`: exact counts.
+    """Exact counts of what an executor has done since it was made or `reset`.
 
-    routed : choices of an expert by a token that came in; executed and dropped add up to it.
+    routed : choices of an expert by a token; executed and dropped add up to it.
     slots : rows that were computed, padding included; never fewer than executed.
     """
 
@@ -44,6 +50,11 @@ class Tally:
     def padded_fraction(self) -> float:
         """Share of the computed rows that were padding or masked out."""
         return 1 - self.executed / self.slots if self.slots else 0.0
+
+    def add(self, routed: int, executed: int, slots: int) -> None:
+        self.routed += routed
+        self.executed += executed
+        self.slots += slots
 
     def reset(self) -> None:
         self.routed = self.executed = self.slots = 0
@@ -70,16 +81,35 @@ class Executor(ABC):
         """[T, H]; must `count` what it did."""
 
     def count(self, routed: int, executed: int, slots: int) -> None:
-        self.tally.routed += routed
-        self.tally.executed += executed
-        self.tally.slots += slots
+        self.tally.add(routed, executed, slots)
 
 
-def here(experts: Any) -> Sequence[int]:
-    """The experts whose weights this process has: all of them, except on a rank that holds some (`ShardedExperts`)."""
-    held = getattr(experts.source, "held", None)
-    return range(experts.num_experts) if held is None else held(experts.layer)
+class Exact(Executor):
+    """transformers' eager arithmetic, bit for bit (`moelab.models.eager`), counted."""
 
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        n = int((ids < experts.num_experts).sum())
+        self.count(n, n, n)
+        return type(experts).executor(x, ids, weights, experts)         # what the seam's classes begin with
+
+
+class Sorted(Executor):
+    """One stable sort of all choices, one product an expert on its contiguous rows, one scatter at the end.
+
+    Source: the permutation that every MoE kernel starts with (MegaBlocks, Gale et al. 2023). It runs every architecture
+    with weights from any source, and is what faster executors fall back on.
+    """
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        order = dispatch(ids, experts.num_experts)
+        n = len(order)
+        self.count(n, n, n)
+        rows, w = x[order.tokens], weights[order.tokens, order.choices]
+        parts = [experts.weighted(rows[of], w[of], experts.weights(e)) for e, of in order.hit()]
+        return scatter(x, weights, order.tokens, torch.cat(parts) if parts else x[:0], experts)
+
+
+# ------------------------------------------------------------------------------------------- dispatch and combination
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
@@ -129,6 +159,64 @@ def zeros(x: Tensor, weights: Tensor, experts: Any) -> Tensor:
 
 
 def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any) -> Tensor:
-    """Add each contribution y [n, H] to its token: [T, H] like x. The weights are in y already (`weighted`)."""
+    """Add each contribution y [n, H], weighted already, to its token: [T, H] like x."""
     out = zeros(x, weights, experts)
     return out.index_add_(0, tokens, y.to(out.dtype)).to(x.dtype)
+
+
+# -------------------------------------------------------------------------------------- what an experts module is like
+
+def local_experts(experts: Any) -> Sequence[int]:
+    """The experts whose weights this process has: all, except on a rank that holds some (`ShardedExperts`)."""
+    held = getattr(experts.source, "held", None)
+    return range(experts.num_experts) if held is None else held(experts.layer)
+
+
+def plain(experts: Any) -> bool:
+    """Whether an expert is nothing but up, gate, down, and its output is weighted.
+
+    Not so where the seam knows another arithmetic (Llama 4 weighs the input, Switch has modules of its own) or where
+    a norm follows.
+    """
+    return _usual(type(experts)) and not experts.has_post_expert_norm
+
+
+@lru_cache(maxsize=None)
+def _usual(cls: type) -> bool:
+    return all(getattr(cls, name).__qualname__.startswith("SeamExperts.") for name in ("ffn", "weighted"))
+
+
+def names(experts: Any) -> tuple[str, str]:
+    """The parameters of up and down; their biases have `_bias` behind it."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def banks(experts: Any, name: str) -> Tensor | None:
+    """All experts' weights of one name, [E, …], where the module holds them and no source is asked; else None."""
+    return experts._parameters.get(name) if experts.source is None else None
+
+
+def activate(experts: Any, h: Tensor) -> Tensor:
+    """The architecture's own gate [n, 2I] → [n, I], or activation where there is no gate."""
+    return experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+
+
+_SILU: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def silu_gated(experts: Any) -> bool:
+    """Whether the activation is silu(gate) · up, gate first: probed once for each module.
+
+    With numbers of both signs and all sizes, each as gate with each as up: some architectures clamp either, at 7 or 10.
+    """
+    if experts not in _SILU:
+        far = torch.logspace(-2, 6, 25)
+        gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")
+        _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)),
+                                                             F.silu(gate) * up, atol=1e-6)
+    return _SILU[experts]
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    """Whether a gradient may be asked of what is made of these, which compiled kernels do not record."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

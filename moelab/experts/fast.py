@@ -1,10 +1,9 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is measured on this machine.
 
-Source: "automatic choice" of the AWS Neuron MoE guide (`moelab.experts.neuron_rule` has its rule, by sizes alone),
-here by the clock. The first time that an expert's shape has more tokens than experts to go to, both ways compute one of
-its experts with 8, 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose.
-Both are lossless, so the choice changes no result beyond rounding; a fixed one is an option. Left out: a choice by
-expert, and energy.
+Source: "automatic choice" of the AWS Neuron MoE guide, by sizes alone (`moelab.experts.neuron`); here it is measured at
+run time. The first time that an expert's shape has more tokens than experts to go to, both ways compute one of its
+experts with 8, 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both are
+lossless, so the choice changes no result beyond rounding.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor
+from moelab.experts.executor import Executor, Sorted
+from moelab.experts.gemm import Packed
 from moelab.experts.gemv import GEMV
-from moelab.experts.packed import Packed
-from moelab.experts.sorting import Sorted
 from moelab.kernels.linear import crossover
 
 

@@ -1,15 +1,11 @@
 """Decode by GEMV: all experts of the step in two calls, each weight read once, as bf16, from where it lies.
 
 Source: AWS Neuron's MoE guide, "Memory-bound characteristics of token generation" (an expert's weights are read for
-one token), as NPUMoE says of its own decode ("Limitation", before §6); the kernels are those of
-`moelab.kernels.products`. One call multiplies up for all experts, the architecture's own gate runs on the small
-[n, 2I], one call multiplies down, and the weighted sum follows in fp32; where the gate is SiLU, all of it is one call.
-Nothing is gathered, packed or cached, so weights may come from anywhere: banks, a source, the slots of the offloading
-engine. `PlanesGEMV` reads the two planes of a store's bf16 weights (`moelab.store.bits`) without ever joining them.
-
-It computes any number of tokens. `Sorted` takes over where numba is missing, for experts that are not plain
-(`moelab.experts.layout.plain`), weights that are not contiguous, mixed types, other devices and gradients. Sums are in
-fp32; what is between up and down is not rounded to the model's dtype, as eager does.
+one token); NPUMoE, "Limitation", before §6, on its decode. One call of `moelab.kernels.products` multiplies up for all
+experts, the architecture's own gate runs on the small [n, 2I], one call multiplies down, and the weighted sum follows
+in fp32; where the gate is SiLU, all of it is one call. Nothing is gathered, packed or cached, so weights may lie
+anywhere: banks, a source, the slots of the offloading engine. Sums are in fp32; unlike in eager, what is between up
+and down is not rounded to the model's dtype. Any number of tokens is computed.
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.layout import activate, banks, names, plain, silu_gated, wants_grad
-from moelab.experts.sorting import Sorted
+from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_gated, wants_grad
 
 try:
     from moelab.kernels import feed_forward as around, products
@@ -36,11 +31,14 @@ Planes = tuple[Any, Any]
 
 
 class GEMV(Sorted):
-    """numba products with weights as they lie; `Sorted` where that cannot be."""
+    """numba products with weights as they lie.
+
+    `Sorted` where numba is missing, for experts that are not plain, weights that are not contiguous, mixed types, other
+    devices and gradients.
+    """
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts) \
-                or wants_grad(x, weights):
+        if not _computable(x, weights, experts):
             return super().run(x, ids, weights, experts)
         hit, bounds, tokens, rows = around.arrange(ids.numpy(), experts.num_experts)
         matrices = self._matrices(experts, hit, x.dtype) if len(hit) else None
@@ -84,6 +82,11 @@ class GEMV(Sorted):
         return products.KINDS[dtype], tables, alive
 
 
+def _computable(x: Tensor, weights: Tensor, experts: Any) -> bool:
+    return products is not None and x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts) \
+        and not wants_grad(x, weights)
+
+
 def _table(experts: Any, name: str, places: dict[str, np.ndarray]) -> tuple[np.ndarray, int]:
     table = np.zeros((len(places[name]), 4), np.int64)
     table[:, 0] = places[name]
@@ -107,8 +110,7 @@ class PlanesGEMV(GEMV):
         self.identity, self.name = getattr(planes, "identity", None), getattr(planes, "name", None)   # whose weights
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if products is None or x.device.type != "cpu" or x.dtype not in products.KINDS or not plain(experts) \
-                or wants_grad(x, weights):
+        if not _computable(x, weights, experts):
             raise ValueError("split weights are multiplied on the CPU, with numba, without gradients, and only for "
                              "plain experts (up, gate, down); join them (moelab.store.bits.join) for a source and use "
                              "another executor")
@@ -126,38 +128,7 @@ class PlanesGEMV(GEMV):
         return np.uint8, tables, given
 
 
-def gemv_planes(x: Tensor, exponents: Any, sign_mantissa: Any) -> Tensor:
-    """y = x Wᵀ from the two planes of a bf16 weight W [R, n], without joining them.
-
-    Parameters
-    ----------
-    x : CPU tensor [n] or [T, n], of any float type.
-    exponents, sign_mantissa : R·n bytes each, as `moelab.store.bits.split` gives them.
-
-    Returns
-    -------
-    fp32 [R] or [T, R], summed in fp32.
-
-    Raises
-    ------
-    ValueError : planes of different sizes, or whose size is no multiple of n.
-    ImportError : numba is missing.
-    """
-    if products is None:
-        raise ImportError("gemv_planes needs numba (pip install numba); or join the planes and multiply with torch")
-    sizes, n = [plane.numel() if isinstance(plane, Tensor) else plane.size for plane in (exponents, sign_mantissa)], \
-        x.shape[-1]
-    if sizes[0] != sizes[1] or sizes[0] % n:
-        raise ValueError(f"the planes have {sizes[0]} and {sizes[1]} bytes; both need as many, a multiple of the "
-                         f"{n} inputs")
-    rows = x.reshape(-1, n)
-    matrix = np.array([[_address(exponents), _address(sign_mantissa), 0, 0]])
-    y = products.multiply(np.uint8, matrix, np.array([0, len(rows)]), rows, None, sizes[0] // n, False)
-    return y.view(*x.shape[:-1], -1)
-
-
 def _address(plane: Any) -> int:
-    """Of contiguous bytes in the CPU's memory."""
     tensor = isinstance(plane, Tensor)
     contiguous = plane.is_contiguous() and plane.device.type == "cpu" if tensor else plane.flags.c_contiguous
     if not contiguous or plane.dtype not in (torch.uint8, np.uint8):

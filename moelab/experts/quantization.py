@@ -1,8 +1,8 @@
-"""Experts in fewer bits: bf16, FP8, INT8 and MXFP4, and what each costs in accuracy.
+"""Experts in fewer bits: bf16, FP8, INT8 and MXFP4, what each costs in accuracy, and products on INT8 weights.
 
-Sources: Neuron MoE guide, "MoE Quantization Support"; OCP Microscaling Formats (MX) v1.0, §5.3.3, §6.3. Weights alone
-are quantised, and a weight is dequantised to the dtype it came from before it is used: the matrix products are those of
-the original dtype (weight-only, "bf16 compute"), so what is saved is memory, not arithmetic. Biases stay as they are.
+Sources: Neuron MoE guide, "MoE Quantization Support"; OCP Microscaling Formats (MX) v1.0, §5.3.3, §6.3. Weight-only:
+a weight is dequantised to the dtype it came from before it is used, so memory is saved, not arithmetic; `Int8` alone
+multiplies the codes themselves. Biases stay as they are.
 
     format   a value                       scale                                          bytes a weight
     bf16     16 bits                       –                                              2
@@ -11,11 +11,10 @@ the original dtype (weight-only, "bf16 compute"), so what is saved is memory, no
     mxfp4    e2m1: 0 ½ 1 1½ 2 3 4 6, ±     e8m0 (a power of two) for 32 values            17/32 (n a multiple of 32)
 
 A channel is an *output* of the matrix and n its inputs, along which the scale is shared, so that a kernel could apply
-it after the product. The guide's "FP8 along the hidden dimension" is taken as this: for gate and up the shared axis is
-the hidden one; down reduces over the intermediate one. MXFP4 blocks run along the inputs too, as GPT-OSS stores them.
-Its shared exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2, and values round to nearest, ties to even. A block's maximum
-can then be up to 8 · 2^X, and what is above 6 · 2^X saturates. `mxfp4-up` is the rule without saturation: the
-smallest X with max|w| ≤ 6 · 2^X.
+it after the product; this is how the guide's "FP8 along the hidden dimension" is read. MXFP4 blocks run along the
+inputs too, as GPT-OSS stores them. Its shared exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2, and values round to nearest,
+ties to even. A block's maximum can then be up to 8 · 2^X, and what is above 6 · 2^X saturates. `mxfp4-up` is the rule
+without saturation: the smallest X with max|w| ≤ 6 · 2^X.
 
 Left out: activations in fewer bits, calibration-based rounding (GPTQ, AWQ), and torch's scaled FP8 product, which on
 CPUs without FP8 units was many times slower than bf16.
@@ -26,65 +25,59 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import dispatch
+from moelab.experts.executor import Sorted, activate, dispatch, names, plain, scatter
 from moelab.progress import progress
 
 BLOCK = 32                                                      # values that share a scale in MXFP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)                 # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max                  # 448
+INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")
+INT8_MULTIPLE = 32              # of H and I: the product reads past the end of others, for wrong results or a crash
 
 
-class Kept(Protocol):
-    """A quantised tensor."""
-
-    nbytes: int
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Plain:
-    """A tensor as it is: bf16 weights, and biases."""
-
-    tensor: Tensor
+class Kept:
+    """A quantised tensor; each format's has `dequantize(dtype)`."""
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Kept):
+    """A tensor as it is: bf16 weights, and biases."""
+
+    tensor: Tensor
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.tensor.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
+class Scaled(Kept):
     """One scale a channel: codes (float8_e4m3fn or int8) in the tensor's shape; scale float32, of length 1 on one axis.
     """
 
     codes: Tensor
     scale: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return (self.codes.float() * self.scale).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class MXFP4:
+class MXFP4(Kept):
     """Blocks of 32 values and their scales, in the layout of GPT-OSS's checkpoints.
 
-    blocks : uint8 [..., G, 16], two codes a byte, the first in the low half; the G blocks of the quantised axis stand
+    blocks : uint8 [..., n/32, 16], two codes a byte, the first in the low half; the blocks of the quantised axis stand
         last, wherever that axis is in the tensor.
-    scales : uint8 [..., G], exponent + 127.
-    axis, length : the quantised axis of the tensor and its length; the last block is filled up with zeros.
+    scales : uint8 [..., n/32], exponent + 127.
+    axis, length : the quantised axis of the tensor and its length n; the last block is filled up with zeros.
     """
 
     blocks: Tensor
@@ -92,12 +85,8 @@ class MXFP4:
     axis: int
     length: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.blocks.nbytes + self.scales.nbytes
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        codes = torch.stack([self.blocks & 15, self.blocks >> 4], dim=-1).flatten(-2)               # [..., G, 32]
+        codes = torch.stack([self.blocks & 15, self.blocks >> 4], dim=-1).flatten(-2)               # [..., n/32, 32]
         table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=codes.device)
         values = torch.ldexp(table[codes.int()], self.scales.int()[..., None] - 127)
         return values.flatten(-2)[..., :self.length].movedim(-1, self.axis).to(dtype).contiguous()
@@ -135,7 +124,7 @@ def quantize_mxfp4(w: Tensor, axis: int = -1, saturate: bool = True) -> MXFP4:
     """
     length = w.shape[axis]
     values = w.float().movedim(axis, -1).contiguous()
-    values = torch.nn.functional.pad(values, (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))       # [..., G, 32]
+    values = torch.nn.functional.pad(values, (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))       # [..., n/32, 32]
     mantissa, exponent = values.abs().amax(-1, keepdim=True).frexp()    # in [½, 1): ⌊log₂⌋ is exponent − 1
     shared = exponent - 3 if saturate else exponent - 3 + (mantissa > 0.75).int()
     shared = shared.masked_fill(mantissa == 0, -127).clamp(-127, 127)
@@ -211,6 +200,49 @@ class Quantized:
         return sum(kept.nbytes for kept in self.kept[layer, expert].values())
 
 
+class Int8(Sorted):
+    """Products of float rows with the codes of `Quantized(layers, "int8")`, by `torch._weight_int8pack_mm` (private).
+
+    A matrix is read at one byte a weight, widened in registers, multiplied in float32, scaled and rounded to the dtype
+    of the rows, to which scales are rounded too. `Sorted`, which dequantises, where torch lacks the product, for
+    sizes that are no multiples of 32, transposed layouts, experts that are not plain, and other devices.
+
+    Raises
+    ------
+    ValueError : when run, experts that come from anywhere else.
+    """
+
+    lossless = False            # every choice is executed, but weights are rounded
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        source = experts.source
+        if not isinstance(source, Quantized) or source.format != "int8":
+            raise ValueError("these experts' weights are not INT8: quantise them with moelab.models.plug(model, source="
+                             "Quantized(plug(model), 'int8')) of moelab.experts.quantization, or use another executor")
+        if not INT8_PRODUCT or x.device.type != "cpu" or not plain(experts) or experts.is_transposed:
+            return super().run(x, ids, weights, experts)
+        up, down = names(experts)
+        first = source.kept[experts.layer, 0]
+        if any(first[name].codes.shape[1] % INT8_MULTIPLE for name in (up, down)):
+            return super().run(x, ids, weights, experts)
+        order = dispatch(ids, experts.num_experts)
+        n = len(order)
+        self.count(n, n, n)
+        rows, w = x[order.tokens], weights[order.tokens, order.choices]
+        parts = [x[:0]]
+        for e, of in order.hit():
+            kept = source.kept[experts.layer, e]
+            h = activate(experts, _int8_linear(rows[of], kept, up))
+            parts.append(_int8_linear(h, kept, down) * w[of, None])
+        return scatter(x, weights, order.tokens, torch.cat(parts), experts)
+
+
+def _int8_linear(x: Tensor, kept: dict[str, Any], name: str) -> Tensor:
+    """x [n, in] → [n, out]."""
+    y = torch._weight_int8pack_mm(x.contiguous(), kept[name].codes, kept[name].scale.to(x.dtype).view(-1))
+    return y + kept[name + "_bias"].tensor if name + "_bias" in kept else y
+
+
 class LayerError(NamedTuple):
     """Relative RMS errors ‖ŷ − y‖ / ‖y‖ of one layer.
 
@@ -225,9 +257,7 @@ class LayerError(NamedTuple):
 
 def layer_error(experts: Any, source: Callable[[int, int], dict[str, Tensor]], x: Tensor, ids: Tensor,
                 weights: Tensor) -> LayerError:
-    """What a source's weights change in one layer on given inputs, against the experts' present weights.
-
-    Both are computed in float32, so that the error is that of the weights and not of bf16 arithmetic.
+    """What a source's weights change in one layer, against the experts' present weights, both computed in float32.
 
     x : router inputs [T, H]; ids, weights : the routing [T, K], the same for both.
     """

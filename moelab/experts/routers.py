@@ -18,7 +18,7 @@ whose inference is a plain top-1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
 
 
@@ -44,7 +45,7 @@ class Groups:
     score : what a group is worth: "two best" (DeepSeek-V3: the sum of its two best scores) or "max" (DeepSeek-V2).
     mask : the score that experts of other groups get. −inf bars them (transformers). 0.0 (the Neuron SDK's
         `GroupLimitedRouter`) does not where scores can be negative: with a correction bias below −1 every barred
-        expert is better than any of the chosen groups. `outside_groups` tells which tokens left.
+        expert is better than any of the chosen groups.
     """
 
     n: int
@@ -196,15 +197,6 @@ def _no_correction(correction: Tensor | None) -> None:
         raise ValueError("this router has no correction bias")
 
 
-def outside_groups(rule: TopK, logits: Tensor, correction: Tensor | None = None) -> Tensor:
-    """bool [T], which tokens chose an expert that is in none of their best groups; see `Groups.mask`."""
-    if rule.groups is None:
-        raise ValueError("this router has no groups")
-    affinities = rule.affinities(logits.reshape(-1, logits.shape[-1]))
-    allowed = rule.groups.chosen(affinities if correction is None else affinities + correction)
-    return ~allowed.gather(1, rule(logits, correction).ids).all(-1)
-
-
 # ------------------------------------------------------------------------------------------------------ architectures
 
 Rule = TopK | Sparsemixer | Top1
@@ -249,7 +241,7 @@ def router_for(source: Any, **facts: Any) -> Rule:
                              f"{', '.join(fact + '=…' for fact in missing)}")
         return ROUTERS[source.router](**{"K": source.K} | facts)
     config = source.get_text_config() if hasattr(source, "get_text_config") else source
-    return replace(_architecture(config).rule(config, MoESpec.from_config(source).K), **facts)
+    return replace(_architecture(config).rule(config, spec_from_config(source).K), **facts)
 
 
 @dataclass(frozen=True)
@@ -423,6 +415,24 @@ class LinearRouter:
                          f"{PROBE} random hidden states {others} get other experts, the first weights "
                          f"{mine.weights[0].tolist()} ({mine.weights.dtype}) instead of {weights[0].tolist()} "
                          f"({weights.dtype})")
+
+
+def route_in_shards(shards: Sequence[Tensor], router: LinearRouter) -> Routing:
+    """Sequence parallel routing: every shard [T_n, H] by itself, and the selection [T, K] gathered.
+
+    Equal bit for bit to selecting from the ranks' gathered logits, and to one router over all T tokens wherever the
+    logits are: products of other row counts may round fp32 logits differently, and so may torch's sigmoid on CPUs where
+    E is no multiple of 32. `moelab.parallel.volumes.gather_volume` has the bytes.
+
+    Raises
+    ------
+    ValueError : the rule counts earlier tokens of the sequence (`Top1`), which a rank does not know.
+    """
+    if isinstance(router.rule, Top1):
+        raise ValueError("a top-1 router with capacity cannot route shards of a sequence: who finds room depends on "
+                         "the tokens before; split the batch by sequences instead")
+    parts = [router(shard) for shard in shards]
+    return Routing(torch.cat([part.ids for part in parts]), torch.cat([part.weights for part in parts]))
 
 
 #: names of the bias that acts on the choice alone

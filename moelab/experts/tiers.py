@@ -17,7 +17,7 @@ pads more. Where loads vary much from chunk to chunk, 1 gives the drops and padd
     capacity [E], each one of `levels`, multiples of 16 (NPUMoE §3.2)
 
 Left out: where a group runs and what its graph weighs (`moelab.ane.plan`), and who is dropped when an expert
-overflows (`moelab.experts.overflow`).
+overflows (`moelab.experts.static`).
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Attention of a single token in two calls: projections, norms, rotation before the cache, heads and output after it.
 
-A token's attention is a few megabytes of weights and some thousand multiplications, but about thirty calls in
-transformers, each dearer than its work. Here every thread computes rows of q, k and v at once; the last of it, norms
-of heads and rotary embeddings, takes microseconds; then, with the cache's keys and values, threads share the key
-heads, and after these the rows of the output. The products are those of `moelab.kernels.tiles`, sums are in fp32 and
-rounded once, so the result is transformers' within the dtype's tolerance, not bit for bit.
+A token's attention reads a few megabytes of weights, but takes about thirty calls in transformers, which are
+overhead-dominated. Here every thread computes rows of q, k and v, then norms of heads and rotary embeddings follow;
+with the cache's keys and values, threads share the key heads, and after these the rows of the output. Sums are in fp32
+and rounded once, so the result is transformers' within the dtype's tolerance, not bit for bit.
 
     x [1, 1, H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [1, 1, H]
 
 Only for the attention of `ATTENTIONS`, where a probe shows the same result, on the CPU; prompts, batches, masks and
-gradients go where they went before. Left out: latent attention, sinks, soft caps, partial or interleaved rotation.
+gradients take the module's own forward. Left out: latent attention, sinks, soft caps, partial or interleaved rotation.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,16 @@ from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, read, size_
                                   weight, write)
 from moelab.kernels.compile import c_function, kernel
 
-#: classes of transformers whose attention is the one above; a probe must agree all the same
+#: classes of transformers whose attention is the one above; a probe must agree as well
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
 #: what a probe may differ by, relative to the largest number
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-ROOM = 256                      # tokens for which a cache gets room at once
+ROOM = 256                      # tokens for which a cache gets memory at once
 _NONE = np.zeros(1, np.int64)
 
 
 class DecodeAttention:
-    """The forward of one layer's attention; its own for everything but a single token."""
+    """The forward of one layer's attention; the module's own for everything but a single token."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.own = module, type(module).forward
@@ -47,7 +47,7 @@ class DecodeAttention:
         self.norms = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
             if len(norms) == 2 else (0, 0, D, D, 0.0)
         kind = products.KINDS[self.linears[0].weight.dtype]
-        self.kind, self.work, self.heads_work = kind(0), products.entry(kind), c_function(_HEADS[kind])
+        self.kind, self.work, self.heads_work = kind(0), products.entry(kind), c_function(_ENTRIES[kind])
         size, rows = self.linears[0].weight.element_size(), []
         for linear in self.linears[:3]:                             # a matrix for each head
             bias, width = linear.bias, linear.in_features * D * size
@@ -86,12 +86,12 @@ class DecodeAttention:
 
 
 def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """A layer's keys and values [1, kv heads, S + 1, D], the last of them to be written; None for a cache that `update`
-    must see to.
+    """A layer's keys and values [1, kv heads, S + 1, D], the last of them to be written; None for a cache that needs
+    its own `update`.
 
-    transformers concatenates, which copies all keys and values for every token. Here a plain growing cache gets `ROOM`
-    behind them, where the next ones are written. Whatever it gives out, crops or reorders stays what it was. `rooms`
-    knows the room of each layer of a cache, which a copy of the layer has no part in.
+    transformers concatenates, which copies all keys and values for every token. Here a plain growing cache gets memory
+    for `ROOM` tokens more, where the next ones are written. What it has given out, cropped or reordered stays what it
+    was. `rooms` maps a cache's layer to that memory, which a copy of the layer does not share.
     """
     layers = () if getattr(cache, "offloading", True) else cache.layers
     layer = layers[index] if index < len(layers) else None
@@ -120,10 +120,8 @@ def epsilon(norm: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def decode_attention(module: nn.Module) -> DecodeAttention | None:
-    """What computes single tokens for this module, or None if it is no attention that can be computed so.
-
-    A probe compares both on a random token, a random angle and three earlier positions.
-    """
+    """The forward for this module; None if its attention is another, by a probe on a random token, a random angle and
+    three earlier positions."""
     config = getattr(module, "config", None)
     if type(module).__name__ not in ATTENTIONS or getattr(config, "clip_qkv", None):
         return None
@@ -144,7 +142,7 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
 
 
 class _Past:
-    """A cache for one look."""
+    """A cache for a probe."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -216,7 +214,7 @@ def _attend(kind, matrices, bounds, who, q, k, v, kv_heads, S, stride, D, out, H
 
 @kernel
 def _heads(kind, job):
-    """One key head after the other, with the query heads that look at it, until none is left."""
+    """One key head after the other, with the query heads that share it, until none is left."""
     kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
     q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
     whole, row = D - D % STEP, D * size_of(kind)
@@ -253,16 +251,10 @@ def _heads(kind, job):
                 write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
 
 
-def _heads_fp32(job):
-    _heads(np.float32(0), job)
+def _entry(kind: type) -> Callable:
+    def heads(job):
+        _heads(kind(0), job)
+    return heads
 
 
-def _heads_bf16(job):
-    _heads(np.uint16(0), job)
-
-
-def _heads_fp16(job):
-    _heads(np.int16(0), job)
-
-
-_HEADS = {np.float32: _heads_fp32, np.uint16: _heads_bf16, np.int16: _heads_fp16}
+_ENTRIES = {kind: _entry(kind) for kind in products.KINDS.values()}

@@ -1,7 +1,7 @@
-"""What is around the products of a step's experts, compiled: who goes where, the gate, the weighted sum.
+"""What surrounds the products of a step's experts, compiled: dispatch by expert, the gate, the weighted sum.
 
-Source: as `moelab.kernels.products`. For a single token each of these is a thousand operations, which as calls of
-torch take longer than the products leave room for; so where the gate is SiLU, all of an expert is one call.
+For a single token each of these is a thousand operations, overhead-dominated as calls of torch; where the gate is SiLU,
+a whole expert is one call.
 
     ids [T, K] → experts hit [M], rows [N]    x [T, H] → h fp32 [N, 2I] → silu(gate) · up [N, I] → y [N, H] → [T, H]
 """
@@ -19,8 +19,8 @@ from moelab.kernels.compile import kernel
 
 @kernel
 def arrange(ids, E):
-    """Choices int64 [T, K] sorted by expert: experts hit, where each one's begin and the last one's end, whose choice
-    each is [n], and where each choice went, int64 [T, K], −1 for "no expert" (E). ValueError for any other id."""
+    """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of each one's choices [M + 1], the token of each
+    [n], and the row of each choice [T, K], −1 for "no expert" (E). ValueError for any other id."""
     T, K = ids.shape
     places, rows = np.zeros(E + 1, np.int64), np.full((T, K), -1)
     for t in range(T):
@@ -55,9 +55,9 @@ def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tenso
 
 def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray, int], bounds: np.ndarray, x: Tensor,
                  who: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
-    """Experts that are down(silu(gate) · up), weighted: `multiply`, `multiply`, `combine` in one call, [T, H].
+    """Experts that are down(silu(gate) · up), weighted: [T, H], as `multiply`, `multiply`, `combine` in one call.
 
-    up, down : (matrices, R) of [gate; up] and down; the rest as in these.
+    up, down : (matrices, R) of [gate; up] and down.
     """
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[1], dtype=x.dtype)

@@ -1,13 +1,10 @@
 """Dense linear layers with the kernels of the experts: attention's projections, shared experts, the head.
 
-Once the experts of a decode step take only as long as reading them, the dense layers' bf16 GEMVs are next: torch's run
-at a fraction of the memory's rate, and its bf16 GEMMs at a fraction of the arithmetic's, where the processor has no
-bf16 instructions. `FastLinears` finds each `nn.Linear` on the CPU another forward, which multiplies by
-`moelab.kernels.products`, up to the number of rows at which torch's product is faster, found by timing both once for
-each type; beyond it, and while gradients are wanted, torch's product is taken. No weight is copied. Sums are in fp32
-and rounded once, so results equal torch's within the type's tolerance. `moelab.models.fast_decode` puts them on.
-
-Left out: subclasses of nn.Linear, which may mean something else; weights that are not contiguous; other devices.
+torch's bf16 GEMVs run at a fraction of the memory's rate, and its bf16 GEMMs at a fraction of the arithmetic's, where
+the processor has no bf16 instructions. `FastLinears` gives each `nn.Linear` on the CPU (no subclass, contiguous weight)
+another forward, which multiplies by `moelab.kernels.products` up to the number of rows at which torch's product is
+faster, measured once for each type; beyond it, and while gradients are wanted, torch's product is used. No weight is
+copied. Sums are in fp32 and rounded once, so results equal torch's within the type's tolerance.
 """
 
 from __future__ import annotations
@@ -35,15 +32,11 @@ LARGE = 1 << 16                 # weights of a layer below which there is nothin
 
 
 class FastLinears:
-    """Finds linear layers another forward.
-
-    Parameters
-    ----------
-    rows : the largest number of rows that it gets; None measures it.
+    """Gives linear layers another forward, up to so many rows; None measures how many.
 
     Attributes
     ----------
-    rows : dtype → up to how many rows it is taken.
+    rows : dtype → up to how many rows it is used.
     """
 
     def __init__(self, rows: float | None = None) -> None:
@@ -55,7 +48,7 @@ class FastLinears:
             return None
         dtype = module.weight.dtype
         if dtype not in self.rows:
-            self.rows[dtype] = _measured(module) if self._given is None else self._given
+            self.rows[dtype] = _measured(module.weight) if self._given is None else self._given
         return _Forward(module, self.rows[dtype])
 
 
@@ -71,8 +64,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Forward:
-    """The forward of one linear layer, called as `module(x)`."""
-
     def __init__(self, module: nn.Linear, rows: float) -> None:
         self.module, self.rows = module, rows
 
@@ -90,16 +81,17 @@ def _fits(w: Tensor, b: Tensor | None) -> bool:
 
 
 @torch.inference_mode()
-def _measured(module: nn.Linear) -> float:
-    """Up to how many rows our kernels are faster for a layer like this one."""
-    w = module.weight
+def _measured(w: Tensor) -> float:
+    """Up to how many rows our kernels are faster for a weight like this one."""
     x = torch.ones(128, w.shape[1], dtype=w.dtype)
     return max(crossover(lambda n: linear(x[:n], w), lambda n: F.linear(x[:n], w)), 1)
 
 
 def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
-    """Up to how many tokens `first` is no slower than `second`, of two functions of the number of tokens: 1, a size in
-    the middle of two that were tried, or infinity. A few runs of each are timed; the best of them counts."""
+    """Up to how many tokens `first` is no slower than `second`, of two functions of the number of tokens.
+
+    1, the middle of two of the `SIZES` that are tried, or infinity; the best of a few runs of each counts.
+    """
     last = 0
     for size in SIZES:
         seconds = []

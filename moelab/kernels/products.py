@@ -1,10 +1,10 @@
 """Many small matrix products at once, y = x Wᵀ + b, each weight read once from where it lies: numba kernels.
 
-Source: GEMV is bound by memory (one multiplication for each weight that is read), so what counts is that every core
-reads all the time: the rows of all matrices are cut into pieces, and each thread takes the next piece that nobody has.
-Matrices are given by their addresses, so they need not be one bank. With several tokens a matrix, tiles of
-`moelab.kernels.tiles` multiply each weight with all of them while it is in a register, and no weight is packed,
-converted or copied: for the dozens of rows that an expert has in prefill, that is most of a GEMM's work.
+GEMV is memory-bound (one multiplication for each weight that is read), so every core must read all the time: the rows
+of all matrices are cut into pieces, and each thread takes the next piece. Matrices are given by their addresses, so
+they need not be one bank. With several tokens a matrix, tiles of `moelab.kernels.tiles` multiply each weight with all
+of them while it is in a register; no weight is packed, converted or copied, which for the dozens of rows that an expert
+has in prefill is most of a GEMM's cost.
 
     x [T, n], who [N] rows of x, matrices [M] with first…last of who    →    y fp32 [N, R]
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -72,13 +73,22 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
 # --------------------------------------------------------------------------------------------------------- kernels
 
 @kernel
+def widen(kind, order, x, n, out):
+    """Write n numbers of a kind at x as fp32, in `place`'s order for weights of the kind `order`."""
+    whole = n - n % STEP
+    spread(kind, order, x, whole, out)
+    for i in range(whole, n):
+        write(np.float32(0), out, i, weight(kind, x, 0, i))
+
+
+@kernel
 def job_of(x_kind, order, matrices, bounds, x, T, n, who, R, y, outputs=PIECE):
-    """All that a kernel needs to know behind one address; of each matrix also its first and last row of the result.
+    """All arguments of a kernel behind one address; of each matrix also its first and last row of the result.
 
     A thread takes `outputs` of R at a time. At the end the inputs, in fp32 and in `place`'s order for weights of the
     kind `order`. What lies at x must be `kept` until here, what lies at y until the job is done.
     """
-    M, N, whole = len(matrices), bounds[-1], n - n % STEP
+    M, N = len(matrices), bounds[-1]
     job = np.empty(HEADER + 6 * M + N + (T * n + 1) // 2, np.int64)
     job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs
     for m in range(M):
@@ -89,10 +99,7 @@ def job_of(x_kind, order, matrices, bounds, x, T, n, who, R, y, outputs=PIECE):
     for j in range(N):
         job[HEADER + 6 * M + j] = wide + 4 * n * (who[j] if len(who) > 0 else j)
     for t in range(T):
-        row, to = x + t * n * size_of(x_kind), wide + 4 * t * n
-        spread(x_kind, order, row, whole, to)
-        for i in range(whole, n):
-            write(np.float32(0), to, i, weight(x_kind, row, 0, i))
+        widen(x_kind, order, x + t * n * size_of(x_kind), n, wide + 4 * t * n)
     return job
 
 
@@ -215,8 +222,8 @@ def _columns(kind, job):
 # ------------------------------------------------------------------------------------------------- several threads
 
 def _team() -> int:
-    """Where OpenMP's "run this in the team" is, of the pool that torch uses: with two pools, their threads fight for
-    cores. 0: there is none, and numba's own threads do it."""
+    """The address of GOMP_parallel of the OpenMP that torch uses: with two pools, threads would compete for cores. 0 if
+    there is none; then numba's own threads are used."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError, TypeError):
@@ -232,40 +239,17 @@ def _together(threads, work, kind, job):
         work(kind, job)
 
 
-def _rows_fp32(job):
-    _rows(np.float32(0), job)
+def _entries(kind: type) -> tuple[Callable, Callable]:
+    """What a thread does for a job of weights of a kind: rows layout, transposed layout."""
+    def rows(job):
+        _rows(kind(0), job)
+
+    def columns(job):
+        _columns(kind(0), job)
+    return rows, columns
 
 
-def _rows_bf16(job):
-    _rows(np.uint16(0), job)
-
-
-def _rows_fp16(job):
-    _rows(np.int16(0), job)
-
-
-def _rows_planes(job):
-    _rows(np.uint8(0), job)
-
-
-def _columns_fp32(job):
-    _columns(np.float32(0), job)
-
-
-def _columns_bf16(job):
-    _columns(np.uint16(0), job)
-
-
-def _columns_fp16(job):
-    _columns(np.int16(0), job)
-
-
-def _columns_planes(job):
-    _columns(np.uint8(0), job)
-
-
-_ENTRIES = {np.float32: (_rows_fp32, _columns_fp32), np.uint16: (_rows_bf16, _columns_bf16),
-            np.int16: (_rows_fp16, _columns_fp16), np.uint8: (_rows_planes, _columns_planes)}
+_ENTRIES = {kind: _entries(kind) for kind in (*KINDS.values(), np.uint8)}
 
 
 def entry(kind: type, transposed: bool = False) -> int:

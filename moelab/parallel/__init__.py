@@ -3,16 +3,9 @@
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Configuring TP and EP" and "Future
 Optimizations" (EPLB, all-to-all-v).
 
-    launch.py     processes, from torchrun or from a notebook; a rank that dies ends the run
-    exchange.py   collectives that count their bytes; the TP × EP grid
-    sharding.py   which part of which expert a rank holds, and a source that holds only that
-    executors.py  `AllGather`, `AllToAll`, `Deduplicated`, and the guide's sharding on H and on blocks
-    volumes.py    formulas of the rows that each sends
-    eplb.py       placement of redundant experts
-    advice.py     TP or EP: the guide's decision framework, with reasons
-
-`VARIANTS` are the ways by name. Adding one is a subclass of `Parallel` and a line there. "hidden" and "blocks" are the
-guide's sharding on H and on blocks: every rank has a part of each expert's H, or all experts and a share of the tokens.
+Adding a variant is a subclass of `moelab.parallel.executors.Parallel` and a line in `VARIANTS`. "hidden" and "blocks"
+are the guide's sharding on H and on blocks: every rank has a part of each expert's H, or all experts and a share of the
+tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ def degree(variant: str, W: int, tp: int | None = None) -> int:
     ValueError : an unknown variant, or a `tp` that is not its.
     """
     if variant not in VARIANTS:
-        raise ValueError(f"there is no way {variant!r} to spread experts; there are: {', '.join(VARIANTS)}")
+        raise ValueError(f"there is no variant {variant!r}; there are: {', '.join(VARIANTS)}")
     if variant == "tp-ep":
         tp = 2 if tp is None else tp
         if tp < 1 or W % tp:

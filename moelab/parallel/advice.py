@@ -4,9 +4,8 @@ Source: AWS Neuron's MoE guide, "Configuring TP and EP". Few experts (≤ 32) ba
 many (≥ 64) are spread. A part of an expert should keep I ≥ 128, or the matrix unit idles. In between, and where a
 device would get several times the mean load, the two are combined with TP of 2 to 8.
 
-The guide states rules of thumb; how they combine where they disagree is our reading, told in the reasons: a part never
-falls below 128, a device never holds less than one expert. Left out: links between devices, whose speed decides more
-than anything here; `volumes` has the rows that would cross them.
+How the guide's rules of thumb combine where they disagree is our reading: a part never falls below 128, a device never
+holds less than one expert. Left out: the speed of links, which decides more; `volumes` has the rows that cross them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SKEWED = 1.5
 
 @dataclass(frozen=True)
 class Advice:
-    """tp · ep = devices, and why, a sentence each."""
+    """tp · ep = devices, and the reasons, a sentence each."""
 
     tp: int
     ep: int
@@ -104,14 +103,14 @@ def _skew(spec: MoESpec, devices: int, tp: int, load: Sequence[float], wide: lis
         return measure(load, Placement.consecutive(spec.E, devices // tp)).ratio
 
     first = ratio(tp)
+    told = f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean"
     if first <= SKEWED:
-        reasons.append(f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean: even "
-                       f"enough (≤ {SKEWED}).")
+        reasons.append(f"{told}: even enough (≤ {SKEWED}).")
         return tp
+    reasons.append(told + ".")
     larger = [t for t in wide if tp < t <= HYBRID[1]]
     best = next((t for t in larger if ratio(t) <= SKEWED), min(larger, key=ratio, default=tp))
-    reasons.append(f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean.")
-    if best != tp and ratio(best) < first:
+    if ratio(best) < first:
         reasons.append(f"With tp = {best} there are {devices // best} groups, and it gets {ratio(best):.2f} times the "
                        f"mean.")
     else:

@@ -4,10 +4,8 @@ Source: DeepSeek's Expert Parallelism Load Balancer, as published with DeepSeek-
 guide, "Future Optimizations". First replicas: each spare place goes to the expert with the most load per replica.
 Then packing: replicas, heaviest first, each to the least loaded device that has a place left. With expert groups on
 several nodes (group-limited routing), groups are packed onto nodes first, then each node is balanced by itself, so that
-a token's experts stay on few nodes.
-
-`balance(load, devices)` returns a placement that the executors of this package run with: replicas take turns, so the
-result of the model stays the same. Left out: moving replicas while a model runs.
+a token's experts stay on few nodes. Replicas take turns, so the model's result stays the same. Left out: moving
+replicas while a model runs.
 
     load [E], tokens or shares of them     devices · places = E + spare
 """

@@ -1,11 +1,11 @@
-"""Exchanges between ranks, each made of one primitive, all-to-all-v, and counted where it happens.
+"""Collectives that count their bytes, each made of one primitive, all-to-all-v; and the TP × EP grid of ranks.
 
-Rows go from every rank to every rank in numbers that differ: an all-gather sends the same rows to all, a reduce-scatter
-sends every rank its part and adds up what arrives. So there is one place that counts bytes, parts may be unequal
-(gloo's and NCCL's own all-gather want them equal), and sums are made in rank order, the same on every backend.
+An all-gather sends the same rows to all, a reduce-scatter sends every rank its part and adds up what arrives. So there
+is one place that counts bytes, parts may be unequal (gloo's and NCCL's own all-gather want them equal), and sums are
+made in rank order, the same on every backend.
 
-Counted is the payload that leaves a rank for others; what stays costs nothing. An all-gather and a reduce-scatter of
-T rows cost (W−1)·T rows in all, as the ring algorithms do. Headers and retransmissions are not seen.
+Counted is the payload that leaves a rank for others. An all-gather and a reduce-scatter of T rows cost (W−1)·T rows in
+all, as the ring algorithms do. Headers and retransmissions are not seen.
 
     rows [n, H]     W ranks     sizes: rows of each rank, W numbers
 """
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelab.experts.sharding import share
 from moelab.parallel.launch import PeerLost
 
 
@@ -38,10 +39,13 @@ class Exchange:
     ----------
     rank, size : of this process in the group; size 1 exchanges nothing.
     traffic : label → `Traffic` of this rank.
+
+    alone : a group of this rank only, which needs no process group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False) -> None:
+        self.group = group
+        self.rank, self.size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
@@ -64,8 +68,9 @@ class Exchange:
             if arrived.is_cuda:
                 torch.cuda.synchronize(arrived.device)      # an error shows here and not somewhere later
         except RuntimeError as error:
+            reason = str(error).strip().split("\n")[0][:200]
             raise PeerLost(f"rank {self.rank} got no answer from another rank: it was killed, ran out of memory, "
-                           f"stopped with an error of its own, or took too long ({_first_line(error)})") from error
+                           f"stopped with an error of its own, or took too long ({reason})") from error
         return arrived
 
     def counts(self, send: Tensor) -> Tensor:
@@ -98,14 +103,13 @@ class Exchange:
 
 
 class Grid:
-    """W = ep × tp ranks: rank = ep index · tp + tp index. Ranks of one row share experts, each with a part of them.
+    """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a part of its experts.
 
     tp : ranks that share an expert; the rest of the world is ep.
 
     Attributes
     ----------
-    world, ep, tp : the `Exchange` of all ranks, of those with the same part of other experts, of those with other
-        parts of the same experts.
+    world, ep, tp : the `Exchange` of all ranks, of those with the same part of other experts, of this row.
 
     Raises
     ------
@@ -117,8 +121,8 @@ class Grid:
         W = self.world.size
         if tp < 1 or W % tp:
             raise ValueError(f"tp is {tp}, which does not divide the {W} ranks of this run")
-        if tp in (1, W):                        # no groups to make; of one rank alone none is ever used
-            alone = _Alone()
+        if tp in (1, W):                        # no groups to make
+            alone = Exchange(alone=True)
             self.ep, self.tp = (self.world, alone) if tp == 1 else (alone, self.world)
         else:
             from torch.distributed.device_mesh import init_device_mesh
@@ -140,18 +144,6 @@ class Grid:
             exchange.traffic.clear()
 
 
-class _Alone(Exchange):
-    """A group of this rank only."""
-
-    def __init__(self) -> None:
-        self.group, self.rank, self.size, self.traffic = None, 0, 1, defaultdict(Traffic)
-
-
-def share(T: int, W: int) -> list[int]:
-    """How many of T tokens (or columns, or experts) each of W ranks owns: consecutive ones, as equal as can be."""
-    return [(r + 1) * T // W - r * T // W for r in range(W)]
-
-
 def pack(*parts: Tensor) -> Tensor:
     """Rows of several tensors [n, width] of any dtype side by side as bytes: one exchange instead of several."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
@@ -162,7 +154,3 @@ def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     widths = [part.shape[1] * part.element_size() for part in like]
     pieces = [piece.clone(memory_format=torch.contiguous_format) for piece in rows.split(widths, dim=1)]
     return [piece.view(part.dtype) for piece, part in zip(pieces, like)]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]

@@ -2,9 +2,9 @@
 
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Sharding strategies" and "Communication
 Optimization for Expert Parallelism with All-to-All-v". Tokens are spread over the ranks: rank r owns the r-th of W
-consecutive parts. They go where their experts are, are computed by `inner`, any executor that runs on one machine, and
-what it made comes back to the owner. `run_own` is that, for a model whose tokens are spread. A model that computes all
-else on every rank calls `run`: each rank takes its part and all gather the result, which is one all-gather more.
+consecutive parts. They are sent to where their experts are, computed by `inner`, any executor that runs on one machine,
+and the results come back to the owner (`run_own`). A model that computes all else on every rank calls `run`: each rank
+takes its part and all gather the result, which is one all-gather more.
 
     AllGather       rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both
     AllToAll        a row for every choice on another rank, its contribution back; summed by the owner in eager's order
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor, dispatch, zeros
-from moelab.experts.layout import plain
-from moelab.parallel.exchange import Grid, pack, share, unpack
-from moelab.parallel.sharding import Placement, on_hidden, on_intermediate
+from moelab.experts.executor import Executor, activate, dispatch, names, plain, zeros
+from moelab.experts.sharding import on_hidden, on_intermediate, share
+from moelab.parallel.exchange import Grid, pack, unpack
+from moelab.parallel.sharding import Placement
 
 
 class Parallel(Executor):
@@ -38,10 +38,9 @@ class Parallel(Executor):
 
     grid : the ranks.
     placements : which experts each ep rank holds, for all layers or for each; see `eplb` for redundant ones.
-    inner : runs the rows that are here: (x, ids, weights, experts) → [T, H].
+    inner : runs this rank's rows: (x, ids, weights, experts) → [T, H].
 
-    The tally counts what this rank computed; ranks that share an expert each count it. `cut` is how they cut it, see
-    `sharding`.
+    The tally counts what this rank computed; ranks that share an expert each count it. `cut` is how they cut it.
 
     Raises
     ------
@@ -216,7 +215,7 @@ class Hidden(Executor):
         columns = share(x.shape[1], world.size)
         start = sum(columns[:world.rank])
         mine = x[:, start:start + columns[world.rank]]
-        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        up, down = names(experts)
         hit = [(experts.weights(e), rows) for e, rows in d.hit()]
 
         parts = [experts._linear(mine[d.tokens[rows]], w, up) for w, rows in hit]       # each [n, 2I], parts of sums
@@ -225,8 +224,7 @@ class Hidden(Executor):
         h = world.all_gather(world.reduce_scatter(h, sizes, "reduce"), sizes, "reduce")
         out = zeros(mine, weights, experts)
         for w, rows in hit:
-            y = experts._linear(experts._apply_gate(h[rows]) if experts.has_gate else experts.act_fn(h[rows]), w,
-                                "down_proj")
+            y = experts._linear(activate(experts, h[rows]), w, down)
             token = d.tokens[rows]
             out.index_add_(0, token, (y * weights[token, d.choices[rows], None]).to(out.dtype))
         return world.all_gather(out.to(x.dtype).T, columns, "result").T

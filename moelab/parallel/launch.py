@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 script.py       with connect(): …           every rank runs the script
     launch(function, 2, arguments…)             → [result of rank 0, result of rank 1]
 
-Ranks talk through gloo, or through NCCL where each has a GPU. A rank that is killed closes its connections, so that
-the others' next exchange fails at once with `PeerLost`; whoever started them, torchrun or `launch`, then ends the
-rest. What is left out: restarting, and ranks that come and go.
+Ranks communicate through gloo, or through NCCL where each has a GPU. A rank that is killed closes its connections, so
+the others' next exchange fails at once with `PeerLost`, and torchrun or `launch` ends them. Left out: elastic restarts.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
             error = error.__cause__ or error.__context__
         raise
     finally:
-        # The group's threads end when nobody has it any more, and must before the interpreter does: one that then
-        # wants to run aborts the process, though all its work is done. So no cycle and no traceback may hold it.
+        # The group's threads must end before the interpreter does, or they abort the process; they end when nothing
+        # refers to the group: no cycle and no traceback.
         dist.destroy_process_group()
         gc.collect()
 
@@ -82,7 +81,7 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float
            threads: int | None = None) -> list[Any]:
     """Run `function(*arguments)` in n connected processes on this machine; returns each rank's result.
 
-    function : of a module that can be imported; one defined in a notebook cell cannot reach other processes.
+    function : of a module that can be imported; not one defined in a notebook cell.
     timeout : seconds that an exchange may wait for a silent rank.
     threads : of torch in each rank; by default the cores are shared out.
 
@@ -120,9 +119,7 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float
 
 
 def _context() -> BaseContext:
-    """How ranks are started: on Linux they are forked from one process that has imported what takes seconds.
-
-    Only packages that are not edited while a notebook is open, and only those that this process has itself imported.
+    """How ranks are started: on Linux forked from one process that has imported the `HEAVY` packages that this one has.
     """
     if sys.platform != "linux":         # elsewhere a process that was forked may not use the system's libraries
         return get_context("spawn")
@@ -164,7 +161,6 @@ def _death(code: int) -> str:
 
 def _rank(function: Callable[..., Any], arguments: tuple, rank: int, n: int, rendezvous: Path, timeout: float,
           threads: int, environment: dict[str, str], pipe: Any) -> None:
-    """The body of one process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

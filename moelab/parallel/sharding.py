@@ -1,13 +1,7 @@
-"""Which experts a rank holds, and which part of each: expert parallelism, and tensor parallelism along I or H.
+"""Which experts each rank holds, and a source that holds those, or a part of each (tensor parallelism), and no more.
 
-Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Sharding strategies". Along I, gate and up
-are cut by columns and down by rows, so that every rank computes a part of each sum over I and one reduction ends the
-layer; the bias of down is added on one rank only. Along H, gate and up are cut by rows and down by columns: their sums
-must be complete before the activation. Dimensions that the ranks do not divide are cut into unequal parts.
-
-    gate_up_proj [2I, H] (transposed [H, 2I]; gate and up one after the other, or interleaved)    down_proj [H, I]
-
-Left out: experts whose output passes a norm (`has_post_expert_norm`), which no part of a sum can.
+Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts"; how experts are cut is in
+`moelab.experts.sharding`.
 """
 
 from __future__ import annotations
@@ -20,12 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.parallel.exchange import share
+from moelab.experts.sharding import Weights, on_intermediate, share
 from moelab.progress import progress
-
-#: parameters that lead from H to I, and back
-UP, DOWN = ("gate_up_proj", "up_proj", "wi.weight"), ("down_proj", "wo.weight")
-Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,9 +76,9 @@ class Placement:
 
 
 class ShardedExperts:
-    """A source for the seam that holds this rank's experts, or its part of each, and nothing else.
+    """A source for the seam that holds this rank's experts, or its part of each.
 
-    They are taken one at a time, so that no more than one whole expert is in memory beside them.
+    They are loaded one at a time, so that no more than one whole expert is in memory beside them.
 
     Parameters
     ----------
@@ -102,8 +92,7 @@ class ShardedExperts:
 
     def __init__(self, layers: Sequence[Any], source: Callable[[int, int], Weights],
                  placements: Placement | Sequence[Placement], device: int = 0, part: int = 0, parts: int = 1,
-                 cut: Callable[..., Weights] | None = None) -> None:
-        cut = cut or on_intermediate
+                 cut: Callable[..., Weights] = on_intermediate) -> None:
         self._held: dict[tuple[int, int], Weights] = {}
         for layer, experts in progress(list(enumerate(layers)), "loading experts", unit="layer"):
             placement = placements if isinstance(placements, Placement) else placements[layer]
@@ -125,72 +114,3 @@ class ShardedExperts:
         if (layer, expert) not in self._held:
             raise KeyError(f"expert {expert} of layer {layer} is on another rank")
         return self._held[layer, expert]
-
-
-def on_intermediate(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
-    """One of `parts` parts of an expert along I: gate and up by columns, down by rows, its bias with part 0.
-
-    Raises
-    ------
-    ValueError : a tensor of unknown meaning, or a norm behind the experts.
-    """
-    _refuse_norm(experts)
-    transposed, interleaved = getattr(experts, "is_transposed", False), not getattr(experts, "is_concatenated", True)
-    gated = getattr(experts, "has_gate", False)
-    made = {}
-    for name, tensor in weights.items():
-        base = name.removesuffix("_bias")
-        if base in UP:
-            dim = tensor.dim() - 1 if transposed and name == base else 0
-            made[name] = _cut_columns(tensor, dim, part, parts, 2 if gated else 1, interleaved)
-        elif name in DOWN:
-            made[name] = _cut(tensor, 0 if transposed else 1, part, parts)
-        elif base in DOWN:
-            made[name] = tensor if part == 0 else torch.zeros_like(tensor)
-        else:
-            raise ValueError(f"no rule how to cut the experts' tensor {name!r}; known are {', '.join(UP + DOWN)} and "
-                             f"their biases. Expert parallelism needs none")
-    return made
-
-
-def on_hidden(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
-    """One of `parts` parts of an expert along H: gate and up by rows (their bias with part 0), down by columns.
-
-    Raises
-    ------
-    ValueError : experts outside transformers' experts interface, or a norm behind them.
-    """
-    _refuse_norm(experts)
-    if not hasattr(experts, "is_concatenated"):
-        raise ValueError(f"{type(experts).__name__} has a forward of its own, which cannot be stopped between its "
-                         f"matrices: shard its experts on I")
-    made = {}
-    for name, tensor in weights.items():
-        if name in UP:
-            made[name] = _cut(tensor, 0 if experts.is_transposed else 1, part, parts)
-        elif name in DOWN:
-            made[name] = _cut(tensor, 1 if experts.is_transposed else 0, part, parts)
-        elif name.removesuffix("_bias") in UP:
-            made[name] = tensor if part == 0 else torch.zeros_like(tensor)
-        else:
-            made[name] = _cut(tensor, 0, part, parts)
-    return made
-
-
-def _cut_columns(tensor: Tensor, dim: int, part: int, parts: int, matrices: int, interleaved: bool) -> Tensor:
-    """A part of I of one or two matrices that lie along `dim`, one after the other or interleaved."""
-    I = tensor.shape[dim] // matrices
-    shape = (I, matrices) if interleaved else (matrices, I)
-    apart = tensor.unflatten(dim, shape)
-    return _cut(apart, dim if interleaved else dim + 1, part, parts).flatten(dim, dim + 1)
-
-
-def _cut(tensor: Tensor, dim: int, part: int, parts: int) -> Tensor:
-    sizes = share(tensor.shape[dim], parts)
-    return tensor.narrow(dim, sum(sizes[:part]), sizes[part])
-
-
-def _refuse_norm(experts: Any) -> None:
-    if getattr(experts, "has_post_expert_norm", False):
-        raise ValueError(f"{type(experts).__name__} normalises each expert's output, which needs the whole of it: "
-                         f"spread its experts (ep) instead of cutting them (tp)")

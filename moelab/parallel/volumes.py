@@ -1,36 +1,26 @@
-"""How many rows each way of exchange sends: expected under uniform routing, and exactly for given routings.
+"""Communication volumes of each variant: expected under uniform routing, and exact for given routings.
 
 Source: AWS Neuron's MoE guide, "Communication Optimization for Expert Parallelism with All-to-All-v"; it has no
 formulas. A token's row is sent to the experts (dispatch) and its result comes back (combine), as many rows each way.
-Per token of W ranks with E experts, K of them chosen:
+Rows a token, one way, over W ranks with E experts, K of them chosen:
 
     all-gather               W − 1
     all-to-all-v             K·(1 − 1/W)
     deduplicated             (W − 1)·(1 − C(E − E/W, K) / C(E, K))
 
-So all-to-all-v without deduplication sends more than an all-gather as soon as K > W. `exact` predicts the bytes that
-`Exchange` counts on each rank, metadata included.
+So all-to-all-v without deduplication sends more than an all-gather as soon as K > W.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
+from dataclasses import dataclass
+from math import comb, nan
 
 import torch
 from torch import Tensor
 
-from moelab.parallel.exchange import share
-
-
-def all_gather(W: int) -> float:
-    """Rows a token, one way, over all ranks; also of tensor parallelism."""
-    return W - 1.0
-
-
-def all_to_all(K: int, W: int) -> float:
-    """Expected rows a token, one way: its choices on other ranks."""
-    return K * (1 - 1 / W)
+from moelab.experts.sharding import share
 
 
 def deduplicated(E: int, K: int, W: int) -> float:
@@ -45,21 +35,20 @@ def expected(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
     ------
     ValueError : there is no such variant.
     """
-    ep = W // tp
-    made = {"ep": lambda: all_gather(W), "tp": lambda: all_gather(W), "ep-a2a": lambda: all_to_all(K, W),
-            "ep-dedup": lambda: deduplicated(E, K, W),
+    made = {"ep": W - 1.0, "tp": W - 1.0, "ep-a2a": K * (1 - 1 / W), "ep-dedup": deduplicated(E, K, W),
             # gathered in the row of tp ranks, each of which sends its copy to its peers
-            "tp-ep": lambda: all_gather(tp) + tp * deduplicated(E, K, ep)}
+            "tp-ep": tp - 1.0 + tp * deduplicated(E, K, W // tp)}
     if variant not in made:
-        raise ValueError(f"there is no way {variant!r} to spread experts; there are: {', '.join(made)}")
-    return made[variant]()
+        raise ValueError(f"there is no variant {variant!r}; there are: {', '.join(made)}")
+    return made[variant]
 
 
 def exact(variant: str, ranks: Tensor, W: int, H: int, hidden: torch.dtype, weights: torch.dtype, tp: int = 1
           ) -> dict[str, list[int]]:
     """Bytes that each rank sends in one layer, from the ep rank [T, K] of each choice (W/tp for none).
 
-    The tokens are spread (`run_own`), and then gathered on every rank ("result").
+    These are the bytes that `Exchange` counts, metadata included, for tokens that are spread (`run_own`), and then
+    gathered on every rank ("result").
 
     hidden, weights : dtypes of the rows and of the routing weights.
     """
@@ -89,3 +78,35 @@ def pairs(deduplicate: bool, ranks: Tensor, own: Sequence[int]) -> list[list[int
     here = ranks[:, None, :] == torch.arange(W)[:, None]            # [T, W, K]
     rows = here.any(-1) if deduplicate else here.sum(-1)            # [T, W]
     return [part.sum(0).tolist() for part in rows.split(list(own))]
+
+
+@dataclass(frozen=True)
+class GatherVolume:
+    """Bytes that all ranks together receive in an all-gather of T tokens' routing.
+
+    logits : gathered before selection; weights and ids : gathered after it.
+    """
+
+    logits: int
+    weights: int
+    ids: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes the gather after selection takes; not a number for one rank."""
+        return self.logits / (self.weights + self.ids) if self.logits else nan
+
+
+def gather_volume(T: int, E: int, K: int, ranks: int, dtype: torch.dtype = torch.bfloat16,
+                  ids: torch.dtype = torch.int64) -> GatherVolume:
+    """What gathering a router's selection instead of its logits saves: exact for any split of T tokens over the ranks.
+
+    Source: Neuron MoE guide, "Router execution in sequence parallel mode": each rank routes its part of the tokens
+    (`moelab.experts.routers.route_in_shards`) and receives the other ranks' rows, (ranks − 1)·T in all. The guide's
+    E/K (16× for 128 experts, 8 a token) counts the weights alone; with the ids it is 3.2× in bf16 with int64 ids, 5.3×
+    with int32 and 10.7× with one byte, which is enough up to E = 255.
+
+    dtype : of logits and weights.
+    """
+    rows = (ranks - 1) * T
+    return GatherVolume(rows * E * dtype.itemsize, rows * K * dtype.itemsize, rows * K * ids.itemsize)

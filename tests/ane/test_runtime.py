@@ -12,7 +12,7 @@ from moelab.ane.device.accounting import count, loads_of_ids
 from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import LayerPlan, Plan, PlannedGroup
 from moelab.ane.runtime import LayerCount, PlannedExperts, prefill_through
-from moelab.experts.grouped import Grouped
+from moelab.experts.static import Grouped
 from moelab.experts.tiers import Group, Tiers
 from moelab.models import SeamExperts, discover, plugged
 from moelab.specs import MoESpec

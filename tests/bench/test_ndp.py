@@ -84,7 +84,7 @@ def test_prompts_by_length_and_a_filled_memory():
 
 def test_an_offloaded_generation_is_simulated_on_hypothetical_hardware(tmp_path):
     """Record what an offloaded model routes, and time it: on demand by hand, K experts a layer and token."""
-    model = moelab.offload(moelab.convert(None, tmp_path / "store", codec="raw"), budget="50%")
+    model = moelab.open_model(moelab.convert(None, tmp_path / "store", codec="raw"), memory="50%")
     trace = moelab.record(model, ["def add(a, b):\n", "import os\n"], max_new_tokens=4, min_new_tokens=4)
     model.moelab.close()
     spec, routing = trace.spec, recorded_routing(trace, 1)

@@ -8,7 +8,7 @@ import torch
 
 import moelab
 from moelab.bench import static
-from moelab.experts.capacity import CapacityFactor
+from moelab.experts.static import CapacityFactor
 from moelab.experts.executor import Tally
 from moelab.models.seam import SeamExperts
 from moelab.trace import PREFILL

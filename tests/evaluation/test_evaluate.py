@@ -11,7 +11,7 @@ import pytest
 import moelab
 from moelab.__main__ import main
 from moelab.evaluation import accuracy, evaluate, lm_eval_adapter, scores
-from moelab.experts import make
+from moelab.registry import make
 from moelab.experts.quantization import Quantized
 from moelab.models import plug, plugged
 from tests.evaluation.test_accuracy import wrong_experts
@@ -38,7 +38,7 @@ def test_the_executor_int8_quantises(model, results, capsys):
     assert main(["evaluate", *QUICK, "--tasks", "loss", "--modes", "executor:int8,executor:sorted"]) == 0
     file, = (results / "runs" / "evaluate").glob("*")
     found = json.loads(file.read_text())
-    mode = partial(plugged, model, make("int8"), Quantized(plug(model), "int8"))
+    mode = partial(plugged, model, make("executor", "int8"), Quantized(plug(model), "int8"))
     expected = accuracy.compare(model, {"int8": mode}, ["loss"], n=4, windows=4, tokens=64)["samples"]["loss"]["int8"]
     baseline, int8, bf16 = found["samples"]["loss"].values()
     assert int8 == pytest.approx(expected, abs=1e-6) and int8 != pytest.approx(bf16, abs=1e-4)

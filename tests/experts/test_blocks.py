@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from moelab import cards
 from moelab.experts import blocks
-from moelab.experts.block_sharding import Sharding
 from moelab.experts.blockwise import Blockwise, block_map
-from tests.experts.test_static import cases
+from moelab.experts.sharding import Sharding
+from tests.experts.test_neuron import cases
 from tests.experts.toy import make_experts, make_routing, naive
 
 

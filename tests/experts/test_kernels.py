@@ -13,21 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.experts import make
-
-from moelab.kernels import linear
 from moelab.experts import gemv as gemv_module
+from moelab.experts.executor import plain, silu_gated
 from moelab.experts.fast import Fast
-from moelab.experts.gemv import GEMV, PlanesGEMV, gemv_planes
-from moelab.experts.layout import plain, silu_gated
-from moelab.experts.packed import AVAILABLE, SUPPORTED, Packed
+from moelab.experts.gemm import AVAILABLE, SUPPORTED, Packed
+from moelab.experts.gemv import GEMV, PlanesGEMV
+from moelab.kernels import linear
 from moelab.models.seam import eager
+from moelab.registry import make
 from moelab.store import bits
 
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
 pytest.importorskip("numba")            # only its absence may skip; kernels that do not import must fail
-products, around = (import_module(f"moelab.experts.{name}") for name in ("products", "feed_forward"))
+products, around = (import_module(f"moelab.kernels.{name}") for name in ("products", "feed_forward"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -121,26 +120,33 @@ def test_arranged_choices(T, K, E, seed):
 
 # ------------------------------------------------------------------------------------------------------ split planes
 
+def multiply_planes(x, exponents, sign_mantissa):
+    """x Wᵀ from the two planes of W [R, n], fp32."""
+    rows, n = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    matrix = np.array([[gemv_module._address(exponents), gemv_module._address(sign_mantissa), 0, 0]])
+    return products.multiply(np.uint8, matrix, np.array([0, len(rows)]), rows, None, len(exponents.ravel()) // n, False)
+
+
 @settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 200), st.integers(1, 90), st.integers(0, 99))
 def test_split_weights_multiply_like_joined_ones(T, n, R, seed):
     rng = torch.Generator().manual_seed(seed)
     w, x = torch.randn(R, n, generator=rng).bfloat16(), torch.randn(T, n, generator=rng)
     planes = bits.split(w)
-    y = gemv_planes(x, *planes)
+    y = multiply_planes(x, *planes)
     assert torch.allclose(y.double(), x.double() @ w.double().T, atol=1e-4 * n ** 0.5)
     kind = products.KINDS[torch.bfloat16]
     joined = products.multiply(kind, np.array([[w.data_ptr(), 0, 0, 0]]), np.array([0, T]),
                                x, None, R, False)
     assert torch.equal(y, joined)                                                       # the same sums, bit for bit
-    assert torch.equal(gemv_planes(x[0], *(plane.numpy() for plane in planes)), gemv_planes(x[:1], *planes)[0])
+    assert torch.equal(multiply_planes(x[:1], *(p.numpy() for p in planes)), multiply_planes(x[:1], *planes))
 
 
 def test_every_bf16_number_is_read_right():
     words = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
     words = words[words.isfinite()]
     w, x = words[:len(words) // 32 * 32].view(-1, 32), torch.eye(32)
-    assert torch.equal(gemv_planes(x, *bits.split(w.contiguous())).T, w.float())
+    assert torch.equal(multiply_planes(x, *bits.split(w.contiguous())).T, w.float())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -153,24 +159,35 @@ def test_experts_of_planes_are_those_of_joined_weights(layout, threads):
 
 
 def test_planes_that_do_not_fit():
-    x, planes = torch.randn(2, 8), bits.split(torch.randn(3, 8).bfloat16())
-    with pytest.raises(ValueError, match="24 and 23 bytes"):
-        gemv_planes(x, planes[0], planes[1].ravel()[:-1])
-    with pytest.raises(ValueError, match="contiguous uint8"):
-        gemv_planes(x, planes[0], planes[1].view(torch.int8))
-    with pytest.raises(ValueError, match="9 inputs"):
-        gemv_planes(torch.randn(9), *planes)
+    x, ids, weights, experts = step(dtype=torch.bfloat16)
+    for wrong in (torch.zeros(4, dtype=torch.int8), torch.zeros(4, 4, dtype=torch.uint8).T):
+        with pytest.raises(ValueError, match="contiguous uint8"):
+            PlanesGEMV(lambda layer, e: dict.fromkeys(("gate_up_proj", "down_proj"), (wrong, wrong)))(
+                x, ids, weights, experts)
 
 
 # -------------------------------------------------------------------------------------------------------- executors
 
+def loop(x, ids, weights, experts):
+    """Eager as a plain loop over all experts: first choices before second ones, experts in ascending order."""
+    contributions = []
+    for e in range(experts.num_experts):
+        choice, tokens = (ids.T == e).nonzero(as_tuple=True)
+        if len(tokens):
+            contributions.append((e, tokens, experts.contribution(x, tokens, weights[tokens, choice],
+                                                                  experts.weights(e))))
+    return experts.accumulate(x, contributions)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_reference_is_eager_bit_for_bit(layout, dtype):
+def test_exact_is_eager_and_a_plain_loop_bit_for_bit(layout, dtype):
     for seed in range(10):
         x, ids, weights, experts = step(1 + 3 * seed, layout=layout, dtype=dtype, seed=seed)
         ids[0, 0] = 6
-        assert torch.equal(make("reference")(x, ids, weights, experts), eager(x, ids, weights, experts))
+        y = loop(x, ids, weights, experts)
+        assert torch.equal(make("executor", "exact")(x, ids, weights, experts), y)
+        assert torch.equal(eager(x, ids, weights, experts), y)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -189,7 +206,7 @@ def test_gates_that_clamp_are_not_taken_for_silu(name):
         x, ids, weights, experts = step(layout=layout)
         x = 40 * x                                          # gates and ups far beyond the clamps
         exact = naive(x, ids, weights, experts)
-        assert (make(name)(x, ids, weights, experts) - exact).abs().max() <= 1e-5 * exact.abs().max()
+        assert (make("executor", name)(x, ids, weights, experts) - exact).abs().max() <= 1e-5 * exact.abs().max()
     assert silu_gated(step(layout="gated")[-1]) and not silu_gated(step(layout="clamped")[-1])
 
 
@@ -213,16 +230,16 @@ def test_ids_of_no_expert_are_refused(name, wrong):
     x, ids, weights, experts = step()
     ids[2, 1] = wrong
     with pytest.raises(ValueError, match="expert"):
-        make(name)(x, ids, weights, experts)
+        make("executor", name)(x, ids, weights, experts)
 
 
 @pytest.mark.parametrize("layout", ["gated", "transposed", "bias"])
 @pytest.mark.parametrize("name", ["gemv", "fast", "packed", "grouped_mm", "sorted"])
 @pytest.mark.parametrize("of", ["x", "weights", "experts"])
-def test_gradients_are_those_of_the_reference(name, layout, of):
+def test_gradients_are_those_of_exact(name, layout, of):
     x, ids, weights, experts = step(layout=layout)
     found = []
-    for executor in (make("reference"), make(name)):
+    for executor in (make("executor", "exact"), make("executor", name)):
         leaf = {"x": x, "weights": weights, "experts": experts.down_proj}[of].detach().clone().requires_grad_()
         if of == "experts":
             experts.down_proj = torch.nn.Parameter(leaf.detach())
@@ -232,13 +249,13 @@ def test_gradients_are_those_of_the_reference(name, layout, of):
     assert torch.allclose(*found, atol=1e-4) and found[0].abs().max() > 0
 
 
-@pytest.mark.parametrize("name", ["reference", "all_experts", "blockwise", "selective", "grouped_mm", "sorted",
+@pytest.mark.parametrize("name", ["exact", "all_experts", "blockwise", "selective", "grouped_mm", "sorted",
                                   "packed", "gemv", "fast"])
 @pytest.mark.parametrize("layout", ["gated", "interleaved"])
 def test_routing_weights_of_double_precision(name, layout):
     for dtype in DTYPES[:2]:
         x, ids, weights, experts = step(layout=layout, dtype=dtype)
-        y = make(name)(x, ids, weights.double(), experts)
+        y = make("executor", name)(x, ids, weights.double(), experts)
         assert y.dtype == dtype and torch.allclose(y.double(), naive(x, ids, weights, experts), atol=1e-4 if
                                                    dtype == torch.float32 else 0.05)
 
@@ -252,11 +269,11 @@ def test_packed_falls_back_where_the_processor_lacks_instructions(monkeypatch):
             assert torch.allclose(packed(*case).double(), naive(*case), atol=0.05) and bool(packed.nbytes) == there
 
 
-@pytest.mark.parametrize("module", [gemv_module, dense])
+@pytest.mark.parametrize("module", [gemv_module, linear])
 def test_only_a_missing_numba_is_forgiven(module, monkeypatch):
     def without(missing):
         def fails(name, *rest):
-            if name == "moelab.experts" and {"products", "feed_forward"} & set(rest[2] or ()):
+            if name == "moelab.kernels" and {"products", "feed_forward"} & set(rest[2] or ()):
                 raise missing
             return real(name, *rest)
         return fails
@@ -276,16 +293,14 @@ def test_one_expert_twice_for_one_token():
     x, ids, weights, experts = step()
     ids[:, 1] = ids[:, 0]
     for name in ("sorted", "gemv", "packed", "grouped_mm"):
-        assert torch.allclose(make(name)(x, ids, weights, experts).double(), naive(x, ids, weights, experts), atol=1e-4)
+        assert torch.allclose(make("executor", name)(x, ids, weights, experts).double(), naive(x, ids, weights, experts), atol=1e-4)
 
 
 def test_what_gemv_cannot_do_falls_back(monkeypatch):
     x, ids, weights, experts = step()
-    y = make("sorted")(x, ids, weights, experts)
+    y = make("executor", "sorted")(x, ids, weights, experts)
     monkeypatch.setattr(gemv_module, "products", None)                                  # no numba
     assert torch.equal(GEMV()(x, ids, weights, experts), y)
-    with pytest.raises(ImportError, match="numba"):
-        gemv_planes(x[0], *bits.split(torch.randn(2, 48).bfloat16()))
     with pytest.raises(ValueError, match="plain experts"):
         PlanesGEMV(lambda layer, e: {})(x, ids, weights, experts)
     monkeypatch.undo()
@@ -294,7 +309,7 @@ def test_what_gemv_cannot_do_falls_back(monkeypatch):
     assert torch.allclose(GEMV()(x, ids, weights, experts), y, atol=1e-5)
     experts.source, experts.has_post_expert_norm, experts.post_expert_norm = None, True, torch.nn.LayerNorm(48)
     assert not plain(experts)
-    assert torch.equal(GEMV()(x, ids, weights, experts), make("sorted")(x, ids, weights, experts))
+    assert torch.equal(GEMV()(x, ids, weights, experts), make("executor", "sorted")(x, ids, weights, experts))
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="this torch has no oneDNN weight packing")

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
-from moelab.experts.executor import dispatch
-from moelab.experts.int8 import Int8
-from moelab.experts.quantization import E2M1, FORMATS, MXFP4, Quantized, layer_error, quantize
-from moelab.experts.sorting import Sorted
-from moelab.models import discover, eager, open_model, plug, plugged
+from moelab.experts.executor import Sorted, dispatch
+from moelab.experts.quantization import E2M1, FORMATS, MXFP4, Int8, Quantized, layer_error, quantize
+from moelab import open_model
+from moelab.models import discover, eager, plug, plugged
 
 from tests.models import tiny
 from .toy import LAYOUTS, make_experts, make_routing

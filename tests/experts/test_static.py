@@ -1,8 +1,8 @@
-"""All-experts, selective, blockwise and the SDK's rule give what a loop over tokens gives, and count what they do."""
+"""Static capacities: exactly those are dropped that a naive loop drops; padded, nothing is; slots are counted."""
 
 from __future__ import annotations
 
-from math import comb
+import math
 
 import pytest
 import torch
@@ -10,188 +10,263 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import models
-from moelab.experts.all_experts import AllExperts
-from moelab.experts.block_sharding import Sharding
-from moelab.experts.blockwise import Blockwise
-from moelab.experts.neuron_rule import NeuronRule, neuron_choice
-from moelab.experts.selective import Selective, expected_unique, provisioned_savings, unique_experts
-from moelab.experts.sorting import Sorted
-from moelab.models.seam import eager
-from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
+from moelab.experts import EXECUTORS
+from moelab.experts.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered, capacity_of
+from moelab.experts.tiers import Group, capacity_tiers, form_groups
+from moelab.registry import make
+from tests.experts.test_neuron import cases
+from tests.experts.toy import make_experts, make_routing, naive
 from tests.models import tiny
 
-H, I = 12, 10
+
+def kept_by_a_loop(ids, weights, capacity, chunk, order, saliency, seed):
+    """Choices that stay, as a mask [T, K], chunk by chunk and expert by expert."""
+    T, K = ids.shape
+    keep, rng = torch.zeros(T, K, dtype=torch.bool), torch.Generator().manual_seed(seed)
+    for start in range(0, T, chunk):
+        tokens = range(start, min(start + chunk, T))
+        chosen = [[(t, k) for t in tokens for k in range(K) if int(ids[t, k]) == e] for e in range(len(capacity))]
+        luck = iter(torch.rand(sum(map(len, chosen)), generator=rng).tolist())
+        for C, mine in zip(capacity, chosen):
+            score = {"saliency": lambda t, k: float(saliency[t]), "strongest": lambda t, k: -float(saliency[t]),
+                     "router": lambda t, k: float(weights[t, k]), "token": lambda t, k: 0,
+                     "random": lambda t, k: next(luck)}[order]
+            ranked = sorted(((-score(t, k), t, k) for t, k in mine))
+            for _, t, k in ranked if len(tokens) == 1 and C else ranked[:C]:
+                keep[t, k] = True
+    return keep
+
+
+def without_dropped(ids, keep, E):
+    return torch.where(keep, ids, E)
 
 
 @st.composite
-def cases(draw, most_tokens=40, most_experts=24):
-    """(x, ids, weights, experts) of any shape, skew and layout; some choices are "no expert"."""
-    E = draw(st.integers(1, most_experts))
-    K = draw(st.integers(1, min(8, E)))
-    T = draw(st.integers(0, most_tokens))
-    seed = draw(st.integers(0, 2**16))
-    ids, weights = make_routing(T, E, K, draw(st.sampled_from([0.0, 1.0, 4.0])), seed)
-    if draw(st.booleans()):
-        ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E
-    if draw(st.integers(0, 4)) == 0:
-        ids[:, 0] = draw(st.integers(0, E - 1))                             # one expert hot, perhaps twice for a token
-    experts = make_experts(E, H, I, draw(st.sampled_from(sorted(LAYOUTS))), seed=seed)
-    return torch.randn(T, H, generator=torch.Generator().manual_seed(seed)), ids, weights, experts
+def static_cases(draw):
+    """A case with capacities [E] (some 0), a chunk, and saliency with ties."""
+    x, ids, weights, experts = draw(cases(most_experts=12))
+    E = experts.num_experts
+    capacity = draw(st.lists(st.integers(0, 6), min_size=E, max_size=E))
+    saliency = torch.tensor(draw(st.lists(st.integers(0, 5), min_size=len(x), max_size=len(x))), dtype=torch.float32)
+    return x, ids, weights, experts, capacity, draw(st.sampled_from([None, 1, 7, 16])), {0: saliency}
 
 
-def check(executor, x, ids, weights, experts):
-    """Equal to the oracle, and every routed choice executed."""
-    got = executor(x, ids, weights, experts)
-    assert got.dtype == x.dtype
-    torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=2e-4, atol=2e-5)
-    tally = executor.tally
-    assert tally.routed == tally.executed == int((ids < experts.num_experts).sum()) <= tally.slots
-    return tally
-
-
-SHARDINGS = [None, *(Sharding(on, cores) for on in "HI" for cores in (2, 3)),
-             *(Sharding("block", cores, order) for cores in (2, 3) for order in ("PING_PONG", "HI_LO"))]
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases(), st.sampled_from([1, 3, 8, 64]), st.booleans(), st.booleans(), st.booleans(),
-       st.sampled_from(["code", "text"]), st.sampled_from(SHARDINGS))
-def test_blockwise_is_lossless_whatever_is_skipped_or_shared(case, B, tokens, weights, blocks, provision, sharding):
-    check(Blockwise(B, provision=provision, skip_tokens=tokens, skip_weights=weights, skip_blocks=blocks,
-                    sharding=sharding), *case)
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_all_experts_computes_every_token_with_every_expert(case):
-    assert check(AllExperts(), *case).slots == len(case[0]) * case[3].num_experts
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_selective_loads_each_needed_expert_once(case):
-    x, ids, weights, experts = case
-    fetched = []
-    plain = experts.weights
-    experts.weights = lambda e: fetched.append(e) or plain(e)
-    executor = Selective()
-    assert check(executor, *case).padded_fraction == 0
-    unique = {e for row in ids.tolist() for e in row if e < experts.num_experts}
-    assert sorted(fetched) == sorted(unique) and executor.loads.loaded == len(unique) == unique_experts(
-        ids, experts.num_experts)
-    if unique:
-        assert executor.loads.savings == pytest.approx(1 - len(unique) / experts.num_experts)
-        one = sum(p[0].numel() for p in experts.parameters()) * 4
-        assert executor.loads.bytes_loaded == one * len(unique)
+def partition(E, capacity, size):
+    """Groups of up to `size` experts of equal capacity."""
+    groups = []
+    for C in sorted(set(capacity)):
+        of = [e for e in range(E) if capacity[e] == C]
+        groups += [Group(tuple(reversed(of[i:i + size])), C) for i in range(0, len(of), size)]
+    return groups
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases())
-def test_with_one_choice_a_token_it_is_eager_bit_for_bit(case):
-    """Then the rows of a product come in the same order; eager has first choices before second ones."""
+@given(static_cases(), st.sampled_from(sorted(ORDERS)), st.integers(0, 3), st.sampled_from([None, 1, 3]))
+def test_pruning_drops_whom_a_loop_drops(case, order, seed, group_size):
+    x, ids, weights, experts, capacity, chunk, saliency = case
+    keep = kept_by_a_loop(ids, weights, capacity, chunk or max(len(x), 1), order, saliency[0], seed)
+    options = {"order": order, "saliency": saliency, "chunk": chunk, "seed": seed}
+    executor = (Grouped([partition(len(capacity), capacity, group_size)], **options) if group_size else
+                Tiered([capacity], **options))
+    got = executor(x, ids, weights, experts)
+    expected = naive(x, without_dropped(ids, keep, experts.num_experts), weights, experts)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-4, atol=2e-5)
+    tally = executor.tally
+    assert not executor.lossless
+    assert tally.routed == int((ids < experts.num_experts).sum())
+    assert (tally.executed, tally.dropped) == (int(keep.sum()), tally.routed - int(keep.sum()))
+    assert tally.slots >= tally.executed
+    if len(x):
+        assert executor.by_layer == {0: tally}
+
+
+@settings(max_examples=60, deadline=None)
+@given(static_cases(), st.sampled_from([None, 1, 3]))
+def test_padding_drops_nobody_and_its_slots_are_counted(case, group_size):
+    x, ids, weights, experts, capacity, chunk, _ = case
+    E = experts.num_experts
+    groups = partition(E, capacity, group_size or 1)
+    executor = Grouped([groups], "pad", chunk=chunk) if group_size else Tiered([capacity], "pad", chunk=chunk)
+    got = executor(x, ids, weights, experts)
+    torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=2e-4, atol=2e-5)
+    slots = 0
+    for start in range(0, len(x), chunk or max(len(x), 1)):
+        counts = torch.bincount(ids[start:start + (chunk or len(x))].flatten(), minlength=E + 1).tolist()
+        for group in groups:
+            most = max(counts[e] for e in group.experts)
+            rows = math.ceil(most / group.capacity) * group.capacity if group.capacity else most
+            slots += len(group.experts) * rows
+    assert executor.lossless and executor.tally.dropped == 0
+    assert executor.tally.slots == slots
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, 30.0]))
+def test_the_capacity_factor_drops_the_later_tokens(case, factor):
     x, ids, weights, experts = case
-    for executor in (Selective(), Sorted()):
-        one = x, ids[:, :1], weights[:, :1], experts
-        assert torch.equal(executor(*one), eager(*one))
+    (T, K), E = ids.shape, experts.num_experts
+    C = capacity_of(T, K, E, factor)
+    keep = kept_by_a_loop(ids, weights, [C] * E, max(T, 1), "token", None, 0)
+    executor = CapacityFactor(factor)
+    got = executor(x, ids, weights, experts)
+    torch.testing.assert_close(got.double(), naive(x, without_dropped(ids, keep, E), weights, experts),
+                               rtol=2e-4, atol=2e-5)
+    assert executor.tally.executed == int(keep.sum())
+    distinct = all(len(set(row)) == K for row in ids.tolist())
+    if distinct:
+        assert executor.tally.slots == E * C and C <= T
 
 
-@settings(max_examples=40, deadline=None)
-@given(cases(), st.sampled_from([4, 16, 512]), st.sampled_from([0.8, 1.0]), st.integers(1, 4))
-def test_the_rule_is_lossless_and_counts_once(case, B, alpha, batch):
-    executor = NeuronRule(block_size=B, alpha=alpha, batch=batch)
-    check(executor, *case)
-    assert sum(executor.chosen.values()) == 1
+def made_with_a_plan(name, E, capacity):
+    """An executor of the registry; those that drop, with these capacities."""
+    if name in ("tiered", "grouped"):
+        plan = {"capacities": [capacity]} if name == "tiered" else {"groups": [partition(E, capacity, 3)]}
+        return make("executor", name, **plan, order="router")
+    return make("executor", name, **{"factor": 0.6} if name == "capacity" else {})
 
 
-@pytest.mark.parametrize("T, E, K, skew", [(600, 256, 8, 0.5), (600, 4, 2, 3.0), (1, 256, 8, 0.0), (0, 8, 2, 0.0),
-                                           (513, 1, 1, 0.0)])
-def test_large_and_empty_steps(T, E, K, skew):
-    experts, x, (ids, weights) = make_experts(E, 6, 4), torch.randn(T, 6), make_routing(T, E, K, skew)
-    expected = naive(x, ids, weights, experts)
-    for executor in (AllExperts(), Selective(), Blockwise(), NeuronRule()):
-        torch.testing.assert_close(executor(x, ids, weights, experts).double(), expected, rtol=2e-4, atol=2e-5)
-        assert executor.tally.routed == executor.tally.executed == T * K
+@pytest.mark.parametrize("name", [name for name in EXECUTORS if name not in ("int8", "gemv_planes")])
+def test_counts_are_of_what_was_really_computed(name):
+    """Expert e gives 1 in column e and 0 elsewhere, so the result says who was computed by whom, and how often."""
+    E, T, K, dropped = 8, 40, 3, 0
+    experts = make_experts(E, 16, 6, "ungated bias")
+    for parameter in experts.parameters():
+        parameter.zero_()
+    experts.down_proj_bias.copy_(torch.eye(E, 16))
+    for seed in range(6):
+        ids, _ = make_routing(T, E, K, seed / 2, seed)
+        ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E
+        executor = made_with_a_plan(name, E, [4, 9, 30, 2, 0, 7, 5, 40])
+        done = executor(torch.randn(T, 16), ids, torch.ones(T, K), experts)
+        asked = torch.tensor([[sum(int(of) == e for of in row) for e in range(E)] for row in ids])
+        assert (done[:, :E] <= asked).all() and not done[:, E:].any() and torch.equal(done, done.round())
+        tally = executor.tally
+        assert (tally.routed, tally.executed) == (int(asked.sum()), int(done.sum())) and tally.slots >= tally.executed
+        dropped += int(asked.sum() - done.sum())
+        assert tally.dropped == int(asked.sum() - done.sum())
+    assert (dropped == 0) == made_with_a_plan(name, E, [1] * E).lossless
 
 
-@pytest.mark.parametrize("make", [AllExperts, Selective, Blockwise, NeuronRule])
-def test_bfloat16_stays_bfloat16(make):
-    experts = make_experts(8, 32, 16, dtype=torch.bfloat16)
-    x = torch.randn(50, 32).bfloat16()
-    ids, weights = make_routing(50, 8, 2, dtype=torch.bfloat16)
-    got = make()(x, ids, weights, experts)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=0.05, atol=0.05)
+@pytest.mark.parametrize("T, K, E, factor, C", [
+    (1000, 2, 8, 1.0, 250), (1000, 2, 8, 1.25, 313), (1000, 2, 8, 4.0, 1000), (1000, 2, 8, 3.999, 1000),
+    (1, 1, 256, 0.01, 1), (7, 2, 4, 1.0, 4)])
+def test_capacities_by_factor(T, K, E, factor, C):
+    assert capacity_of(T, K, E, factor) == C
 
 
-def test_what_is_not_routed_is_masked_and_not_multiplied_by_zero():
-    """An expert that overflows for tokens that did not choose it must not make them NaN."""
-    experts = make_experts(2, 4, 4)
-    experts.gate_up_proj[1] = 1e30
-    x, ids, weights = torch.ones(3, 4), torch.tensor([[0], [0], [0]]), torch.ones(3, 1)
-    got = AllExperts()(x, ids, weights, experts)
-    assert got.isfinite().all()
-    torch.testing.assert_close(got, Selective()(x, ids, weights, experts))
+@pytest.mark.parametrize("order", ["router", "token", "random"])
+def test_a_decode_step_is_never_dropped(order):
+    experts, x = make_experts(4, 6, 4), torch.randn(1, 6)
+    for ids in (torch.tensor([[0, 3]]), torch.tensor([[2, 2]])):
+        weights = torch.tensor([[0.5, 0.5]])
+        executor = Tiered([[1, 1, 1, 1]], order=order)
+        got, expected = executor(x, ids, weights, experts).double(), naive(x, ids, weights, experts)
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+        assert executor.tally.dropped == 0
 
 
-def test_a_token_may_choose_an_expert_twice():
-    experts, x = make_experts(3, 4, 4), torch.randn(2, 4)
-    ids, weights = torch.tensor([[1, 1], [2, 1]]), torch.tensor([[0.25, 0.5], [0.5, 0.5]])
-    for make in (AllExperts, Selective, Blockwise, NeuronRule):
-        check(make(), x, ids, weights, experts)
+def test_a_group_runs_whole_or_not_at_all():
+    """The paper's example, §4.2: (64, 32, 32, 0) tokens in slices of 64."""
+    experts = make_experts(8, 6, 4)
+    ids = torch.tensor([0] * 64 + [1] * 32 + [2] * 32)[:, None]
+    executor = Grouped([[Group((0, 1, 2, 3), 64), Group((4, 5, 6, 7), 64)]], order="token")
+    executor(torch.randn(128, 6), ids, torch.ones(128, 1), experts)
+    assert executor.tally.slots == 4 * 64 and executor.tally.executed == 128 and executor.launched == 1
 
 
-# ----------------------------------------------------------------------------------------- selective against the rest
-
-@pytest.mark.parametrize("batch, K, E, saved", [(16, 8, 256, 0.5), (8, 8, 128, 0.5), (8, 1, 16, 0.5), (32, 8, 256, 0)])
-def test_the_guides_examples_of_selective_loading(batch, K, E, saved):
-    assert provisioned_savings(batch, K, E) == saved
-
-
-@pytest.mark.parametrize("E, K, batch", [(4, 2, 3), (5, 1, 4), (6, 3, 2)])
-def test_expected_unique_experts_counted_by_brute_force(E, K, batch):
-    from itertools import combinations, product
-    choices = list(combinations(range(E), K))
-    sizes = [len(set().union(*step)) for step in product(choices, repeat=batch)]
-    assert len(sizes) == comb(E, K) ** batch
-    assert expected_unique(batch, [K / E] * E) == pytest.approx(sum(sizes) / len(sizes))
+def test_tiers_from_calibration_fit_together():
+    T, E, K, chunk = 600, 16, 2, 128
+    ids, weights = make_routing(T, E, K, 1.0, 3)
+    counts = torch.bincount(ids.flatten(), minlength=E)
+    tiers = capacity_tiers(counts, T, chunk)
+    experts, x = make_experts(E, 6, 4), torch.randn(T, 6)
+    one = Tiered([of.capacity for of in tiers], order="router", chunk=chunk)
+    many = Grouped([form_groups(tiers[0], counts, 4)], order="router", chunk=chunk)
+    torch.testing.assert_close(one(x, ids, weights, experts), many(x, ids, weights, experts))
+    assert one.tally.executed == many.tally.executed and one.tally.slots <= many.tally.slots
+    assert 0 < one.tally.dropped < one.tally.routed
 
 
-@pytest.mark.parametrize("T, K, E, B, factor, decode, expected", [
-    (1, 8, 128, 512, None, True, "selective"), (16, 8, 128, 512, None, True, "all_experts"),
-    (15, 8, 128, 512, None, True, "selective"), (1, 8, 128, 512, 1.0, True, "selective"),
-    (15, 8, 128, 512, None, False, "selective"), (16, 8, 128, 512, None, False, "all_experts"),
-    (63, 8, 128, 512, None, False, "all_experts"), (64, 8, 128, 512, None, False, "blockwise"),
-    (2, 8, 128, 512, 1.0, False, "capacity"), (64, 8, 128, 512, 16.0, False, "blockwise"),
-    (600, 1, 4, 512, 3.9, False, "capacity"), (2, 1, 2, 512, None, False, "all_experts")])
-def test_the_sdks_rule(T, K, E, B, factor, decode, expected):
-    assert neuron_choice(T, K, E, decode=decode, block_size=B, capacity_factor=factor) == expected
+@pytest.mark.parametrize("make, message", [
+    (lambda: Tiered([[1]], "spill"), "'prune' or 'pad'"), (lambda: Tiered([[1]], order="loudest"), "saliency, router"),
+    (lambda: Tiered([[1]]), "pass saliency="), (lambda: Tiered([[1]], order="token", chunk=0), "at least 1"),
+    (lambda: Tiered([], "pad"), "each MoE layer"), (lambda: Tiered([[-1]], "pad"), "negative"),
+    (lambda: Grouped([[Group((0, 2), 4)]], "pad"), "exactly once"),
+    (lambda: Grouped([[Group((0, 1), 4), Group((1,), 4)]], "pad"), "exactly once"),
+    (lambda: CapacityFactor(0), "above 0")])
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
-def test_the_rule_with_a_capacity_factor_drops_in_prompts_only():
-    experts = make_experts(8, 4, 4)
-    ids = torch.zeros(40, 1, dtype=torch.long)
-    executor = NeuronRule(capacity_factor=1.0)
-    assert not executor.lossless and NeuronRule().lossless
-    executor(torch.randn(40, 4), ids, torch.ones(40, 1), experts)
-    assert (executor.tally.routed, executor.tally.executed) == (40, 5)
-    executor(torch.randn(1, 4), ids[:1], torch.ones(1, 1), experts)
-    assert (executor.tally.routed, executor.tally.executed) == (41, 6)
-    assert executor.chosen == {"capacity": 1, "selective": 1}
+def test_capacities_of_another_model_and_saliency_of_another_pass_are_refused():
+    experts, x, (ids, weights) = make_experts(4, 6, 4), torch.randn(5, 6), make_routing(5, 4, 2)
+    with pytest.raises(ValueError, match="calibrate this model"):
+        Tiered([[1, 1]], "pad")(x, ids, weights, experts)
+    with pytest.raises(ValueError, match="same forward pass"):
+        Tiered([[1] * 4], saliency={0: torch.ones(3)})(x, ids, weights, experts)
 
 
 # --------------------------------------------------------------------------------------------------- in whole models
 
-@pytest.mark.parametrize("opened", ["resident", "external"])
-@pytest.mark.parametrize("name", ["llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"])
-def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_path):
-    tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if name == "switch_transformers" else {})
-    model = models.open_model(tiny.save(name, tmp_path), experts=opened)
-    executors = [AllExperts(), Selective(), NeuronRule(block_size=16), Blockwise(4), Blockwise(4, skip_blocks=False),
-                 *(Blockwise(4, sharding=sharding) for sharding in SHARDINGS[1::2])]
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        for executor in executors:
-            models.plug(model, executor)
-            torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
-            assert executor.tally.routed == executor.tally.executed > 0
+def opened(tmp_path, name="qwen3_moe"):
+    """(model, its MoE layers behind the seam)."""
+    model = models.open_checkpoint(tiny.save(name, tmp_path / name))
+    return model, models.plug(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v3"])
+def test_saliency_is_the_norm_of_the_attention_output(name, tmp_path):
+    (model, layers), seen = opened(tmp_path, name), {}
+    hooks = [model.get_submodule(layer.name.rpartition(".")[0]).self_attn.register_forward_hook(
+        lambda module, args, output, i=layer.index: seen.__setitem__(i, output[0])) for layer in layers]
+    tokens = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    with Saliency(model, layers) as saliency, torch.no_grad():
+        model(tokens)
+        for layer in layers:
+            by_hand = [sum(float(v) ** 2 for v in row) ** 0.5 for row in seen[layer.index].reshape(14, -1)]
+            torch.testing.assert_close(saliency[layer.index], torch.tensor(by_hand), rtol=1e-5, atol=1e-6)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_saliency_follows_generation_and_undoes_itself(tmp_path):
+    (model, layers), lengths = opened(tmp_path), []
+
+    class Watched(Saliency):
+        def __getitem__(self, layer):
+            found = super().__getitem__(layer)
+            lengths.append(len(found))
+            return found
+
+    E = layers[0].experts.num_experts
+    saliency = Watched(model, layers)
+    models.plug(model, executor := Tiered([[2] * E] * len(layers), saliency=saliency, chunk=8))
+    prompt = torch.randint(3, 90, (1, 10), generator=torch.Generator().manual_seed(0))
+    with saliency:
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False,
+                              eos_token_id=None)
+    assert lengths == [10] * len(layers) + [1] * len(layers) * 2
+    assert executor.tally.dropped > 0 and set(executor.by_layer) == set(range(len(layers)))
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(KeyError, match="with saliency"):
+        model(prompt)
+
+
+def test_padded_tiers_and_groups_give_the_models_own_tokens(tmp_path):
+    model, layers = opened(tmp_path, "qwen2_moe")
+    prompt = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(prompt, **options)
+    E, L = layers[0].experts.num_experts, len(layers)
+    for executor in (Tiered([[3] * E] * L, "pad", chunk=4), Grouped([[Group(tuple(range(E)), 2)]] * L, "pad"),
+                     CapacityFactor(100.0)):
+        models.plug(model, executor)
+        assert torch.equal(model.generate(prompt, **options), expected)
+        assert executor.tally.dropped == 0 and executor.tally.padded_fraction > 0
+
+
+def test_a_model_without_attention_beside_its_experts(tmp_path):
+    model, layers = opened(tmp_path, "switch_transformers")
+    with pytest.raises(ValueError, match="no attention module named self_attn"):
+        Saliency(model, layers)

@@ -68,9 +68,9 @@ def test_a_timeline_obeys_the_rules_of_all_timelines(name):
     assert check(events) == []
     found = metrics(events, forwards)
     result = simulate(machine, SYSTEMS[name], routing, seconds=event_seconds)
-    assert found["ttft_s"] == pytest.approx(result.prefill)
+    assert found.ttft == pytest.approx(result.prefill)
     assert sum(f[1] - f[0] for f in forwards[1:]) == pytest.approx(result.decode)
-    assert found["wall_s"] == pytest.approx(result.end_to_end) and found["decode_tokens"] == 4
+    assert found.wall == pytest.approx(result.end_to_end) and found.decode_tokens == 4
 
 
 def test_what_is_no_timeline():

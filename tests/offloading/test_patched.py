@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import offload, open_model
+from moelab import open_model
 from moelab.models import discover, eager, plug, plugged, unplug
 from moelab.models.patches import bare
 from moelab.models.stream import streams
+from moelab.offloading.offload import offload
 from moelab.recording import record
 from moelab.models.fast_decode import FastDecode
 from moelab.registry import make

@@ -23,15 +23,14 @@ from tests.offloading.test_offload import DELAYS, assert_equal, generate_interru
 
 def nothing_is_lost(model):
     """Every slot is either free or held by an expert that residency keeps."""
-    pipeline = model.moelab.engine.pipeline
-    slots, held = pipeline.slots, pipeline.held
+    slots, queue = model.moelab.engine.pipeline.slots, model.moelab.engine.pipeline.queue
     deadline = time.monotonic() + 10                    # what nobody wants any more is still read to its end
-    while sum(len(slots.free[k]) + sum(k in one.slots for one in held.values()) - slots.count[k]
-              for k in slots.free) and time.monotonic() < deadline:
+    while sum(len(queue.free[k]) + sum(k in one for one in queue.held.values()) - slots.count[k]
+              for k in queue.free) and time.monotonic() < deadline:
         time.sleep(1e-3)
     for kind in ("full", "e", "sm"):
-        taken = [one.slots[kind] for one in held.values() if kind in one.slots]
-        assert sorted([*slots.free[kind], *taken]) == list(range(slots.count[kind]))
+        taken = [one[kind] for one in queue.held.values() if kind in one]
+        assert sorted([*queue.free[kind], *taken]) == list(range(slots.count[kind]))
 
 
 @pytest.mark.parametrize("codec", ["huffman", "raw"])
@@ -45,7 +44,7 @@ def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
         with offloaded.moelab as offloading, Speculation(offloaded, make("predictor", guess, offloaded), "hint"):
             assert_equal(offloaded, reference)
             assert check(offloading.timeline) == []
-            assert offloading.metrics()["fetched_ahead"]["begun"]
+            assert offloading.metrics().prefetched["begun"]
             nothing_is_lost(offloaded)
 
 
@@ -80,7 +79,7 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
         for seed in range(4):
             offloaded.moelab.reset()
             assert_equal(offloaded, resident, seed=seed, batch=1, new=6)
-            found = offloaded.moelab.metrics()["fetched_ahead"]
+            found = offloaded.moelab.metrics().prefetched
             for forward in offloaded.moelab.forwards[1:]:
                 reads = [(e.layer, e.expert) for e in offloaded.moelab.timeline
                          if e.resource == "disk" and forward.start <= e.start < forward.end]
@@ -101,13 +100,13 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
             engine.prefetch(1, torch.arange(8)[None])
         result = inner(engine, x, ids, weights, experts)
         deadline = time.monotonic() + 10
-        while experts.layer == 0 and len(engine.pipeline._ahead[1].done) < 8 and time.monotonic() < deadline:
+        while experts.layer == 0 and engine.pipeline.queue.busy and time.monotonic() < deadline:
             time.sleep(1e-3)
         return result
     plug(offloaded, executor=announcing)
     with torch.inference_mode():
         offloaded(torch.tensor([[5]]))
-    found = offloaded.moelab.metrics()["fetched_ahead"]
+    found = offloaded.moelab.metrics().prefetched
     needed = {request for layer, experts in offloaded.moelab.steps[0] if layer == 1 for request in experts}
     for event in offloaded.moelab.timeline:
         if event.resource == "disk":
@@ -196,6 +195,6 @@ def test_a_prefill_needs_no_guesses(qwen):
     assert_equal(offloaded, reference, prompt=60, new=2)
     prefill, *decode = offloaded.moelab.guesses
     assert [(layer, sorted(experts)) for layer, experts in prefill] == [(1, list(range(8)))] and not any(decode)
-    assert offloaded.moelab.metrics()["fetched_ahead"]["used"]
+    assert offloaded.moelab.metrics().prefetched["used"]
     nothing_is_lost(offloaded)
     offloaded.moelab.close()

@@ -36,12 +36,12 @@ def generate_all(cases):
 
 def generate_with(folder, ways):
     """[(variant, executor or None, placements)] → [(tokens, logits, choices routed, executed, slots)]."""
-    from moelab.experts import make
+    from moelab.registry import make
     from moelab.models import discover, eager
     from moelab.generate import open_parallel
     made = []
     for variant, name, placements in ways:
-        inner = make(name) if name else eager
+        inner = make("executor", name) if name else eager
         model = open_parallel(folder, variant, inner=inner, dtype=torch.float32, placements=placements)
         tokens, logits = tokens_and_logits(model)
         tally = discover(model)[0].experts.executor.tally

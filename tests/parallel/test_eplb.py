@@ -120,7 +120,7 @@ def test_expected_rows_are_the_mean_over_all_routings(E, K, W):
     n = len(ids) * W
     even = E % W == 0
     assert volumes.deduplicated(E, K, W) == pytest.approx(deduplicated / n)
-    assert volumes.all_to_all(K, W) == pytest.approx(pairs / n)
+    assert volumes.expected("ep-a2a", 64, K, W) == pytest.approx(pairs / n)
     if even:                            # the formula as it is usually written
         from math import comb
         assert volumes.deduplicated(E, K, W) == pytest.approx((W - 1) * (1 - comb(E - E // W, K) / comb(E, K)))
@@ -129,8 +129,9 @@ def test_expected_rows_are_the_mean_over_all_routings(E, K, W):
 def test_sending_every_choice_loses_to_all_gather_when_k_exceeds_w():
     for K in range(1, 9):
         for W in range(2, 9):
-            assert (volumes.all_to_all(K, W) > volumes.all_gather(W)) == (K > W)
-            assert volumes.deduplicated(64, K, W) <= min(volumes.all_to_all(K, W), volumes.all_gather(W)) + 1e-9
+            gathered, all_to_all = (volumes.expected(variant, 64, K, W) for variant in ("ep", "ep-a2a"))
+            assert (all_to_all > gathered) == (K > W)
+            assert volumes.deduplicated(64, K, W) <= min(all_to_all, gathered) + 1e-9
 
 
 # ------------------------------------------------------------------------------------------------------------- advice
@@ -147,10 +148,10 @@ def test_the_guides_examples():
     assert advise(spec(64, 1024), 1).kind == "one device"
 
 
-@pytest.mark.parametrize("name", cards.models())
+@pytest.mark.parametrize("name", cards.MODELS)
 @pytest.mark.parametrize("devices", [1, 2, 6, 16, 64])
 def test_advice_fits_the_devices(name, devices):
-    spec = MoESpec.from_card(name)
+    spec = cards.load_model(name)
     for load in (None, [1] * spec.E, zipf(spec.E, 1.0)):
         made = advise(spec, devices, load)
         assert made.tp * made.ep == devices and made.ep <= spec.E and made.reasons
@@ -178,7 +179,7 @@ def test_reasons_are_true(E, I, devices):
 
 
 def test_a_skewed_load_moves_advice_to_larger_tp():
-    spec = MoESpec.from_card("Qwen3-30B-A3B")
+    spec = cards.load_model("Qwen3-30B-A3B")
     even, skewed = advise(spec, 16, [1] * spec.E), advise(spec, 16, zipf(spec.E, 1.0))
     assert even.tp == 1 and skewed.tp > 1 and "times the mean" in str(skewed)
     with pytest.raises(ValueError, match="128 experts"):

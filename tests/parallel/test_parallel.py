@@ -12,13 +12,15 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from moelab.experts import EXECUTORS, make
+from moelab.experts import EXECUTORS
 from moelab.experts.executor import Executor
+from moelab.experts.sharding import on_hidden, on_intermediate, share
 from moelab.parallel import VARIANTS, Placement, ShardedExperts, degree, launch, volumes
 from moelab.parallel.eplb import balance
-from moelab.parallel.exchange import pack, share, unpack
-from moelab.parallel.sharding import on_hidden, on_intermediate
-from moelab.models import discover, eager, open_model, plug
+from moelab.parallel.exchange import pack, unpack
+from moelab import open_model
+from moelab.models import discover, eager, plug
+from moelab.registry import make
 from tests.models import tiny
 
 from tests.experts import toy
@@ -85,7 +87,7 @@ def test_ranks_share_the_experts_bytes(generations):
 def alone(folder, name):
     """What `ranks.generate_with` gives, in one process."""
     model = open_model(folder, dtype=torch.float32)
-    plug(model, executor := make(name))
+    plug(model, executor := make("executor", name))
     return *ranks.tokens_and_logits(model), executor.tally.routed, executor.tally.executed, executor.tally.slots
 
 
@@ -117,7 +119,7 @@ def test_a_whole_model_with_redundant_experts(tmp_path):
     assert len(set(placements)) > 1 and all(placement.replicas.max() == 2 for placement in placements)
     ways = [(variant, None, placements) for variant in ("ep", "ep-a2a", "ep-dedup")]
     made = launch(ranks.generate_with, 2, folder, ways)
-    tokens, logits, routed, *_ = alone(folder, "reference")
+    tokens, logits, routed, *_ = alone(folder, "exact")
     for i, (variant, *_) in enumerate(ways):
         for rank in made:
             assert torch.equal(rank[i][0], tokens), variant
@@ -128,9 +130,9 @@ def test_a_whole_model_with_redundant_experts(tmp_path):
 def test_dropping_needs_all_tokens_of_a_step():
     for way in ("ep-a2a", "ep-dedup", "tp-ep", "blocks"):
         with pytest.raises(ValueError, match="drops tokens.*ep or tp"):
-            VARIANTS[way](None, (), make("capacity"))
+            VARIANTS[way](None, (), make("executor", "capacity"))
     with pytest.raises(ValueError, match="GEMV cannot do"):
-        VARIANTS["hidden"](None, (), make("gemv"))
+        VARIANTS["hidden"](None, (), make("executor", "gemv"))
 
 
 def test_cut_along_h_needs_plain_experts(tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab import registry
-from moelab.models import open_model
+from moelab import open_model, registry
 from moelab.speculate import takes
 
 from tests.models import tiny

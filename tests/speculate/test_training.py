@@ -218,7 +218,7 @@ def test_unusable_arguments_are_named(small, tiny_model):
 
 STREAM = """
 import json, re, resource, sys, torch
-from moelab.models import open_model
+from moelab import open_model
 from moelab.speculate import DefaultVectors
 from moelab.speculate.training import train
 torch.set_num_threads(1)
@@ -237,7 +237,8 @@ print(json.dumps([before, peak(), done.history[-1].tokens]))
 
 
 def test_memory_does_not_grow_with_the_trace(tmp_path):
-    from moelab.models import identity, open_model
+    from moelab import open_model
+    from moelab.models import identity
     from moelab.trace import GrowingTensor, hidden_path
 
     from tests.models import tiny

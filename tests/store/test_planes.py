@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moelab
-from moelab.experts import make
+from moelab.registry import make
 from moelab.models import plug
 from moelab.store.planes import StorePlanes
 from moelab.store import bits
@@ -21,10 +21,10 @@ def logits(model):
 def test_a_model_runs_from_planes(codec, tmp_path):
     store = moelab.convert(None, tmp_path / "small.store", codec=codec)
     model = moelab.open_model(experts="external")
-    plug(model, executor=make("gemv"), source=moelab.StoreExperts(store))
+    plug(model, executor=make("executor", "gemv"), source=moelab.StoreExperts(store))
     expected = logits(model)
     fresh = moelab.open_model(experts="external")
-    executor = make("gemv_planes", planes=StorePlanes(store))
+    executor = make("executor", "gemv_planes", planes=StorePlanes(store))
     plug(fresh, executor=executor, source=lambda layer, expert: pytest.fail("the weights were joined"))
     assert torch.equal(logits(fresh), expected) and executor.tally.executed == executor.tally.routed > 0
     joined = moelab.StoreExperts(store)(0, 1)

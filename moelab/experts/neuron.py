@@ -1,0 +1,135 @@
+"""All experts, selective loading, and the Neuron SDK's choice among its algorithms (AWS Neuron MoE guide).
+
+`AllExperts` ("All-Experts algorithm"): when a batch needs nearly every expert anyway, load every expert once, compute
+every token with it and mask what was not routed. Shapes are static, loads are long; the price is E/K times the
+arithmetic. Rows computed: T·E.
+
+`Selective` ("Selective loading algorithm"): decode is bound by reading weights, so a step reads each expert that any of
+its tokens chose, once, and no other. It pays while batch · K is well below E: 1 − unique/E of the weights are not read.
+The guide estimates `unique` by its worst case min(batch · K, E) (`provisioned_savings`); sequences that agree need
+fewer (`expected_unique`). Rows computed: T·K. Left out: the guide's static form, a copy of K experts for every token.
+
+`NeuronRule` (`ExpertMLPsV2`) chooses by sizes alone. α is 1.0 in the code and "typically between 0.8-1" in the guide:
+
+    token generation:  T·K ≥ α·E → all experts, else selective
+    prompt:            a capacity factor → capacity; T·K < α·E → selective; T·K < B → all experts; else blockwise
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.experts.blockwise import Blockwise, Loads, nbytes
+from moelab.experts.executor import Executor, dispatch, local_experts, zeros
+from moelab.experts.static import CapacityFactor
+
+
+class AllExperts(Executor):
+    """Every expert on every token; lossless.
+
+    A token that chose an expert twice contributes once, with the sum of the two weights; for experts whose *input* is
+    weighted (Llama 4) that is another number, but their routers choose no expert twice.
+    """
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        T, E, local = len(x), experts.num_experts, local_experts(experts)
+        affinity = weights.new_zeros(T, E + 1).scatter_add_(1, ids, weights)            # the last column: "no expert"
+        mask = torch.zeros(T, E + 1, dtype=torch.bool, device=x.device).scatter_(1, ids, True)
+        out = zeros(x, weights, experts)
+        for e in local if T else ():
+            y = experts.weighted(x, affinity[:, e], experts.weights(e))
+            out += torch.where(mask[:, e, None], y.to(out.dtype), 0)                    # 0 · ∞ would not be 0
+        routed = int((ids < E).sum())
+        self.count(routed, routed, T * len(local))
+        return out.to(x.dtype)
+
+
+class Selective(Executor):
+    """The unique experts of the step, each one's weights fetched once; lossless.
+
+    Attributes
+    ----------
+    loads : experts that were fetched; skipped are the others of the layer, so `loads.savings` is 1 − unique/E.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads = Loads()
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        d = dispatch(ids, experts.num_experts)
+        w = weights[d.tokens, d.choices]
+        out, unique, size = zeros(x, weights, experts), d.hit(), 0
+        for e, where in unique:
+            expert_weights = experts.weights(e)
+            size = nbytes(expert_weights)
+            y = experts.weighted(x[d.tokens[where]], w[where], expert_weights)
+            out.index_add_(0, d.tokens[where], y.to(out.dtype))
+        if unique:
+            self.loads.add(len(unique), experts.num_experts - len(unique), size)
+        self.count(len(d), len(d), len(d))
+        return out.to(x.dtype)
+
+
+def provisioned_savings(batch: int, K: int, E: int) -> float:
+    """What a static graph saves: it has room for min(batch · K, E) experts, the guide's "max unique experts"."""
+    return 1 - min(batch * K, E) / E
+
+
+def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
+    """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
+
+    inclusion : [E], the probability that a token chooses each expert; they sum to K. `[K / E] * E` if balanced.
+    """
+    return sum(1 - (1 - p) ** batch for p in inclusion)
+
+
+def neuron_choice(T: int, K: int, E: int, *, decode: bool, block_size: int = 512, capacity_factor: float | None = None,
+                  alpha: float = 1.0) -> str:
+    """"selective", "all_experts", "capacity" or "blockwise", by the SDK's rule."""
+    if decode:
+        return "all_experts" if T * K >= alpha * E else "selective"
+    if capacity_factor is not None and capacity_factor < E / K:         # from E/K on it is taken for None
+        return "capacity"
+    if T * K < alpha * E:
+        return "selective"
+    return "all_experts" if T * K < block_size else "blockwise"
+
+
+class NeuronRule(Executor):
+    """Runs each step by `neuron_choice`; lossless without a capacity factor.
+
+    Parameters
+    ----------
+    capacity_factor, block_size, alpha : the SDK's settings and their defaults.
+    batch : sequences that decode together. An executor sees T tokens only: up to `batch` are taken for a decode step.
+
+    Attributes
+    ----------
+    chosen : how often each algorithm was chosen.
+    executors : name → its executor; they share this one's tally.
+    """
+
+    def __init__(self, capacity_factor: float | None = None, block_size: int = 512, alpha: float = 1.0,
+                 batch: int = 1) -> None:
+        super().__init__()
+        self.settings = {"capacity_factor": capacity_factor, "block_size": block_size, "alpha": alpha}
+        self.lossless, self.batch = capacity_factor is None, batch
+        self.chosen: Counter[str] = Counter()
+        self.executors: dict[str, Executor] = {"selective": Selective(), "all_experts": AllExperts(),
+                                               "blockwise": Blockwise(block_size)}
+        if capacity_factor is not None:
+            self.executors["capacity"] = CapacityFactor(capacity_factor)
+        for executor in self.executors.values():
+            executor.tally = self.tally
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        T, K = ids.shape
+        name = neuron_choice(T, K, experts.num_experts, decode=T <= self.batch, **self.settings)
+        self.chosen[name] += 1
+        return self.executors[name](x, ids, weights, experts)

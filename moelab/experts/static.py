@@ -1,0 +1,327 @@
+"""Static capacities: experts with a fixed number of rows, and what happens to tokens beyond it.
+
+A static graph has room for C tokens of an expert. If more come, either it is launched again until all are served
+(*pad*: nothing is lost, more rows are computed), or the least important are dropped (*prune*): a dropped choice
+contributes nothing, the token lives on by its other experts and by the residual. Importance is an entry of `ORDERS`;
+NPUMoE's (§3.2) is saliency, the L2 norm of the token's attention output, lowest dropped first.
+
+    CapacityFactor  one capacity for all experts, set by the step's size      AWS Neuron MoE guide, "Dropping MoE"
+    Tiered          a capacity an expert, set by calibration                  NPUMoE §4.1, see `moelab.experts.tiers`
+    Grouped         experts of one tier share one launch                      NPUMoE §4.2, Fig. 11
+
+    capacity [E]    a launch: experts of equal capacity, a zero-padded buffer [G, C, H], its valid rows scattered
+    chunk: capacities hold for that many consecutive tokens; batch and sequence are flattened, in order
+
+An executor is not told which tokens of a batch are padding: they are routed and counted like others, and all sequences
+of a batch compete for the same places, with left padding the padding first. So the cost of dropping is evaluated at
+batch size 1 (`python -m moelab evaluate` does so by itself). A step of one token is never dropped by an expert that has
+any capacity. Left out: priority of first over second choices (GShard), spilling to another processor.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, local_experts, zeros
+from moelab.experts.tiers import Group
+
+#: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens' saliency [T], and chance
+Order = Callable[[Dispatch, Tensor, Tensor, torch.Generator], Tensor]
+#: name → importance: the least important are dropped first, and of equals the later token
+ORDERS: dict[str, Order] = {
+    "saliency": lambda d, weights, saliency, rng: saliency[d.tokens],
+    "router": lambda d, weights, saliency, rng: weights[d.tokens, d.choices],
+    "random": lambda d, weights, saliency, rng: torch.rand(len(d), generator=rng).to(d.tokens.device),
+    "token": lambda d, weights, saliency, rng: -d.tokens,
+    # the opposite of saliency, for control: the strongest are dropped first
+    "strongest": lambda d, weights, saliency, rng: -saliency[d.tokens],
+}
+NEED_SALIENCY = ("saliency", "strongest")
+#: names under which architectures keep a decoder layer's attention
+ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
+
+
+class Saliency:
+    """Context manager: while it is open, `saliency[layer]` are the norms [T] of that layer's latest pass (NPUMoE §3.2).
+
+    Forward hooks on the attention modules keep the L2 norm of each token's attention output [batch, S, H], before the
+    residual is added, flattened to T = batch·S. Each forward pass overwrites the last, so it works in chunked prefill
+    and in decode.
+
+    Parameters
+    ----------
+    model : the model that the layers are of.
+    layers : its MoE layers, as `moelab.models.discover` or `plug` return them: objects with `index` and `name`.
+
+    Raises
+    ------
+    ValueError : a layer without an attention module beside its MoE block (Switch).
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[Any]) -> None:
+        self._attention = {layer.index: _attention_beside(model, layer.name) for layer in layers}
+        self._norms: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Saliency:
+        for index, attention in self._attention.items():
+            self._hooks.append(attention.register_forward_hook(self._keep(index)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._norms.clear()
+
+    def __getitem__(self, layer: int) -> Tensor:
+        """Norms [T], float32, of the layer's tokens in this forward pass; KeyError if none were recorded."""
+        if layer not in self._norms:
+            raise KeyError(f"no saliency was recorded for layer {layer}: run the model inside `with saliency:`")
+        return self._norms[layer]
+
+    def _keep(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            output = output if isinstance(output, Tensor) else output[0]
+            self._norms[index] = torch.linalg.vector_norm(output.detach().float(), dim=-1).flatten()
+        return hook
+
+
+def _attention_beside(model: nn.Module, name: str) -> nn.Module:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    found = next((getattr(parent, n) for n in ATTENTION if isinstance(getattr(parent, n, None), nn.Module)), None)
+    if found is None:
+        have = ", ".join(child for child, _ in parent.named_children())
+        raise ValueError(f"beside the MoE block {name} there is no attention module named {', '.join(ATTENTION)} "
+                         f"(there are: {have}), so this model has no saliency; choose another order, such as 'router'")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ who is dropped
+
+def experts_of(d: Dispatch) -> Tensor:
+    """The expert of each choice: int64 [n]."""
+    return torch.arange(len(d.counts), device=d.counts.device).repeat_interleave(d.counts)
+
+
+def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor:
+    """Which choices stay: bool [n]. Each expert keeps its capacity [E] of its most important; of equals the earlier."""
+    expert = experts_of(d)
+    by_importance = torch.argsort(importance, descending=True, stable=True)
+    order = by_importance[torch.argsort(expert[by_importance], stable=True)]        # by expert, then by importance
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(d), device=order.device) - d.offsets[expert]     # sorted by expert, as `order` is
+    return rank < capacity[expert]
+
+
+def select(d: Dispatch, keep: Tensor) -> Dispatch:
+    """The dispatch of those choices for which `keep` [n] is true."""
+    counts = torch.bincount(experts_of(d)[keep], minlength=len(d.counts))
+    return Dispatch(d.tokens[keep], d.choices[keep], counts, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+
+def rows_for(count: int, capacity: int) -> int:
+    """Rows of the launches that hold `count` tokens: whole multiples of the capacity, at least one.
+
+    An expert without capacity has no static graph; what it must do all the same (*pad*) it does unpadded.
+    """
+    return max(-(-count // capacity), 1) * capacity if capacity else count
+
+
+# ---------------------------------------------------------------------------------------------------------- executors
+
+class StaticExecutor(Executor):
+    """Base of executors whose experts have static capacities. Subclasses say which, and what is launched together.
+
+    Parameters
+    ----------
+    overflow : "prune" or "pad"; with "pad" the executor is lossless.
+    order : whom "prune" drops first, a name in `ORDERS`.
+    saliency : where the orders "saliency" and "strongest" find the tokens' norms: [layer] → [T].
+    chunk : tokens that the capacities are for; None takes each call as one chunk.
+    seed : of the order "random".
+
+    Attributes
+    ----------
+    by_layer : {layer: Tally}, as `tally`, layer by layer.
+
+    Raises
+    ------
+    ValueError : an unknown overflow or order, an order without its saliency, or a chunk below 1.
+    """
+
+    lossless = False
+
+    def __init__(self, overflow: str, order: str, saliency: Saliency | None, chunk: int | None, seed: int) -> None:
+        super().__init__()
+        if overflow not in ("prune", "pad"):
+            raise ValueError(f"overflow is {overflow!r}; it must be 'prune' or 'pad'")
+        if order not in ORDERS:
+            raise ValueError(f"there is no order {order!r}; there are: {', '.join(ORDERS)}")
+        if overflow == "prune" and order in NEED_SALIENCY and saliency is None:
+            raise ValueError(f"order={order!r} needs the tokens' saliency: pass saliency=Saliency(model, layers) and "
+                             f"run the model inside `with saliency:`, or choose order='router', 'token' or 'random'")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
+        self.overflow, self.order, self.saliency, self.chunk = overflow, order, saliency, chunk
+        self.lossless = overflow == "pad"
+        self.by_layer: dict[int, Tally] = {}
+        self._rng = torch.Generator().manual_seed(seed)
+
+    @abstractmethod
+    def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
+        """Capacity of each expert of a layer for a chunk of T tokens: [E]."""
+
+    def launches(self, layer: int, counts: list[int], capacity: Sequence[int]) -> Iterable[tuple[Sequence[int], int]]:
+        """(experts, rows of each) of what is launched for `counts` [E] admitted tokens."""
+        return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity)) if n]
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        saliency = self._saliency(experts.layer, len(x))
+        out = zeros(x, weights, experts)
+        for start in range(0, len(x), self.chunk or max(len(x), 1)):
+            part = slice(start, start + (self.chunk or len(x)))
+            self._run_chunk(out[part], x[part], ids[part], weights[part], saliency[part], experts)
+        return out.to(x.dtype)
+
+    def _run_chunk(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, saliency: Tensor, experts: Any) -> None:
+        (T, K), E, layer = ids.shape, experts.num_experts, experts.layer
+        capacity = self.capacities(layer, T, K, E)
+        routed = kept = dispatch(ids, E)
+        if self.overflow == "prune":
+            room = torch.as_tensor(capacity, device=x.device)
+            importance = ORDERS[self.order](routed, weights, saliency, self._rng)
+            keep = room[experts_of(routed)] > 0 if T == 1 else within_capacity(routed, room, importance)
+            kept = select(routed, keep)
+        w, offsets, slots = weights[kept.tokens, kept.choices], kept.offsets.tolist(), 0
+        local = set(local_experts(experts))
+        for members, rows in self.launches(layer, kept.counts.tolist(), capacity):
+            members = [e for e in members if e in local]
+            if not members:
+                continue
+            where = [slice(offsets[e], offsets[e + 1]) for e in members]
+            buffer, scale = x.new_zeros(len(members), rows, x.shape[1]), w.new_zeros(len(members), rows)
+            for g, of in enumerate(where):                                          # gather
+                buffer[g, :of.stop - of.start] = x[kept.tokens[of]]
+                scale[g, :of.stop - of.start] = w[of]
+            y = torch.cat([experts.weighted(buffer[g], scale[g], experts.weights(e))[:of.stop - of.start]
+                           for g, (e, of) in enumerate(zip(members, where))])       # all rows computed, valid ones kept
+            out.index_add_(0, torch.cat([kept.tokens[of] for of in where]), y.to(out.dtype))
+            slots += len(members) * rows
+        self.count(len(routed), len(kept), slots)
+        self.by_layer.setdefault(layer, Tally()).add(len(routed), len(kept), slots)
+
+    def _saliency(self, layer: int, T: int) -> Tensor:
+        if self.overflow == "pad" or self.order not in NEED_SALIENCY:
+            return torch.zeros(T)
+        saliency = self.saliency[layer]
+        if len(saliency) != T:
+            raise ValueError(f"layer {layer} runs {T} tokens, but the saliency kept for it is of {len(saliency)}: it "
+                             f"must be recorded in the same forward pass, from all tokens of the batch")
+        return saliency
+
+
+def capacity_of(T: int, K: int, E: int, factor: float) -> int:
+    """C = min(⌈T·K·cf/E⌉, T); T, the full capacity, from cf = E/K on."""
+    return T if factor >= E / K else min(math.ceil(T * K * factor / E), T)
+
+
+class CapacityFactor(StaticExecutor):
+    """One capacity for all experts, drops in token order; every expert is computed, with tokens or without.
+
+    factor : cf > 0, of the T·K/E tokens of balanced routing (`capacity_of`); 1.25 is the guide's example.
+
+    Raises
+    ------
+    ValueError : a factor that is not above 0.
+    """
+
+    def __init__(self, factor: float = 1.25) -> None:
+        super().__init__("prune", "token", saliency=None, chunk=None, seed=0)
+        if not factor > 0:
+            raise ValueError(f"the capacity factor is {factor}; it must be above 0, or use a lossless executor")
+        self.factor = factor
+
+    def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
+        return [capacity_of(T, K, E, self.factor)] * E
+
+    def launches(self, layer: int, counts: list[int], capacity: Sequence[int]) -> Iterable[tuple[Sequence[int], int]]:
+        return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity))]
+
+
+class Tiered(StaticExecutor):
+    """Experts with static capacities of their own; one without tokens is not launched. Lossless with overflow="pad".
+
+    Parameters
+    ----------
+    capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that never runs
+        (with "pad": that runs unpadded).
+    overflow, order, saliency, chunk, seed : see `StaticExecutor`.
+
+    Raises
+    ------
+    ValueError : no layer, a negative capacity, and what `StaticExecutor` objects to; when run, a layer or a number of
+        experts that the capacities are not for.
+    """
+
+    def __init__(self, capacities: Sequence[Sequence[int]], overflow: str = "prune", order: str = "saliency",
+                 saliency: Saliency | None = None, chunk: int | None = None, seed: int = 0) -> None:
+        super().__init__(overflow, order, saliency, chunk, seed)
+        self._capacities = [[int(c) for c in of] for of in capacities]
+        if not self._capacities or any(c < 0 for of in self._capacities for c in of):
+            raise ValueError("capacities must be a list for each MoE layer, and none of them negative")
+
+    def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
+        if not 0 <= layer < len(self._capacities) or len(self._capacities[layer]) != E:
+            have = ", ".join(str(len(of)) for of in self._capacities)
+            raise ValueError(f"layer {layer} has {E} experts, but these capacities are for {len(self._capacities)} "
+                             f"layers with {have} experts: calibrate this model")
+        return self._capacities[layer]
+
+
+class Grouped(Tiered):
+    """Groups of experts of equal capacity, each launched as one; lossless with overflow="pad".
+
+    A group runs if any of its experts has a token, and then with all its G·C rows (⌈max n_e/C⌉ times with "pad"). The
+    slices of its buffer are computed one after the other: their weights are different matrices.
+
+    Parameters
+    ----------
+    groups : [L][…], e.g. from `moelab.experts.tiers.form_groups`; each layer's hold every expert once.
+    overflow, order, saliency, chunk, seed : see `StaticExecutor`.
+
+    Attributes
+    ----------
+    launched : launches of groups.
+
+    Raises
+    ------
+    ValueError : as `Tiered`; a layer whose groups leave out an expert or name one twice.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Group]], overflow: str = "prune", order: str = "saliency",
+                 saliency: Saliency | None = None, chunk: int | None = None, seed: int = 0) -> None:
+        capacities = []
+        for layer, of in enumerate(groups):
+            capacity = {e: group.capacity for group in of for e in group.experts}
+            if (members := sorted(e for group in of for e in group.experts)) != list(range(len(capacity))):
+                raise ValueError(f"the groups of layer {layer} must hold every expert from 0 up exactly once, and hold "
+                                 f"{members}")
+            capacities.append([capacity[e] for e in range(len(capacity))])
+        super().__init__(capacities, overflow, order, saliency, chunk, seed)
+        self.groups = [list(of) for of in groups]
+        self.launched = 0
+
+    def launches(self, layer: int, counts: list[int], capacity: Sequence[int]) -> Iterable[tuple[Sequence[int], int]]:
+        for group in self.groups[layer]:
+            most = max((counts[e] for e in group.experts), default=0)
+            if most:
+                rows = rows_for(most, group.capacity)
+                self.launched += rows // group.capacity if group.capacity else 1
+                yield group.experts, rows

@@ -1,0 +1,142 @@
+"""RMSNorms and routers of a decode step, in a kernel each.
+
+transformers runs a token's RMSNorm as six operations on a few kilobytes, four times a layer, and its router as a dozen:
+both are overhead-dominated. A module is replaced only if a probe on random tokens shows that the kernel gives what the
+module gives, within the dtype's tolerance. Prompts, batches and other devices take the module's own forward.
+
+    norm: x [..., H] → [..., H]    router: x [1, H] → logits [1, E], weights [1, K], ids [1, K]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moelab.kernels.attention import epsilon
+from moelab.kernels.compile import kernel
+from moelab.kernels.products import KINDS, widen
+from moelab.kernels.tiles import STEP, dots, kept, size_of, weight, write
+
+#: entries of a norm's x up to which one thread of ours is faster than torch's many operations
+LARGEST_NORM = 1 << 16
+
+
+class Norm:
+    """The forward of an RMSNorm: the kernel for few rows, the module's own for many."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own, self.eps = module, type(module).forward, epsilon(module)
+        self.dtype = module.weight.dtype
+        self.kind, self.H = KINDS[self.dtype](0), len(module.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        w, n = self.module._parameters["weight"], x.numel()             # asked each time: it may be replaced or moved
+        if n > LARGEST_NORM or not x.dtype == w.dtype == self.dtype or not x.is_cpu or not x.is_contiguous():
+            return self.own(self.module, x)
+        out = torch.empty_like(x)
+        _rms_norm(self.kind, x.data_ptr(), w.data_ptr(), n // self.H, self.H, self.eps, out.data_ptr())
+        return out
+
+
+@torch.inference_mode()
+def fast_norm(module: nn.Module) -> Norm | None:
+    """The kernel for this module if it gives what the module gives, on random rows of very different sizes."""
+    w = module._parameters.get("weight")
+    if not type(module).__name__.endswith("RMSNorm") or w is None or w.ndim != 1 or epsilon(module) is None \
+            or not w.is_cpu or w.dtype not in KINDS:
+        return None
+    x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [30.0]])
+    x, ours = x.to(w.dtype), Norm(module)
+    wanted, got = module(x), ours(x)
+    same = got.dtype == wanted.dtype and torch.allclose(got.float(), wanted.float(), rtol=2 ** -7, atol=1e-6)
+    return ours if same else None
+
+
+class Router:
+    """The forward of a router that takes the K largest of a softmax, `normalised` or not, as weights of a `dtype`; the
+    module's own for several tokens."""
+
+    def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
+        self.module, self.own, self.normalised, self.dtype = module, type(module).forward, normalised, dtype
+        self.kind = KINDS[dtype](0)
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, w = hidden_states, self.module._parameters["weight"]
+        E, H = w.shape
+        if x.numel() != H or x.dtype != w.dtype or not (x.is_cpu and w.is_cpu and w.is_contiguous()) \
+                or torch.is_grad_enabled():
+            return self.own(self.module, x)
+        x, K = x.contiguous(), self.module.top_k
+        logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
+        ids = torch.empty(1, K, dtype=torch.int64)
+        _route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised, logits.data_ptr(),
+               scores.data_ptr(), ids.numpy())
+        return logits, scores, ids
+
+
+@torch.inference_mode()
+def fast_router(module: nn.Module) -> Router | None:
+    """The kernel for this module if it chooses as the module does (of equal scores any), on random tokens."""
+    w, K = module._parameters.get("weight"), getattr(module, "top_k", None)
+    if not type(module).__name__.endswith("Router") or not isinstance(K, int) or w is None or w.ndim != 2 \
+            or len(list(module.parameters())) > 1 or len(list(module.buffers())) or w.dtype not in KINDS \
+            or not (w.is_cpu and w.is_contiguous()):
+        return None
+    tokens = torch.randn(4, 1, w.shape[1], generator=torch.Generator().manual_seed(0)).to(w.dtype)
+    wanted = [module(x) for x in tokens]
+    if any(len(found) != 3 or found[1].shape != (1, K) or found[1].dtype not in KINDS for found in wanted):
+        return None
+
+    def agree(a: tuple, b: tuple) -> bool:
+        pairs = (a[0], b[0]), (a[1], b[1]), tuple(a[0].gather(1, found[2]) for found in (a, b))
+        return all(torch.allclose(x.float(), y.float(), rtol=2 ** -6, atol=1e-6) for x, y in pairs)
+    for ours in (Router(module, normalised, wanted[0][1].dtype) for normalised in (False, True)):
+        if all(agree(found, ours(x)) for found, x in zip(wanted, tokens)):
+            return ours
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+@kernel(fastmath={"reassoc", "contract"})               # sums may be taken in any order, so that they are vectors
+def _rms_norm(kind, x, w, rows, H, eps, out):
+    row, scale = np.empty(H, np.float32), np.empty(H, np.float32)
+    widen(kind, np.float32(0), w, H, scale.ctypes.data)
+    for r in range(rows):
+        at, to = x + r * H * size_of(kind), out + r * H * size_of(kind)
+        widen(kind, np.float32(0), at, H, row.ctypes.data)
+        total = np.float32(0)
+        for i in range(H):
+            total += row[i] * row[i]
+        inverse = np.float32(1 / np.sqrt(total / H + eps))
+        for i in range(H):
+            write(kind, to, i, row[i] * inverse)                # rounded before the weight, as transformers does it
+            write(kind, to, i, weight(kind, to, 0, i) * scale[i])
+
+
+@kernel
+def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids):
+    whole, size, inputs = H - H % STEP, size_of(kind), np.empty(H, np.float32)
+    widen(kind, kind, x, H, inputs.ctypes.data)
+    p, row = np.empty(E, np.float32), np.empty(1, np.int64)
+    row[0] = inputs.ctypes.data
+    for e in range(0, E - 3, 4):
+        dots(1, 4, kind, row.ctypes.data, w + e * H * size, 0, H, whole, p.ctypes.data + 4 * e, E)
+    for e in range(E - E % 4, E):
+        dots(1, 1, kind, row.ctypes.data, w + e * H * size, 0, H, whole, p.ctypes.data + 4 * e, E)
+    for e in range(E):
+        for i in range(whole, H):
+            p[e] += inputs[i] * weight(kind, w, 0, e * H + i)
+        write(kind, logits, e, p[e])                            # rounded before the softmax, as transformers does it
+        p[e] = weight(kind, logits, 0, e)
+    kept(row)
+    p = np.exp(p - p.max())
+    total = p.sum()
+    for k in range(K):
+        ids[0, k] = np.argmax(p)
+        inputs[k] = p[ids[0, k]]
+        p[ids[0, k]] = -1
+    chosen = inputs[:K].sum() if normalised else total
+    for k in range(K):
+        write(score_kind, scores, k, inputs[k] / chosen)

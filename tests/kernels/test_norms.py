@@ -1,0 +1,78 @@
+"""RMSNorms and routers of a single token against the modules' own arithmetic."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+pytest.importorskip("numba")
+from moelab.kernels import norms  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm as most models have it; `offset` as those that keep weight − 1."""
+
+    def __init__(self, H, dtype, offset=0.0, mean=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(H).to(dtype), requires_grad=False)
+        self.variance_epsilon, self.offset, self.mean = 1e-5, offset, mean
+
+    def forward(self, x):
+        y = x.float() - self.mean * x.float().mean(-1, keepdim=True)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight + self.offset) * y.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(1, 5), H=st.integers(1, 200), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_norms_equal_the_module(dtype, rows, H, seed):
+    torch.manual_seed(seed)
+    norm, x = RMSNorm(H, dtype), (torch.randn(1, rows, H) * 10 ** torch.randn(1)).to(dtype)
+    torch.testing.assert_close(norms.Norm(norm)(x), norm(x), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_norms_that_the_kernel_equals_are_replaced(dtype):
+    assert norms.fast_norm(RMSNorm(32, dtype))
+    assert not norms.fast_norm(RMSNorm(32, dtype, offset=1.0)) and not norms.fast_norm(RMSNorm(32, dtype, mean=True))
+
+
+class Router(nn.Module):
+    """The K largest of a softmax of rounded logits; `normalised` to a sum of one; `sharp` is another router."""
+
+    def __init__(self, E, H, K, dtype, normalised, sharp=1.0):
+        super().__init__()
+        self.weight, self.top_k = nn.Parameter(torch.randn(E, H).to(dtype), requires_grad=False), K
+        self.normalised, self.sharp = normalised, sharp
+
+    def forward(self, x):
+        logits = nn.functional.linear(x.view(-1, x.shape[-1]), self.weight)
+        values, ids = torch.softmax(logits.float() * self.sharp, -1).topk(self.top_k, -1)
+        return logits, values / (values.sum(-1, keepdim=True) if self.normalised else 1), ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(E=st.integers(2, 70), H=st.integers(1, 200), K=st.integers(1, 8), normalised=st.booleans(),
+       seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_routers_choose_as_the_module(dtype, E, H, K, normalised, seed):
+    torch.manual_seed(seed)
+    router, x = Router(E, H, min(E, K), dtype, normalised), torch.randn(1, 1, H).to(dtype)
+    wanted, got = router(x), norms.Router(router, normalised, torch.float32)(x)
+    torch.testing.assert_close(got[0], wanted[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    p = torch.softmax(got[0].double(), -1)[0]               # of its own logits: a rounding may turn two of them round
+    torch.testing.assert_close(p[got[2][0]], p.topk(min(E, K)).values, rtol=1e-12, atol=0)
+    assert len(set(got[2][0].tolist())) == min(E, K)
+    share = p[got[2][0]] / (p[got[2][0]].sum() if normalised else 1)
+    torch.testing.assert_close(got[1][0].double(), share, rtol=1e-5, atol=1e-7)
+
+
+def test_only_routers_that_the_kernel_equals_are_replaced():
+    for normalised in (False, True):
+        assert norms.fast_router(Router(8, 32, 2, torch.float32, normalised)).normalised == normalised
+    assert not norms.fast_router(Router(8, 32, 2, torch.float32, True, sharp=2.0))
