@@ -32,8 +32,8 @@ from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.event_simulation import event_seconds, simulate_layer
 from moelab.ndp.hardware import VARIANTS, Hardware
 from moelab.ndp.plans import LayerStep, make_plan
-from moelab.ndp.routing import Routing
-from moelab.ndp.simulation import Run, simulate
+from moelab.ndp.routing import PromptRouting
+from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, over_seeds, paper_sweep
 from moelab.ndp.systems import PAPER, System
 from moelab.ndp.tensor_parallel import NDPTensorParallel
@@ -175,7 +175,7 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
             routing, system = assumptions.routing(model), assumptions.system(name)
             counts, L = routing.counts(), routing.spec.L
             for N in (modules_needed(model, assumptions), UNITS[-1]):
-                run = Run(assumptions.hardware(N), system, routing, assumptions.placement)
+                run = NDPRun(assumptions.hardware(N), system, routing, assumptions.placement)
                 picked = range(0, L, L // layers)
                 for phase, steps in (
                         ("prefill", [run.prefill_step(layer, counts[layer]) for layer in picked]),
@@ -262,7 +262,7 @@ def design_space(units: Sequence[int], assumptions: Assumptions, system: str = O
     return found
 
 
-def decode_times(routing: Routing, systems: dict[str, str], assumptions: Assumptions, N: int) -> dict[str, float]:
+def decode_times(routing: PromptRouting, systems: dict[str, str], assumptions: Assumptions, N: int) -> dict[str, float]:
     """Label → seconds of an answer's experts, with loading the prefetched, on N modules; `systems` are label → name."""
     found = {label: simulate(assumptions.hardware(N), assumptions.system(name), routing,
                              placement=assumptions.placement) for label, name in systems.items()}
@@ -289,10 +289,14 @@ class OneLayer:
     closed: list[float]
 
 
-def one_layer(machine: Hardware, system: System, routing: Routing, placement: str = "id") -> OneLayer:
-    """The first layer and token by the event simulation, and two layers of four tokens by the closed form; NotSupported
-    if the experts do not fit."""
-    run = Run(machine, system, routing, placement)
+def one_layer(machine: Hardware, system: System, routing: PromptRouting, placement: str = "id") -> OneLayer:
+    """The first layer and token by the event simulation, and two layers of four tokens by the closed form.
+
+    Raises
+    ------
+    NotSupported : the experts do not fit.
+    """
+    run = NDPRun(machine, system, routing, placement)
     plans = [run.plan(run.decode_step(l, routing.decode[t, l])) for l in range(2) for t in range(4)]
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
 

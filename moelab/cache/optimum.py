@@ -6,16 +6,17 @@ intervals of which no more than C overlap. Taking intervals as they come and giv
 C + 1 overlap is optimal: Belady's rule (1966), with bypass, since what is given up may be the newcomer.
 
     steps     [(layer, {expert: tokens}), …], in the order of the run
-    capacity  experts in memory, of the whole model (scope "model") or of each layer (scope "layer")
+    capacity  experts in memory
 
-All are exact counts, from an empty cache. Ceilings that follow from geometry alone are in `moelab.offloading.limits`.
+All are exact counts, from an empty cache; for pools of each layer, ask layer by layer. Ceilings that follow from
+geometry alone are in `moelab.offloading.limits`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moelab.specs import ExpertKey
 
@@ -32,42 +33,21 @@ def compulsory_misses(steps: Steps) -> int:
     return len({(layer, expert) for layer, tokens in steps for expert in tokens})
 
 
-def belady_hits(steps: Steps, capacity: int, scope: str = "model") -> int:
-    """The most hits that any replacement decisions reach, bypass allowed.
-
-    Raises
-    ------
-    ValueError : a negative capacity or an unknown scope.
-    """
-    return sum(_belady(part, capacity) for part in _parts(steps, capacity, scope))
+def static_hits(steps: Steps, capacity: int) -> int:
+    """Hits of the best fixed set: the experts used most are kept from their first use on, all others never."""
+    uses = Counter(ExpertKey(layer, expert) for layer, tokens in steps for expert in tokens)
+    return sum(count - 1 for _, count in uses.most_common(_checked(capacity)))
 
 
-def static_hits(steps: Steps, capacity: int, scope: str = "model") -> int:
-    """Hits of the best fixed set: the experts used most are kept from their first use on, all others never.
-
-    Raises
-    ------
-    ValueError : a negative capacity or an unknown scope.
-    """
-    hits = 0
-    for part in _parts(steps, capacity, scope):
-        uses = Counter(ExpertKey(layer, expert) for layer, tokens in part for expert in tokens)
-        hits += sum(count - 1 for _, count in uses.most_common(capacity))
-    return hits
-
-
-def _parts(steps: Steps, capacity: int, scope: str) -> Iterable[Steps]:
-    """The steps as one run, or each layer's by themselves."""
+def _checked(capacity: int) -> int:
     if capacity < 0:
         raise ValueError(f"the capacity is {capacity} experts; it must be 0 or more")
-    if scope == "model":
-        return [steps]
-    if scope == "layer":
-        return [[step for step in steps if step[0] == layer] for layer in {layer for layer, _ in steps}]
-    raise ValueError(f"unknown scope {scope!r}; a capacity is either of the whole 'model' or of each 'layer'")
+    return capacity
 
 
-def _belady(steps: Steps, capacity: int) -> int:
+def belady_hits(steps: Steps, capacity: int) -> int:
+    """The most hits that any replacement decisions reach, bypass allowed."""
+    _checked(capacity)
     following: list[dict[ExpertKey, int]] = []                  # step → expert → the next step that uses it
     upcoming: dict[ExpertKey, int] = {}
     for number in range(len(steps) - 1, -1, -1):

@@ -8,15 +8,15 @@ of hits has a time, and the division with the least expected time is chosen amon
 The distributions of all E² / 2 intervals are made in one pass (Algorithm 2 for all of them together). Where one
 division is as good as another, to 1e-9, that with more in F, then C, then S is taken.
 
-Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. The order of steps counts
-in `plan_by_simulation` only; an engine's buffers are not part of the budget.
+Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. The order of steps does not
+count (simulate the `best` few to bring it in); an engine's buffers are not part of the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,7 +69,7 @@ class Configuration(NamedTuple):
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The chosen division (attributes as in `Configuration`), and `table`, all that were considered, in grid order."""
+    """The chosen division, as in `Configuration`, and `table`, all that were considered, in grid order."""
 
     ratios: tuple[float, float, float, float]
     pools: Pools
@@ -92,8 +92,6 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
     "model"), it is theirs together and `layers` is their number: the division is found for one layer's equal share,
     with f averaged over the layers rank by rank, and applied to the whole budget.
 
-    Parameters
-    ----------
     f : [E], share of steps that need the expert of each rank, falling, summing to k: a row of
         `moelab.calibration.inclusion_probabilities`, or the mean of its rows. See `selection.whole` for batches.
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks).
@@ -103,10 +101,7 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
     step : of the ratios; 1 / step must be whole.
     estimate : `makespan` or `algorithm_3`, or another function like these.
 
-    Raises
-    ------
-    ValueError : no pool could hold even one expert a layer; unknown pools; an impossible step; as
-        `selection_probabilities`.
+    Raises ValueError: no pool could hold even one expert a layer; unknown pools; an impossible step; unfit f.
     """
     f = np.asarray(f, np.float64)
     if not pools or len(set(pools)) != len(pools) or not set(pools) <= set(HIERARCHY):
@@ -143,12 +138,6 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
     return CachePlan(*next(c for c in table if c.seconds <= limit), tuple(table))
 
 
-def plan_by_simulation(candidates: Iterable[Pools], evaluate: Callable[[Pools], float]) -> tuple[Pools, float]:
-    """The pools with the fewest seconds by `evaluate` (a simulator or the engine), and those seconds; of equals the
-    first. candidates : for example `[c.pools for c in plan(…).best(10)]`."""
-    return min(((pools, evaluate(pools)) for pools in candidates), key=lambda found: found[1])
-
-
 # ------------------------------------------------------------------------------------------------ patterns of hits
 
 def interval_hits(q: np.ndarray, k: int) -> np.ndarray:
@@ -179,10 +168,8 @@ def pattern_probabilities(hits: np.ndarray, patterns: np.ndarray, sizes: tuple[i
 
 def _filled(capacities: list[int], experts: int) -> tuple[int, ...]:
     """What pools of these capacities hold if there are only so many experts, the first pools first."""
-    held: list[int] = []
-    for capacity in capacities:
-        held.append(min(capacity, experts - sum(held)))
-    return tuple(held)
+    ends = [min(end, experts) for end in accumulate(capacities)]
+    return tuple(end - begin for begin, end in zip([0, *ends], ends))
 
 
 def _compositions(n: int, pools: str) -> Iterator[tuple[int, ...]]:

@@ -57,9 +57,7 @@ class Pool:
         used, found : the experts of the step, and those of them that were in memory before; a selective policy may
             choose among the newcomers too, as none of them is loaded yet.
 
-        Raises
-        ------
-        ValueError : the policy chose a key that it was not offered.
+        Raises ValueError: the policy chose a key that it was not offered.
         """
         if len(self.keys) < self.size:
             return None

@@ -65,9 +65,9 @@ class CacheCounters:
     def requests(self) -> int:
         return self.misses + sum(self.hits.values())
 
-    def hit_rate(self, *states: State) -> float:
-        """Share of the requests found in one of `states` (default: any of them); nan without requests."""
-        return sum(self.hits[state] for state in states or HIERARCHY) / self.requests if self.requests else math.nan
+    def hit_rate(self) -> float:
+        """Share of the requests found in any state; nan without requests."""
+        return sum(self.hits.values()) / self.requests if self.requests else math.nan
 
 
 class Residency:
@@ -79,9 +79,7 @@ class Residency:
     margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter (several pools, or the
         policy "zipmoe"), and infinite for a single pool under another policy, which then admits everything.
 
-    Raises
-    ------
-    ValueError : unknown policy or scope, or numbers that make no sense.
+    Raises ValueError: unknown policy or scope, or numbers that make no sense.
     """
 
     def __init__(self, L: int, E: int, pools: Pools, policy: str | type | CachePolicy = "lru",
@@ -109,11 +107,9 @@ class Residency:
         self._thresholds = [(state, sum(sizes[:i + 1]) + margin) for i, state in enumerate(self._pools[0])]  # τ of §3.4
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
-        """Decide about one layer's step: what its experts find, where they stay, and who leaves for them.
+        """Decide about one layer's step: in which states its experts are and stay, and which others are evicted.
 
-        Raises
-        ------
-        ValueError : the layer or an expert is out of range, or an expert has no token.
+        Raises ValueError: the layer or an expert is out of range, or an expert has no token.
         """
         if not 0 <= layer < self.L:
             raise ValueError(f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}")

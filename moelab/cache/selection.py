@@ -16,6 +16,8 @@ Shapes: f, q [E], by rank. Steps with different numbers of experts are only appr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 #: nearer than this to 0 or 1, an inclusion probability counts as 0 or 1
@@ -30,9 +32,7 @@ def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
 
     f : [E], shares of steps that need the expert of each rank, in any order, from 0 to 1, summing to `k`.
 
-    Raises
-    ------
-    ValueError : f is outside 0 … 1 or does not sum to k, within 1e-9.
+    Raises ValueError: f is outside 0 … 1 or does not sum to k, within 1e-9.
     """
     f = np.asarray(f, np.float64)
     if f.ndim != 1 or not ((f >= 0) & (f <= 1 + 1e-9)).all():
@@ -42,14 +42,7 @@ def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
         raise ValueError(f"the inclusion probabilities sum to {f.sum():.12g}, but k is {k}: with exactly k experts a "
                          f"step they sum to k. Steps of a batch have different numbers of experts, and tokens that "
                          f"were dropped have none: `whole(f)` gives the nearest f and k")
-    q = (f > 0.5).astype(np.float64)
-    inner = (f > CERTAIN) & (f < 1 - CERTAIN)
-    m, free = k - int(q[~inner].sum()), int(inner.sum())
-    if not 0 < m < free:                            # what is left is as certain as rounding lets it be
-        q[inner] = float(m > 0)
-    else:
-        q[inner] = _fit(f[inner], m)
-    return q
+    return _uncertain(f, k, _fit)
 
 
 def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
@@ -58,10 +51,17 @@ def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
     k is the mean number, rounded; all odds f / (1 − f) are multiplied by one number until they sum to it.
     """
     f = np.asarray(f, np.float64)
-    k, inner, out = round(float(f.sum())), (f > CERTAIN) & (f < 1 - CERTAIN), (f > 0.5).astype(np.float64)
+    k = round(float(f.sum()))
+    return _uncertain(f, k, lambda inner, m: _shifted(_logit(inner), m)[1]), k
+
+
+def _uncertain(f: np.ndarray, k: int, solve: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
+    """f with its certain entries rounded, and the m of k that are left distributed over the others by `solve`."""
+    out, inner = (f > 0.5).astype(np.float64), (f > CERTAIN) & (f < 1 - CERTAIN)
     m = k - int(out[~inner].sum())
-    out[inner] = _shifted(_logit(f[inner]), m)[1] if 0 < m < inner.sum() else float(m > 0)
-    return out, k
+    # where all or none of the others are left, they are as certain as rounding lets them be
+    out[inner] = solve(f[inner], m) if 0 < m < inner.sum() else float(m > 0)
+    return out
 
 
 def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -91,9 +91,7 @@ def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
 
     By rejection. They have the popularity of a recorded run, but a step tells nothing about the next.
 
-    Raises
-    ------
-    ValueError : q does not sum to k, as `selection_probabilities` makes it.
+    Raises ValueError: q does not sum to k, as `selection_probabilities` makes it.
     """
     if not abs(q.sum() - k) <= 1e-6:
         raise ValueError(f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "

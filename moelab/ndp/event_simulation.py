@@ -24,83 +24,71 @@ ACTIVATIONS, WEIGHTS = 0, 1         # priorities on the link: the lower goes fir
 
 def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0) -> tuple[float, list[Event]]:
     """Seconds that the layer takes, and its events from `start` on."""
-    simulation = _Layer(plan, costs, layer, start)
-    simulation.env.run()
-    return simulation.env.now, sorted(simulation.events, key=lambda event: event.start)
+    env, events = simpy.Environment(), []
+    link, gpu, first_token = simpy.PriorityResource(env), simpy.Resource(env), env.event()
+    step, receivers = plan.step, plan.receivers.tolist()
+    experts, gpu_work = step.experts.tolist(), costs.gpu(step.tokens)
 
-
-def event_seconds(plan: Plan, costs: Costs) -> float:
-    """Seconds that the layer takes, as `closed_form.layer_seconds` says them."""
-    return simulate_layer(plan, costs)[0]
-
-
-class _Layer:
-    """The processes of one layer; time in seconds from its start."""
-
-    def __init__(self, plan: Plan, costs: Costs, layer: int, start: float) -> None:
-        self.plan, self.costs, self.layer, self.start = plan, costs, layer, start
-        self.events: list[Event] = []
-        self.env = simpy.Environment()
-        self.link, self.gpu = simpy.PriorityResource(self.env), simpy.Resource(self.env)
-        self.first_token = self.env.event()
-        self.experts, step = plan.step.experts.tolist(), plan.step
-        self.receivers = plan.receivers.tolist()
-        gpu_work = costs.gpu(step.tokens)
-        for a in np.flatnonzero(plan.resident):
-            self.env.process(self.on_gpu(a, plan.resident[a] * gpu_work[a]))
-        self.env.process(self.send(gpu_work))
-        shares = np.column_stack([plan.units, plan.host])
-        rates = [costs.unit(step.tokens)] * plan.units.shape[1] + [costs.cpu(step.tokens)]
-        for u, work in enumerate(rates):
-            if self.receivers[u]:
-                name = "host" if u == len(rates) - 1 else f"unit {u}"
-                self.env.process(self.unit(name, shares[:, u], work, self.receivers[u]))
-
-    def work(self, resource: str, kind: str, expert: int, seconds: float, bytes: int = 0) -> Iterator:
+    def work(resource: str, kind: str, expert: int, seconds: float, bytes: int = 0) -> Iterator:
         """Keep a resource, which the caller holds, busy, and record that."""
-        began = self.start + self.env.now
-        yield self.env.timeout(float(seconds))
-        self.events.append(Event(resource, kind, self.layer, expert, began, self.start + self.env.now, bytes))
+        began = start + env.now
+        yield env.timeout(float(seconds))
+        events.append(Event(resource, kind, layer, expert, began, start + env.now, bytes))
 
-    def over_link(self, kind: str, seconds: float, bytes: int, priority: int, expert: int = -1) -> Iterator:
-        with self.link.request(priority=priority) as turn:
+    def over_link(kind: str, seconds: float, bytes: int, priority: int, expert: int = -1) -> Iterator:
+        with link.request(priority=priority) as turn:
             yield turn
-            yield from self.work("link", kind, expert, seconds, bytes)
+            yield from work("link", kind, expert, seconds, bytes)
 
-    def activations(self, tokens: int) -> Iterator:
+    def activations(tokens: int) -> Iterator:
         if tokens:
-            yield from self.over_link("read activations", tokens * self.costs.activation,
-                                      tokens * self.costs.activation_bytes, ACTIVATIONS)
+            yield from over_link("read activations", tokens * costs.activation, tokens * costs.activation_bytes,
+                                 ACTIVATIONS)
 
-    def on_gpu(self, a: int, seconds: float) -> Iterator:
+    def on_gpu(a: int, seconds: float) -> Iterator:
         """Expert a of the plan, or a share or piece of it, when the GPU is free."""
-        with self.gpu.request() as turn:
+        with gpu.request() as turn:
             yield turn
-            yield from self.work("gpu", "expert", self.experts[a], seconds)
+            yield from work("gpu", "expert", experts[a], seconds)
 
-    def send(self, gpu_work: np.ndarray) -> Iterator:
+    def send() -> Iterator:
         """GPU to units: the first token, the others; then weights to the GPU, piece by piece."""
-        plan, costs = self.plan, self.costs
-        first = min(1, plan.tokens_in) if plan.broadcast else sum(tokens > 0 for tokens in self.receivers)
-        yield from self.activations(first)
-        self.first_token.succeed()
-        yield from self.activations(plan.tokens_in - first)
+        first = min(1, plan.tokens_in) if plan.broadcast else sum(tokens > 0 for tokens in receivers)
+        yield from activations(first)
+        first_token.succeed()
+        yield from activations(plan.tokens_in - first)
         for a in np.flatnonzero(plan.moved):
             share, pieces = plan.moved[a], plan.pieces
             marks = np.rint(share * costs.spec.expert_bytes * np.arange(pieces + 1) / pieces).astype(int).tolist()
             for before, after in zip(marks, marks[1:]):
                 if after > before:
-                    yield from self.over_link("read weights", share * costs.transfer() / pieces, after - before,
-                                              WEIGHTS, self.experts[a])
-                self.env.process(self.on_gpu(a, share * gpu_work[a] / pieces))
+                    yield from over_link("read weights", share * costs.transfer() / pieces, after - before, WEIGHTS,
+                                         experts[a])
+                env.process(on_gpu(a, share * gpu_work[a] / pieces))
 
-    def unit(self, name: str, shares: np.ndarray, work: np.ndarray, tokens: int) -> Iterator:
+    def unit(name: str, shares: np.ndarray, seconds: np.ndarray, tokens: int) -> Iterator:
         """A unit or the host: its experts in order, outputs on the way."""
-        yield self.first_token
+        yield first_token
         mine = np.flatnonzero(shares)
         rounds, sent = min(tokens, len(mine)), 0
         for i, a in enumerate(mine, 1):
-            yield from self.work(name, "expert", self.experts[a], shares[a] * work[a])
+            yield from work(name, "expert", experts[a], shares[a] * seconds[a])
             due = tokens * max(0, i - (len(mine) - rounds)) // rounds
-            self.env.process(self.activations(due - sent))
+            env.process(activations(due - sent))
             sent = due
+
+    for a in np.flatnonzero(plan.resident):
+        env.process(on_gpu(a, plan.resident[a] * gpu_work[a]))
+    env.process(send())
+    for u, shares in enumerate(plan.units.T):
+        if receivers[u]:
+            env.process(unit(f"unit {u}", shares, costs.unit(step.tokens), receivers[u]))
+    if receivers[-1]:
+        env.process(unit("host", plan.host, costs.cpu(step.tokens), receivers[-1]))
+    env.run()
+    return env.now, sorted(events, key=lambda event: event.start)
+
+
+def event_seconds(plan: Plan, costs: Costs) -> float:
+    """Seconds that the layer takes, as `closed_form.layer_seconds` says them."""
+    return simulate_layer(plan, costs)[0]

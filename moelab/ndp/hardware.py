@@ -54,8 +54,6 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
              efficiency: tuple[float, float] = (0.85, 0.8), host_channels: int | None = None) -> Hardware:
     """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change it.
 
-    Parameters
-    ----------
     unit, gpu, host : device cards. pcie : generation of the link, a key of `PCIE`.
     mapping : of `MAPPINGS`; counts for units whose card has streaming rates of a rank (the DDR4 module). Other
         cards give their whole internal bandwidth.
@@ -64,9 +62,7 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
         GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8). Units have the mapping and the clock instead.
     host_channels : memory channels that the units share on their way to the link; None is no limit, as in the paper.
 
-    Raises
-    ------
-    ValueError : an unknown card, mapping or generation; a card that lacks a figure; a number out of range.
+    Raises ValueError: an unknown card, mapping or generation; a card that lacks a figure; a number out of range.
     """
     if pcie not in PCIE:
         raise ValueError(f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}")

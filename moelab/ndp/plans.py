@@ -126,7 +126,7 @@ def problems(plan: Plan, asked: LayerStep | None = None, N: int | None = None,
 
 
 def _same(one: LayerStep, other: LayerStep) -> bool:
-    """Whether two steps are the same, but for the order of their experts."""
+    """Whether two steps differ at most in the order of their experts."""
     if one.S != other.S or len(one) != len(other):
         return False
     one, other = (step.take(step.experts.argsort()) for step in (one, other))

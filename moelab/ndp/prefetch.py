@@ -1,10 +1,9 @@
 """Dataset-free prefetching (GPU-NDP §III-D, Fig. 7): the prompt says which experts its answer will need.
 
 Count the experts of every layer during prefill; between prefill and decode load the x most used of each layer into GPU
-memory; decode. x is as many as fit; the paper's own ablation stops at TopK (§IV-D). Quality is measured by the share of
-prefetched experts that a decode step uses (Fig. 6) and the share of its experts that were prefetched. Beyond the paper,
-`places` tells from the prompt alone what x would have been worth: each of its tokens is compared with the experts that
-the *other* tokens would have prefetched.
+memory; decode. x is as many as fit; the paper's own ablation stops at TopK (§IV-D). Beyond the paper, `places` tells
+from the prompt alone what x would have been worth: each of its tokens is compared with the experts that the *other*
+tokens would have prefetched.
 
     counts [L, E] → resident, bool [L, E]       decode ids [D, L, K]
 
@@ -55,13 +54,7 @@ def hits(resident: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return padded[np.arange(len(resident))[:, None], ids]
 
 
-def utilisation(resident: np.ndarray, ids: np.ndarray) -> float:
-    """Share of the prefetched experts that a decode step uses, on average (Fig. 6); nan without any."""
-    held = resident.sum() * len(ids)
-    return float(hits(resident, ids).sum() / held) if held else float("nan")
-
-
 def hit_rate(resident: np.ndarray, ids: np.ndarray) -> float:
-    """Share of a decode step's experts that are resident; equal to the utilisation where x = K."""
+    """Share of a decode step's experts that are resident; if x = K, also of resident ones that are used (Fig. 6)."""
     routed = (ids < resident.shape[1]).sum()
     return float(hits(resident, ids).sum() / routed) if routed else float("nan")

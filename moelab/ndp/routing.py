@@ -21,23 +21,23 @@ from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
+class PromptRouting:
     """The choices of one prompt and its answer.
 
     prefill, decode : int16 [S, L, K] and [D, L, K], expert ids; E where none ran.
     history : float [L, E], expert popularity on other prompts, as calibration knows it.
-    kind : "simulated" (the popularity model) or "measured" (a trace).
     """
 
     spec: MoESpec
     prefill: np.ndarray
     decode: np.ndarray
     history: np.ndarray
-    kind: str
 
-    def counts(self, phase: int = PREFILL) -> np.ndarray:
-        """Tokens of each expert: int64 [L, E]."""
-        return count(self.prefill if phase == PREFILL else self.decode, self.spec.E)
+    def counts(self) -> np.ndarray:
+        """Tokens of the prompt that chose each expert: int64 [L, E]."""
+        L, E = self.history.shape
+        flat = self.prefill.astype(np.int64) + np.arange(L)[:, None] * (E + 1)
+        return np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)[:, :E]
 
     @cached_property
     def decode_by_popularity(self) -> np.ndarray:
@@ -58,22 +58,13 @@ class Routing:
         return np.take_along_axis(ids, by, -1)
 
 
-def count(ids: np.ndarray, E: int) -> np.ndarray:
-    """Choices [L, E] of ids [T, L, K], of which E means none."""
-    L = ids.shape[1]
-    flat = ids.astype(np.int64) + np.arange(L)[:, None] * (E + 1)
-    return np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)[:, :E]
-
-
 def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512, zipf: float = 0.2,
-                      bias: float = 0.3) -> Routing:
+                      bias: float = 0.3) -> PromptRouting:
     """One prompt of the popularity model; the same seed gives the same routing.
 
     zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's log-weights; 0 is none.
 
-    Raises
-    ------
-    ValueError : one of the two is negative, or the prompt or the answer has no token.
+    Raises ValueError: one of the two is negative, or the prompt or the answer has no token.
     """
     if min(zipf, bias) < 0:
         raise ValueError(f"zipf is {zipf} and bias {bias}; both are 0 or more")
@@ -87,15 +78,13 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
     for layer in range(L):
         gumbel = rng.gumbel(size=(prompt + answer, E)).astype(np.float32)
         ids[:, layer] = np.argpartition(-(weights[layer] + gumbel), K - 1, axis=1)[:, :K]
-    return Routing(spec, ids[:prompt], ids[prompt:], np.exp(popularity), "simulated")
+    return PromptRouting(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
 
 
-def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> Routing:
+def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> PromptRouting:
     """One sequence of a recorded trace. history : counts [L, E] of other data; None counts the other sequences.
 
-    Raises
-    ------
-    ValueError : the trace has no such sequence, or the sequence lacks a prefill or a decode.
+    Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a decode.
     """
     mine = trace.sequence == sequence
     parts = [trace.select(mine & (trace.phase == phase)).ids.numpy() for phase in (PREFILL, DECODE)]
@@ -104,4 +93,4 @@ def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray
                          f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}")
     if history is None:
         history = trace.select(~mine).counts().numpy()
-    return Routing(trace.spec, *parts, history=np.asarray(history, float), kind="measured")
+    return PromptRouting(trace.spec, *parts, history=np.asarray(history, float))

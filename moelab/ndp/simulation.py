@@ -20,74 +20,59 @@ from moelab.ndp.costs import Costs
 from moelab.ndp.event_simulation import simulate_layer
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import LayerStep, Plan, problems
-from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used, utilisation
-from moelab.ndp.routing import Routing
+from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used
+from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import System
 from moelab.specs import Event
 
 PLACEMENTS = ("id", "popularity")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Result:
     """Simulated seconds of one prompt and its answer.
 
-    moe_prefill_layers, moe_decode_steps : [L] and [D], of the experts of each layer of prefill, of each decode step.
-    dense_prefill, dense_decode_steps : scalar and [D], everything else, on the GPU.
-    intermediate : loading the prefetched experts, between the two.
-    prefetched : experts of each layer that were loaded (x). hit_rate, utilisation : share of decode's experts found
-        among them, and share of them that a decode step uses; nan without prefetching.
+    moe_… : of the experts alone. dense_… : of all else, on the GPU. intermediate : loading the prefetched experts.
+    prefetched : experts of each layer that were loaded (x). hit_rate : share of decode's experts found among them; nan
+        without prefetching.
     """
 
-    moe_prefill_layers: np.ndarray
-    moe_decode_steps: np.ndarray
+    moe_prefill: float
+    moe_decode: float
     dense_prefill: float
-    dense_decode_steps: np.ndarray
-    intermediate: float = 0.0
-    prefetched: int = 0
-    hit_rate: float = float("nan")
-    utilisation: float = float("nan")
+    dense_decode: float
+    intermediate: float
+    prefetched: int
+    hit_rate: float
 
     @property
-    def moe_prefill(self) -> float:
-        return float(self.moe_prefill_layers.sum())
-
-    @property
-    def moe_decode(self) -> float:
-        return float(self.moe_decode_steps.sum())
-
-    @property
-    def prefill(self) -> float:
-        """TTFT without sampling, seconds."""
+    def prefill(self) -> float:                         # TTFT without sampling
         return self.moe_prefill + self.dense_prefill
 
     @property
     def decode(self) -> float:
-        return self.moe_decode + float(self.dense_decode_steps.sum())
+        return self.moe_decode + self.dense_decode
 
     @property
     def end_to_end(self) -> float:
         return self.prefill + self.intermediate + self.decode
 
 
-class Run:
+class NDPRun:
     """One machine and system under the routing of one model: its steps, by phase and layer.
 
     x : experts of each layer that are prefetched. resident : bool [L, E], which. home : int [L, E], the units.
 
-    Raises
-    ------
-    NotSupported : the experts do not fit where the system keeps them.
+    Raises NotSupported: the experts do not fit where the system keeps them.
     """
 
-    def __init__(self, hardware: Hardware, system: System, routing: Routing, placement: str = "id") -> None:
+    def __init__(self, hardware: Hardware, system: System, routing: PromptRouting, placement: str = "id") -> None:
         spec, tokens = routing.spec, len(routing.prefill) + len(routing.decode)
         self.costs, self.system, self.routing = Costs(spec, hardware), system, routing
         self.home = place(routing.history, hardware.units, placement)
         self.costs.check(tokens, system.home, np.bincount(self.home.ravel()).max() if system.whole else 0)
         self.plans: dict[tuple[int, ...], Plan] = {}                    # situation of a decode step → its plan
-        most = {"none": 0, "K": spec.K}.get(system.prefetches, spec.E)
-        self.x = experts_that_fit(self.costs, tokens, most)
+        self.x = experts_that_fit(self.costs, tokens, {"none": 0, "K": spec.K}.get(system.prefetches, spec.E))
         if system.prefetches == "pay":
             self.x = self.experts_that_pay(min(spec.K, self.x), self.x)
         self.resident = most_used(routing.counts(), self.x)
@@ -102,10 +87,9 @@ class Run:
         return plan
 
     def prefill_step(self, layer: int, counts: np.ndarray) -> LayerStep:
-        experts = np.lexsort((-self.routing.history[layer], -counts))
-        experts = experts[:int((counts > 0).sum())]
+        experts = np.lexsort((-self.routing.history[layer], -counts))[:int((counts > 0).sum())]
         return LayerStep(experts, counts[experts], self.home[layer, experts], np.zeros(len(experts), bool),
-                    len(self.routing.prefill))
+                         len(self.routing.prefill))
 
     def decode_step(self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None) -> LayerStep:
         """Of one token with experts ids [K], E for none. resident : bool [K], on the GPU; None: the prefetched."""
@@ -113,8 +97,7 @@ class Run:
             resident = hits(self.resident[layer:layer + 1], ids[None, None])[0, 0]
         ids, resident = ids[ids < self.costs.spec.E].astype(int), resident[ids < self.costs.spec.E]
         by = np.argsort(-self.routing.history[layer, ids], kind="stable")
-        experts = ids[by]
-        return LayerStep(experts, np.ones(len(experts), int), self.home[layer, experts], resident[by], 1)
+        return LayerStep(ids[by], np.ones(len(ids), int), self.home[layer, ids[by]], resident[by], 1)
 
     def decode_seconds(self, ids: np.ndarray, resident: np.ndarray,
                        seconds: Callable[[Plan, Costs], float] = layer_seconds) -> np.ndarray:
@@ -155,7 +138,7 @@ class Run:
         return max((usual, *range(most + 1)), key=gain)
 
 
-def simulate(hardware: Hardware, system: System, routing: Routing, *, placement: str = "id",
+def simulate(hardware: Hardware, system: System, routing: PromptRouting, *, placement: str = "id",
              seconds: Callable[[Plan, Costs], float] = layer_seconds) -> Result:
     """Time one prompt and its answer by the model that the routing is of.
 
@@ -163,20 +146,18 @@ def simulate(hardware: Hardware, system: System, routing: Routing, *, placement:
         data.
     seconds : `closed_form.layer_seconds` or `event_simulation.event_seconds`.
 
-    Raises
-    ------
-    NotSupported : the experts do not fit where the system keeps them, or the rest not the GPU.
-    ValueError : the system plans a step wrongly.
+    Raises NotSupported: the experts do not fit where the system keeps them, or the rest not the GPU.
+    ValueError: the system plans a step wrongly.
     """
-    run = Run(hardware, system, routing, placement)
+    run = NDPRun(hardware, system, routing, placement)
     costs, S, D = run.costs, len(routing.prefill), len(routing.decode)
     prefill = np.array([seconds(run.plan(run.prefill_step(layer, counts)), costs)
                         for layer, counts in enumerate(routing.counts())])
     ids = routing.decode_by_popularity
     decode = run.decode_seconds(ids, hits(run.resident, ids), seconds).sum(1)
-    rates = (hit_rate(run.resident, routing.decode), utilisation(run.resident, routing.decode)) if run.x else ()
-    return Result(prefill, decode, costs.dense_prefill(S), costs.dense_decode(S + np.arange(D)),
-                  run.loading(run.x), run.x, *rates)
+    return Result(float(prefill.sum()), float(decode.sum()), costs.dense_prefill(S),
+                  float(costs.dense_decode(S + np.arange(D)).sum()), run.loading(run.x), run.x,
+                  hit_rate(run.resident, routing.decode) if run.x else float("nan"))
 
 
 def numbered(rows: np.ndarray) -> np.ndarray:
@@ -191,31 +172,31 @@ def numbered(rows: np.ndarray) -> np.ndarray:
     return names
 
 
-def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Iterable[int] = (1,), *,
+def timeline(hardware: Hardware, system: System, routing: PromptRouting, forwards: Iterable[int] = (1,), *,
              placement: str = "id") -> tuple[list[Event], list[tuple[float, float, int, str]]]:
-    """Events of chosen forwards by the event simulation, one after the other from time 0.
+    """(events, forwards) of chosen forwards by the event simulation, one after the other from time 0.
 
-    forwards : 0 is the prefill, with loading the prefetched experts after it; 1, 2 … the decode steps.
+    forwards : 0 is the prefill, with loading the prefetched experts after it; 1, 2 … the decode steps. Returned as
+        (start, end, tokens, "prefill" or "decode"), which `metrics` takes.
 
-    Returns (events, forwards), the latter as (start, end, tokens, "prefill" or "decode"): what `metrics` takes.
-
-    Raises
-    ------
-    ValueError : a forward that the answer does not have, or a step that is planned wrongly.
-    NotSupported : the experts do not fit where the system keeps them, or the rest not the GPU.
+    Raises ValueError: a forward that the answer does not have, or a step that is planned wrongly.
+    NotSupported: the experts do not fit where the system keeps them, or the rest not the GPU.
     """
     forwards = list(forwards)
     if any(not 0 <= forward <= len(routing.decode) for forward in forwards):
         raise ValueError(f"forwards are {forwards}; there are 0, the prefill, and 1 to {len(routing.decode)}, decode")
-    run, spec = Run(hardware, system, routing, placement), routing.spec
-    costs, S = run.costs, len(routing.prefill)
+    run, spec = NDPRun(hardware, system, routing, placement), routing.spec
+    costs, S, counts = run.costs, len(routing.prefill), routing.counts()
     events, done, now = [], [], 0.0
     for forward in forwards:
-        began, counts = now, routing.counts()
-        dense = float(costs.dense_decode(np.array(S + forward - 1))) if forward else costs.dense_prefill(S)
-        for layer in range(spec.L):
-            step = run.decode_step(layer, routing.decode[forward - 1, layer]) if forward else \
-                run.prefill_step(layer, counts[layer])
+        began = now
+        if forward:
+            dense = float(costs.dense_decode(np.array(S + forward - 1)))
+            steps = [run.decode_step(layer, ids) for layer, ids in enumerate(routing.decode[forward - 1])]
+        else:
+            dense = costs.dense_prefill(S)
+            steps = [run.prefill_step(layer, of_layer) for layer, of_layer in enumerate(counts)]
+        for layer, step in enumerate(steps):
             before, now = now, now + dense / spec.L
             events.append(Event("gpu", "other", layer, -1, before, now))
             took, new = simulate_layer(run.plan(step), costs, layer, now)
@@ -232,14 +213,11 @@ def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Ite
 def place(history: np.ndarray, N: int, placement: str = "id") -> np.ndarray:
     """The unit of each expert where units hold whole experts: int [L, E], round-robin by id or by popularity.
 
-    Raises
-    ------
-    ValueError : an unknown placement.
+    Raises ValueError: an unknown placement.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"unknown placement {placement!r}; known are {', '.join(PLACEMENTS)}")
     L, E = history.shape
     if placement == "id":
         return np.tile(np.arange(E) % N, (L, 1))
-    rank = np.argsort(np.argsort(-history, axis=1, kind="stable"), axis=1, kind="stable")
-    return rank % N
+    return np.argsort(np.argsort(-history, axis=1, kind="stable"), axis=1, kind="stable") % N

@@ -16,7 +16,7 @@ from typing import Any
 from moelab.cards import load_model
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.hardware import VARIANTS, Hardware, hardware
-from moelab.ndp.routing import Routing, simulated_routing
+from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, GPUNDP, MoNDE, System
 from moelab.progress import progress
@@ -76,12 +76,12 @@ class Assumptions:
             return replace(system, rounding=self.rounding, eq2_tokens=self.eq2_tokens, limit=limit)
         return system
 
-    def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> Routing:
+    def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> PromptRouting:
         return _routing(model, seed, prompt, answer, self.zipf, self.bias)
 
 
 @lru_cache(maxsize=16)
-def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias: float) -> Routing:
+def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias: float) -> PromptRouting:
     return simulated_routing(load_model(model), seed, prompt, answer, zipf, bias)
 
 
@@ -108,7 +108,6 @@ class Sweep:
         return sorted({N for _, N, *_ in self.cells})
 
     def joined(self, other: Sweep) -> Sweep:
-        """This sweep with another's cells beside its own."""
         return Sweep(self.assumptions, self.cells | other.cells)
 
     def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
@@ -165,21 +164,16 @@ def over_seeds(sweep: Sweep) -> dict[str, Spread]:
     return {name: spread([one[name] for one in found]) for name in found[0]}
 
 
-def quantities(sweep: Sweep, seed: int, version: str = "") -> dict[str, float]:
-    """The values of `claims.CLAIMS` for one seed, under the names there.
-
-    version : "" for the literal systems, ", improved" for the others (the sweep must have them).
-    """
-    full = "NDP+TP+LB+PRE" + version
-    names = {"NDP+TP": "NDP+TP", **{name: name + version for name in ("NDP+TP+LB", "NDP+TP+PRE", "NDP+TP+LB+PRE")}}
+def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
+    """The values of `claims.CLAIMS` for one seed, under the names there."""
     found = {}
-    for phase, shown in (("prefill", list(names)[:2]), ("decode", list(names))):
+    for phase, shown in (("prefill", PAPER[3:5]), ("decode", PAPER[3:])):
         for name in shown:
-            found[f"{phase} {name}"] = mean(sweep.speedups(names[name], "MoNDE", f"moe_{phase}", seed).values())
-        qwen = sweep.speedups(full, "MoNDE", f"moe_{phase}", seed).items()
+            found[f"{phase} {name}"] = mean(sweep.speedups(name, "MoNDE", f"moe_{phase}", seed).values())
+        qwen = sweep.speedups(PAPER[-1], "MoNDE", f"moe_{phase}", seed).items()
         found[f"Qwen3 {phase}"] = mean(value for (model, _), value in qwen if model == "Qwen3-30B-A3B")
-    for other in ("MoE-OnDemand", "Fiddler", "MoNDE"):
-        found[f"end to end ÷ {other}"] = max(sweep.speedups(full, other, "end_to_end", seed).values())
+    for other in PAPER[:3]:
+        found[f"end to end ÷ {other}"] = max(sweep.speedups(PAPER[-1], other, "end_to_end", seed).values())
     alone = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", seed)
     found["DeepSeek, N=2, decode NDP+TP"] = alone["DeepSeek-MoE-16B", 2]
     found["Qwen3, N=2, decode NDP+TP"] = alone["Qwen3-30B-A3B", 2]
@@ -193,5 +187,5 @@ def modules_needed(model: str, assumptions: Assumptions = Assumptions()) -> int:
             Costs(load_model(model), assumptions.hardware(N)).check(0, "units")
             return N
         except NotSupported:
-            continue
+            pass
     raise NotSupported(f"{model} fits no machine of this kind")

@@ -32,7 +32,6 @@ from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
 
 ROUND = {"floor": math.floor, "round": round, "ceil": math.ceil}
-VERSIONS = ("literal", "improved")
 
 
 class System(ABC):
@@ -77,7 +76,7 @@ class OnDemand(System):
 
 
 class Fiddler(OnDemand):
-    """Fiddler: an expert runs on the CPU unless sending it to the GPU and running it there is quicker (its §3)."""
+    """Fiddler: an expert runs on the CPU unless sending it to the GPU and running it there is faster (its §3)."""
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         on_cpu = costs.cpu(step.tokens) <= costs.transfer() + costs.gpu(step.tokens)
@@ -132,7 +131,7 @@ class GPUNDP(System):
     limit: str = "K"
 
     def __post_init__(self) -> None:
-        _known("version", self.version, VERSIONS)
+        _known("version", self.version, ("literal", "improved"))
         _known("rounding", self.rounding, ROUND)
         _known("eq2_tokens", self.eq2_tokens, ("mean", "prompt"))
         _known("limit", self.limit, ("K", "memory", "pay"))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.files import load_tensors, save_tensors
-from moelab.models import identity
+from moelab.speculate.signals import check_model
 
 FORMAT = "moelab.estimator/1"
 
@@ -58,9 +58,7 @@ class Estimator(nn.Module):
 
         §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
 
-        Raises
-        ------
-        ValueError : a budget below a width of 8.
+        Raises ValueError: a budget below a width of 8.
         """
         # 2n·w² + (H + E + L − ahead + n + 5)·w + E parameters: solved for w
         a, b = 2 * expansion, H + E + L - ahead + expansion + 4
@@ -83,14 +81,11 @@ class Estimator(nn.Module):
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
         """Read the estimator of `model`, onto its device.
 
-        Raises
-        ------
-        FileNotFoundError, ValueError : no such file; not a readable estimator, or another model's.
+        Raises FileNotFoundError, ValueError: no such file; not a readable estimator, or another model's.
         """
         tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
-        if (mine := identity(model)) != about["model_id"]:
-            raise ValueError(f"{path} was trained for another model (identity {about['model_id']}, this model's is "
-                             f"{mine}); moelab.speculate.train trains one for this model")
+        check_model(model, about["model_id"], f"{path} was trained for",
+                    "moelab.speculate.train trains one for this model")
         estimator = cls(**json.loads(about["config"]), model_id=about["model_id"])
         estimator.load_state_dict(tensors)
         return estimator.to(getattr(model, "device", "cpu")).eval()

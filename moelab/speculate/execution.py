@@ -12,6 +12,7 @@ so a recording sees what is executed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -29,25 +30,19 @@ from moelab.trace import DECODE, PREFILL
 MODES = ("hint", "speculative", "router-free")
 
 
-class Speculation:
+class Speculation(AbstractContextManager):
     """A model that runs on predictions, until `close()` or the end of the `with`.
 
-    Parameters
-    ----------
     model : any model that moelab can plug; whatever runs its experts stays in place.
     predictor : `registry.make("predictor", name, model, …)` or your own; it belongs to one `Speculation`.
     mode : "hint", "speculative" or "router-free".
     prefill : whether predictions are executed in prefill too; by default in decode steps only. They are announced in
         both.
 
-    Attributes
-    ----------
     requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers chose where there was a
         prediction, and how many of them were predicted. Padding does not count; nor do routers that did not run.
 
-    Raises
-    ------
-    ValueError : an unknown mode; router-free without an estimator; a model whose residuals cannot be had.
+    Raises ValueError: an unknown mode; router-free without an estimator; a model whose residuals cannot be had.
     """
 
     def __init__(self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False) -> None:
@@ -103,9 +98,6 @@ class Speculation:
     def close(self) -> None:
         """Restore the model."""
         self._patches.close()
-
-    def __enter__(self) -> Speculation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

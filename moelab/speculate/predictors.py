@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moelab import recording
-from moelab.models import MoELayer, identity, spec_of
+from moelab.models import MoELayer, spec_of
 from moelab.models.stream import check_routers, streams
 from moelab.registry import Entry, find
-from moelab.speculate.signals import DefaultVectors, quasi_hidden
+from moelab.speculate.signals import DefaultVectors, check_model, quasi_hidden
 from moelab.trace import RoutingTrace
 
 #: (ids [T, K], weights [T, K])
@@ -70,9 +70,7 @@ def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Predictio
     logits : [T, E] that take the place of the router's own; its own code makes weights of them (softmax, sigmoid,
         groups, correction bias, renormalisation).
 
-    Raises
-    ------
-    ValueError : logits for a router whose code computes its own in another way than by one linear layer.
+    Raises ValueError: logits for a router whose code computes its own in another way than by one linear layer.
     """
     return layer.routing(ask(layer, x, logits))
 
@@ -195,9 +193,9 @@ class Hybrid(Quasi):
             raise ValueError(f"choice has {len(choice)} entries; it needs one for each of the {self.spec.L} MoE layers")
         if (trained := getattr(estimator, "ahead", ahead)) != ahead:
             raise ValueError(f"this estimator was trained to look {trained} layer(s) ahead, not {ahead}")
-        if (mine := identity(model)) != (theirs := getattr(estimator, "model_id", "") or mine):
-            raise ValueError(f"this estimator was trained for another model (identity {theirs}, this model's is "
-                             f"{mine}); moelab.speculate.train trains one for this model")
+        if model_id := getattr(estimator, "model_id", ""):
+            check_model(model, model_id, "this estimator was trained for",
+                        "moelab.speculate.train trains one for this model")
         self.estimator, self.choice = estimator, tuple(bool(c) for c in choice)
         for layer, target in self.targets.items():
             if self.choice[layer]:
@@ -322,9 +320,8 @@ class Random(Predictor):
 
 def of_model(trace: RoutingTrace, model: nn.Module) -> RoutingTrace:
     """The trace; ValueError if it is another model's."""
-    if trace.model_id != identity(model):
-        raise ValueError(f"this trace was recorded from another model ({trace.spec.name}, identity {trace.model_id}); "
-                         f"moelab.record(model, prompts) records one of this model")
+    check_model(model, trace.model_id, f"this trace ({trace.spec.name}) was recorded from",
+                "moelab.record(model, prompts) records one of this model")
     return trace
 
 

@@ -33,31 +33,24 @@ class Rows:
     """Training examples from a trace, a buffer at a time.
 
     trace : the trace or its path; hidden states that lie on disk stay there.
-    layers : predicting layers that are wanted; None for all.
     """
 
-    def __init__(self, trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, ahead: int,
-                 layers: Sequence[int] | None) -> None:
+    def __init__(self, trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, ahead: int) -> None:
         trace = trace if isinstance(trace, RoutingTrace) else RoutingTrace.load(trace)
         if trace.router_inputs is None or trace.residuals is None:
             raise ValueError("this trace has no hidden states to train on; moelab.record(model, prompts, "
                              "hidden='train.safetensors') records them")
         of_model(trace, model)
         self.quasi = Quasi(model, vectors=vectors, ahead=ahead)
-        unknown = set(layers or ()) - self.quasi.targets.keys()
-        if unknown or not self.quasi.targets or layers is not None and not layers:
-            raise ValueError(f"layers is {layers}; with ahead={ahead} the layers that predict are "
-                             f"{sorted(self.quasi.targets)}")
-        self.layers = sorted(self.quasi.targets if layers is None else layers)
+        if not self.quasi.targets:
+            raise ValueError(f"ahead is {ahead}, and no MoE layer has another one so far ahead")
         self.spec, self.model_id, self.T = trace.spec, trace.model_id, len(trace)
         self.H = trace.residuals.shape[-1]
         if not self.T:
             raise ValueError("this trace has no tokens; record some prompts")
         home = trace._hidden_home
         self.columns = {name: FileRows(hidden_path(home, name), name) if home else getattr(trace, name)
-                        for name in HIDDEN}
-        on_disk = home is not None and Path(home).is_file()
-        self.columns |= {name: FileRows(home, name) if on_disk else getattr(trace, name) for name in ("ids", "weights")}
+                        for name in HIDDEN} | {"ids": trace.ids, "weights": trace.weights}
         token_bytes = 2 * trace.residuals[:1].nbytes
         self.stretch = max(1, STRETCH // token_bytes)                   # tokens
         self.stretches = max(1, BUFFER // (self.stretch * token_bytes))     # a buffer
@@ -89,8 +82,7 @@ class Rows:
         ids = ids.long()
         passed = (ids != self.spec.E).any(-1)                                               # [T, L]
         parts = []
-        for l in self.layers:
-            target = self.quasi.targets[l]
+        for l, target in sorted(self.quasi.targets.items()):
             t = (passed[:, l] & passed[:, target.index]).nonzero().flatten()
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
             parts.append((q, torch.full_like(t, l), teacher(target, s[t, target.index]), ids[t, target.index]))
@@ -105,7 +97,7 @@ class Rows:
 class FileRows:
     """Rows of a tensor in a safetensors file, sliced as the tensor would be, but read, not mapped."""
 
-    DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I16": torch.int16}
+    DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path

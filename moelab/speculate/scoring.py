@@ -65,9 +65,7 @@ class Score:
 def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -> Score:
     """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in both.
 
-    Raises
-    ------
-    ValueError : a trace without hidden states.
+    Raises ValueError: a trace without hidden states.
     """
     n, E, K = trace.spec.L - predictor.ahead, trace.spec.E, trace.spec.K
     requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long).unbind(0)
@@ -155,9 +153,7 @@ def walk(trace: RoutingTrace, token_by_token: bool = False) -> Iterator[tuple[in
     """(prompt, its forward passes in order): the prefill, an encoder's before its decoder's, then the decode steps,
     one by one or all at once.
 
-    Raises
-    ------
-    ValueError : a trace without hidden states.
+    Raises ValueError: a trace without hidden states.
     """
     if trace.router_inputs is None or trace.residuals is None:
         raise ValueError("this trace has no hidden states, so signals cannot be computed from it; "

@@ -41,8 +41,6 @@ FORMAT = "moelab.default_vectors/2"
 class DefaultVectors:
     """What experts add on average.
 
-    Attributes
-    ----------
     d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight, but by the factor κ
         that the model may have for all (`moelab.models.stream`). One never chosen has the mean of its layer's experts.
     shared : float32 [L, H], mean of what is added beside the routed experts; 0 where there is nothing.
@@ -71,9 +69,8 @@ class DefaultVectors:
 
     def check(self, model: nn.Module) -> None:
         """ValueError if these are another model's."""
-        if (mine := identity(model)) != self.model_id:
-            raise ValueError(f"these default vectors were measured on another model (identity {self.model_id}, this "
-                             f"model's is {mine}); moelab.speculate.default_vectors(model, prompts) measures its own")
+        check_model(model, self.model_id, "these default vectors were measured on",
+                    "moelab.speculate.default_vectors(model, prompts) measures its own")
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file atomically; returns its path."""
@@ -84,14 +81,18 @@ class DefaultVectors:
     def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
         """Read the default vectors of `model`.
 
-        Raises
-        ------
-        FileNotFoundError, ValueError : no such file; not readable default vectors, or another model's.
+        Raises FileNotFoundError, ValueError: no such file; not readable default vectors, or another model's.
         """
         tensors, about = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
         vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
         vectors.check(model)
         return vectors
+
+
+def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
+    """ValueError, which says what is of another model, unless a model has this identity."""
+    if (mine := identity(model)) != model_id:
+        raise ValueError(f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}")
 
 
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
@@ -113,16 +114,12 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
                     tokenizer: Any = None) -> DefaultVectors:
     """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
 
-    Parameters
-    ----------
     model : any model that moelab can plug; whatever computes its experts goes on doing so.
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
     max_new_tokens : tokens generated greedily after each prompt, which count too.
 
-    Raises
-    ------
-    ValueError : no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert, an
-        architecture whose residual stream is of an unknown kind.
+    Raises ValueError: no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert,
+        an architecture whose residual stream is of an unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
     training = model.training

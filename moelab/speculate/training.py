@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,12 +67,9 @@ class Training:
 def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, *,
           validation: RoutingTrace | str | Path, parameters: int = 150_000, tokens: int = 300_000, batch: int = 1280,
           learning_rate: float = 2e-3, muon_rate: float = 0.05, every: int | None = None, patience: int = 5,
-          layers: Sequence[int] | None = None, ahead: int = 1, seed: int = 0,
-          checkpoint: str | Path | None = None) -> Training:
+          ahead: int = 1, seed: int = 0, checkpoint: str | Path | None = None) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
 
-    Parameters
-    ----------
     trace : recorded with `hidden=True`; a path, or a trace whose hidden states lie on disk, is streamed.
     vectors : the default vectors that make q, the same that predictors will use.
     validation : of text that is not in `trace`. It decides when to stop, so measure the result on a third one.
@@ -83,21 +79,18 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     learning_rate, muon_rate : highest rates, of AdamW (embedding, norm, head, biases) and Muon (matrices A, B, C).
     every : tokens between validations and checkpoints, about; by default a twentieth of `tokens`.
     patience : validations in a row without a lower loss, after which training stops.
-    layers : the predicting layers to train for; all by default.
     seed : decides the first weights and the order; the same arguments give the same weights on the same machine.
     checkpoint : a file that is rewritten at every validation; if it exists, training resumes from it, with the same
         result as without the interruption.
 
-    Raises
-    ------
-    ValueError : a trace without hidden states or of another model, no rows to train on, or a checkpoint made with
+    Raises ValueError: a trace without hidden states or of another model, no rows to train on, or a checkpoint made with
         other arguments.
     """
-    data, held_out = (Rows(t, model, vectors, ahead, layers) for t in (trace, validation))
+    data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
     settings = {"parameters": parameters, "tokens": tokens, "batch": batch, "learning_rate": learning_rate,
-                "muon_rate": muon_rate, "every": every, "patience": patience, "layers": data.layers, "ahead": ahead,
-                "seed": seed, "model": data.model_id, "trace": data.fingerprint(),
-                "validation": held_out.fingerprint(), "vectors": digest_of([vectors.d, vectors.shared])}
+                "muon_rate": muon_rate, "every": every, "patience": patience, "ahead": ahead, "seed": seed,
+                "model": data.model_id, "trace": data.fingerprint(), "validation": held_out.fingerprint(),
+                "vectors": digest_of([vectors.d, vectors.shared])}
     if min(tokens, batch, patience) < 1:
         raise ValueError(f"tokens={tokens}, batch={batch}, patience={patience}: each must be at least 1")
     run = _Run(data, settings)

@@ -88,7 +88,7 @@ def test_an_offloaded_generation_is_simulated_on_hypothetical_hardware(tmp_path)
     trace = moelab.record(model, ["def add(a, b):\n", "import os\n"], max_new_tokens=4, min_new_tokens=4)
     model.moelab.close()
     spec, routing = trace.spec, recorded_routing(trace, 1)
-    assert routing.kind == "measured" and len(routing.decode) == 3
+    assert len(routing.decode) == 3
     taken = ndp.decode_times(routing, {"a": "MoE-OnDemand", "b": "NDP+TP"}, ASSUMED, N=4)
     costs = Costs(spec, ASSUMED.hardware(4))
     assert taken["a"] == pytest.approx(3 * spec.L * (spec.K * costs.transfer() + float(costs.gpu(1))))

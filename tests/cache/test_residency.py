@@ -176,7 +176,7 @@ def test_rereads_reset_and_clear():
     counters = residency.reset_counters()
     assert (counters.misses, counters.rereads, counters.evictions) == (3, 1, 2)
     residency.begin(0, {0: 1})
-    assert residency.counters.hits[State.FULL] == 1 and residency.counters.hit_rate(State.FULL) == 1
+    assert residency.counters.hits[State.FULL] == 1 and residency.counters.hit_rate() == 1
     residency.reset_counters()
     assert math.isnan(residency.counters.hit_rate())
     residency.clear()

@@ -14,9 +14,9 @@ from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.event_simulation import event_seconds
 from moelab.ndp.plans import make_plan, problems
-from moelab.ndp.prefetch import experts_that_fit, hit_rate, most_used, places, utilisation
-from moelab.ndp.routing import count, recorded_routing, simulated_routing
-from moelab.ndp.simulation import Run, numbered, place, simulate, timeline
+from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used, places
+from moelab.ndp.routing import recorded_routing, simulated_routing
+from moelab.ndp.simulation import NDPRun, numbered, place, simulate, timeline
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import check, metrics
@@ -32,14 +32,16 @@ def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
     routing = simulated_routing(spec, seed, prompt=9, answer=6, zipf=0.8)
     routing.decode[2, 1, 0] = spec.E
     result = simulate(machine, system, routing, placement=placement)
-    run = Run(machine, system, routing, placement)
-    for layer in range(2):
-        step = run.prefill_step(layer, count(routing.prefill, spec.E)[layer])
-        assert result.moe_prefill_layers[layer] == pytest.approx(layer_seconds(system.plan(step, run.costs), run.costs))
-    for d, token in enumerate(routing.decode):
-        steps = [run.decode_step(layer, ids) for layer, ids in enumerate(token)]
-        total = sum(layer_seconds(system.plan(step, run.costs), run.costs) for step in steps)
-        assert result.moe_decode_steps[d] == pytest.approx(total)
+    run = NDPRun(machine, system, routing, placement)
+    def seconds(steps):
+        return sum(layer_seconds(system.plan(step, run.costs), run.costs) for step in steps)
+    assert result.moe_prefill == pytest.approx(seconds(
+        run.prefill_step(layer, np.bincount(routing.prefill[:, layer].ravel(), minlength=spec.E)) for layer in range(2)))
+    ids = routing.decode_by_popularity
+    tokens = run.decode_seconds(ids, hits(run.resident, ids)).sum(1)
+    for token, found in zip(routing.decode, tokens, strict=True):
+        assert found == pytest.approx(seconds(run.decode_step(layer, ids) for layer, ids in enumerate(token)))
+    assert result.moe_decode == pytest.approx(tokens.sum())
     assert result.end_to_end == pytest.approx(result.prefill + result.decode + result.intermediate)
     assert result.intermediate == result.prefetched * 2 * Costs(spec, machine).transfer()
 
@@ -47,7 +49,7 @@ def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
 def test_steps_are_ordered_as_experts_would_leave():
     """A prompt's hottest first, equal ones by popularity elsewhere; a token's by popularity; none left out."""
     routing = toy.routing([[[0, 1]], [[1, 2]], [[4, 1]]], [[[2, 5]], [[8, 3]]], history=[[1, 2, 9, 4, 5, 6, 7, 8]])
-    run = Run(toy.machine(3), SYSTEMS["NDP+TP+PRE"], routing)               # prefetches 1 and, of the rest, 0
+    run = NDPRun(toy.machine(3), SYSTEMS["NDP+TP+PRE"], routing)               # prefetches 1 and, of the rest, 0
     prefill = run.prefill_step(0, routing.counts()[0])
     assert (prefill.experts.tolist(), prefill.tokens.tolist(), prefill.S) == ([1, 2, 4, 0], [3, 1, 1, 1], 3)
     assert prefill.home.tolist() == [1, 2, 1, 0] and not prefill.resident.any()
@@ -106,13 +108,17 @@ def test_x_grows_until_memory_is_full(E, memory, limit):
     assert experts_that_fit(costs, 64, limit) == x
 
 
+def utilisation(resident, ids):
+    """Share of the prefetched experts that a decode step uses (Fig. 6)."""
+    return hits(resident, ids).sum() / (resident.sum() * len(ids))
+
+
 def test_prefetching_by_hand():
     routing = toy.routing([[[0, 1]], [[0, 2]]], [[[0, 1]], [[3, 0]], [[2, 8]]], history=[[0, 0, 0, 5, 4, 0, 0, 0]])
     free, known = most_used(routing.counts(), 2), most_used(routing.history, 2)
     assert np.flatnonzero(free[0]).tolist() == [0, 1] and np.flatnonzero(known[0]).tolist() == [3, 4]
     assert utilisation(free, routing.decode) == 3 / 6 and hit_rate(free, routing.decode) == 3 / 5
     assert utilisation(known, routing.decode) == 1 / 6
-    assert np.isnan(utilisation(most_used(routing.counts(), 0), routing.decode))
 
 
 def test_a_prompts_own_bias_favours_its_own_counts():
@@ -142,7 +148,7 @@ def test_what_is_prefetched_pays():
     """All tokens alike: prefetching saves the same for each, so x grows with the answer, and 0 if it is too short."""
     def chosen(answer):
         routing = toy.routing([[[0, 1]] * 2] * 8, [[[0, 1]] * 2] * answer)
-        run = Run(toy.machine(2), SYSTEMS["NDP+TP+PRE, improved"], routing)
+        run = NDPRun(toy.machine(2), SYSTEMS["NDP+TP+PRE, improved"], routing)
         ours, paper = (simulate(toy.machine(2), SYSTEMS["NDP+TP+PRE" + version], routing)
                        for version in (", improved", ""))
         assert ours.end_to_end <= paper.end_to_end * (1 + 1e-9) and ours.prefetched == run.x
@@ -223,8 +229,8 @@ def test_a_recorded_sequence_is_what_was_recorded():
     routing = recorded_routing(trace, 1)
     assert (routing.prefill == trace.ids[10:16].numpy()).all() and (routing.decode == trace.ids[16:20].numpy()).all()
     others = torch.cat([trace.ids[:10], trace.ids[20:]])
-    assert routing.history[1, 3] == int((others[:, 1] == 3).sum()) and routing.kind == "measured"
-    assert simulate(toy.machine(2), SYSTEMS["NDP+TP+LB+PRE"], routing).moe_decode_steps.shape == (4,)
+    assert routing.history[1, 3] == int((others[:, 1] == 3).sum())
+    assert simulate(toy.machine(2), SYSTEMS["NDP+TP+LB+PRE"], routing).moe_decode > 0
     with pytest.raises(ValueError, match="sequences 0 to 2"):
         recorded_routing(trace, 5)
 
@@ -300,7 +306,7 @@ def test_a_schedule_that_plans_wrongly_is_refused(name, words, prompt):
 def test_any_one_share_that_is_changed_is_noticed(data, name, seed):
     """Every plan of ours passes, and none with one number of it changed."""
     routing = simulated_routing(toy.spec(L=2, K=3), seed, prompt=9, answer=2, zipf=0.8)
-    run = Run(toy.machine(3), SYSTEMS[name], routing)
+    run = NDPRun(toy.machine(3), SYSTEMS[name], routing)
     step = run.prefill_step(0, routing.counts()[0]) if data.draw(st.booleans()) else run.decode_step(
         1, routing.decode[0, 1])
     plan = run.plan(step)

@@ -7,7 +7,7 @@ import numpy as np
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import LayerStep
-from moelab.ndp.routing import Routing
+from moelab.ndp.routing import PromptRouting
 from moelab.specs import MoESpec
 
 
@@ -34,9 +34,9 @@ def step(tokens, homes=None, resident=None, S: int = 1) -> LayerStep:
                 np.array(resident if resident is not None else [False] * n, bool), S)
 
 
-def routing(prefill, decode, history=None, **changes) -> Routing:
+def routing(prefill, decode, history=None, **changes) -> PromptRouting:
     """From nested lists [S][L][K] and [D][L][K]."""
     prefill, decode = np.array(prefill, np.int16), np.array(decode, np.int16)
     its = spec(L=prefill.shape[1], K=prefill.shape[2], **changes)
     history = np.ones((its.L, its.E)) if history is None else np.array(history, float)
-    return Routing(its, prefill, decode, history, "simulated")
+    return PromptRouting(its, prefill, decode, history)

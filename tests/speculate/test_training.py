@@ -22,6 +22,8 @@ from moelab.speculate.scoring import score
 from moelab.speculate.training import divergence, evaluate, train
 from moelab.trace import RoutingTrace
 
+from tests.speculate.conftest import make
+
 PROMPTS = torch.randint(3, 96, (24, 11), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -48,7 +50,7 @@ def quick(small, **changes):
 
 def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
     trace, vectors = recorded(model)
-    found = Rows(trace, model, vectors, 1, None)
+    found = Rows(trace, model, vectors, 1)
     expected = []
     for l, target in sorted(found.quasi.targets.items()):
         for t in range(len(trace)):
@@ -80,9 +82,9 @@ def test_the_teachers_logits_lead_its_router_to_what_was_recorded(model):
 
 def test_rows_from_files_and_from_memory_are_the_same(small):
     model, path, _, vectors = small
-    files, mapped = (Rows(t, model, vectors, 1, [1]) for t in (path, RoutingTrace.load(path)))
+    files, mapped = (Rows(t, model, vectors, 1) for t in (path, RoutingTrace.load(path)))
     loaded = RoutingTrace.load(path)
-    memory = Rows(loaded.select(torch.ones(len(loaded), dtype=torch.bool)), model, vectors, 1, [1])
+    memory = Rows(loaded.select(torch.ones(len(loaded), dtype=torch.bool)), model, vectors, 1)
     spans = [(100, 130), (3, 4)]
     for a, b, c in zip(files.read(spans), mapped.read(spans), memory.read(spans)):
         assert torch.equal(a, b) and torch.equal(a, c)
@@ -134,7 +136,7 @@ def test_training_learns_and_returns_its_best(small):
     assert trained.best.loss == min(point.loss for point in trained.history) < 0.8 * trained.history[0].loss
     assert trained.best.mean_hit_rate > trained.history[0].mean_hit_rate
     assert (trained.history[0].tokens, trained.history[-1].tokens) == (0, 1100)
-    again = evaluate(trained.estimator, Rows(validation, model, vectors, 1, None))
+    again = evaluate(trained.estimator, Rows(validation, model, vectors, 1))
     assert again == (trained.best.loss, trained.best.hit_rate)
 
 
@@ -142,12 +144,6 @@ def test_the_seed_decides(small):
     one, same, other = (quick(small, tokens=300, seed=seed).estimator.state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_layer_that_was_not_asked_for_is_not_trained(small):
-    trained = quick(small, tokens=300, layers=[1])
-    assert math.isnan(trained.best.hit_rate[0]) and not math.isnan(trained.best.hit_rate[1])
-    assert trained.best.mean_hit_rate == trained.best.hit_rate[1]
 
 
 @pytest.mark.parametrize("after", [1, 3, 6])
@@ -212,8 +208,8 @@ def test_unusable_arguments_are_named(small, tiny_model):
         quick((model, record(model, PROMPTS[:2]), validation, vectors))
     with pytest.raises(ValueError, match="another model"):
         quick((tiny_model("olmoe"), path, validation, vectors))
-    with pytest.raises(ValueError, match=r"layers is \[2\]"):
-        quick(small, layers=[2])
+    with pytest.raises(ValueError, match="no MoE layer has another one so far ahead"):
+        quick(small, ahead=3)
     with pytest.raises(ValueError, match="at least 1"):
         quick(small, tokens=0)
 
@@ -225,8 +221,6 @@ import json, re, resource, sys, torch
 from moelab import open_model
 from moelab.speculate import DefaultVectors
 from moelab.speculate.training import train
-
-from tests.speculate.conftest import make
 torch.set_num_threads(1)
 model = open_model(sys.argv[1])
 vectors = DefaultVectors.load(sys.argv[2], model)
