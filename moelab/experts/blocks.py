@@ -52,25 +52,19 @@ def blocks_needed(counts: Sequence[int], B: int) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the slots of one routing go; overheads are fractions, as in the guide's worked example.
+    """Where the slots of one routing go; overheads are fractions, as in the guide's worked example."""
 
-    pairs : T·K, the work that was asked for.
-    B, needed, provisioned : block size, blocks that this routing fills, and blocks N that the graph has.
-    """
-
-    pairs: int
+    pairs: int              # T·K
     B: int
-    needed: int
-    provisioned: int
+    needed: int             # blocks that this routing fills
+    provisioned: int        # blocks N that the graph has
 
     @property
     def slots(self) -> int:
-        """Rows that are provided, N·B."""
         return self.provisioned * self.B
 
     @property
     def padded(self) -> int:
-        """Rows that hold no token, N·B − T·K."""
         return self.slots - self.pairs
 
     @property
@@ -87,9 +81,7 @@ class Padding:
 def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "code") -> Padding:
     """The padding of a routing with `counts` [E] tokens an expert, T tokens and K experts a token.
 
-    Raises
-    ------
-    ValueError : an unknown provision, a block size below 1, or counts that T tokens with K experts do not have.
+    ValueError : e.g. counts that T tokens with K experts each cannot have.
     """
     if provision not in PROVISION or B < 1:
         raise ValueError(f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1")
@@ -111,9 +103,7 @@ def intensity_factor(B: int, N: int, E: int, bytes_a_weight: float = 2) -> float
 def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
     """FLOPs/byte at which a device turns from memory-bound to compute-bound: peak compute / memory bandwidth.
 
-    Raises
-    ------
-    KeyError, ValueError : the card has no such rate, or the dtype is unknown.
+    KeyError : the card has no such rate.
     """
     if dtype not in RATES:
         raise ValueError(f"there is no dtype {dtype!r}; there are: {', '.join(RATES)}")
@@ -122,15 +112,12 @@ def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
 
 @dataclass(frozen=True)
 class BlockSizeAdvice:
-    """Which block size, and why.
-
-    table : for every size that was looked at: (B, N, FLOPs/byte, share of the N·B slots that are padding).
-    """
+    """Which block size, and why."""
 
     block_size: int
     compute_bound: bool
     target: float
-    table: tuple[tuple[int, int, float, float], ...]
+    table: tuple[tuple[int, int, float, float], ...]        # B, N, FLOPs/byte, share of the N·B slots that are padding
     explanation: str
 
 
@@ -138,8 +125,6 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
                       sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> BlockSizeAdvice:
     """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
 
-    Parameters
-    ----------
     device : a card with a compute rate of `dtype` and `memory_bandwidth_gbs`.
     T, K, E : tokens of a step, experts a token, experts on this device.
     reuse : consecutive blocks of one expert share a load of its weights (weight skipping), so the intensity is the
@@ -147,10 +132,6 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
     sizes : block sizes that the hardware can do.
 
     If no size is compute-bound, the one that pads least is advised, as padding then buys nothing.
-
-    Raises
-    ------
-    ValueError : T, K, E or a size below 1, no sizes, and what `intensity_target` objects to.
     """
     if min(T, K, E, *sizes, len(sizes)) < 1:
         raise ValueError(f"T={T}, K={K}, E={E} and the block sizes {list(sizes)} must be at least 1, and one size or "

@@ -90,23 +90,16 @@ def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
 class Blockwise(Executor):
     """Experts in blocks of fixed size; lossless.
 
-    Parameters
-    ----------
     block_size : B. The SDK's is 512, for a machine that needs hundreds of rows a weight; a CPU needs tens.
     provision : "code" or "text", the formula of N.
     skip_tokens, skip_weights, skip_blocks : token skipping, weight skipping, dynamic block skipping.
     sharding : how the work is shared between virtual cores; None is one core.
 
-    Attributes
-    ----------
+    Attributes:
     blocks : blocks provisioned (N), summed over calls; live : of these, with a token; computed : of these, computed.
     row_loads, weight_loads : loads of token rows [H] and of experts' weights, done and skipped, relative to a load for
         each slot and for each block of those computed.
     reduced : values that cores exchanged to add up their partial results.
-
-    Raises
-    ------
-    ValueError : a block size below 1, or an unknown provision.
     """
 
     def __init__(self, block_size: int = 64, *, provision: str = "code", skip_tokens: bool = True,

@@ -63,8 +63,7 @@ class Tally:
 class Executor(ABC):
     """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`.
 
-    Attributes
-    ----------
+    Attributes:
     lossless : whether every routed choice is executed, with the weights as they are.
     """
 
@@ -136,8 +135,6 @@ class Dispatch:
 def dispatch(ids: Tensor, E: int) -> Dispatch:
     """Sort a step's choices by expert, then token, then choice; the id E ("no expert") is left out.
 
-    Raises
-    ------
     ValueError : an id below 0 or above E.
     """
     T, K = ids.shape

@@ -22,13 +22,10 @@ from moelab.kernels.linear import crossover
 class Fast(Executor):
     """`GEMV` up to so many tokens an expert, then `Sorted` or `Packed`.
 
-    Parameters
-    ----------
     few : GEMV computes steps with at most so many tokens an expert (T·K / E) on average; None measures it.
     packed : compute many tokens with packed weights, which takes as much memory again as the weights.
 
-    Attributes
-    ----------
+    Attributes:
     measured : (shape of an expert's weights, dtype, layout, threads) → what `few` was found to be.
     """
 

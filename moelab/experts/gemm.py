@@ -77,8 +77,6 @@ class Packed(Sorted):
     gradients, bf16 and fp16 without the processor's instructions for them, and experts from a source, whose memory may
     be used again, unless they are `immutable`.
 
-    Parameters
-    ----------
     immutable : experts from a source are packed and kept too, by layer and number: the source must always give the
         same values for the same expert.
     """

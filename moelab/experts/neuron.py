@@ -52,8 +52,7 @@ class AllExperts(Executor):
 class Selective(Executor):
     """The unique experts of the step, each one's weights fetched once; lossless.
 
-    Attributes
-    ----------
+    Attributes:
     loads : experts that were fetched; skipped are the others of the layer, so `loads.savings` is 1 − unique/E.
     """
 
@@ -104,13 +103,10 @@ def neuron_choice(T: int, K: int, E: int, *, decode: bool, block_size: int = 512
 class NeuronRule(Executor):
     """Runs each step by `neuron_choice`; lossless without a capacity factor.
 
-    Parameters
-    ----------
     capacity_factor, block_size, alpha : the SDK's settings and their defaults.
     batch : sequences that decode together. An executor sees T tokens only: up to `batch` are taken for a decode step.
 
-    Attributes
-    ----------
+    Attributes:
     chosen : how often each algorithm was chosen.
     executors : name → its executor; they share this one's tally.
     """

@@ -94,11 +94,6 @@ class MXFP4(Kept):
 
 # ---------------------------------------------------------------------------------------------------------- quantising
 
-def quantize_bf16(w: Tensor, axis: int = -1) -> Plain:
-    """Rounded to bf16, nearest even."""
-    return Plain(w.to(torch.bfloat16).clone())
-
-
 def quantize_fp8(w: Tensor, axis: int = -1) -> Scaled:
     """e4m3 with a scale for every channel, shared along `axis`."""
     scale = _scale(w, axis, FP8_MAX)
@@ -119,8 +114,8 @@ def _scale(w: Tensor, axis: int, largest: float) -> Tensor:
 def quantize_mxfp4(w: Tensor, axis: int = -1, saturate: bool = True) -> MXFP4:
     """MXFP4 in blocks of 32 along `axis`.
 
-    saturate : OCP's shared exponent, under which a block's largest values may be cut to 6; False takes one more where
-        the largest would be.
+    saturate : OCP's shared exponent, under which a block's largest values may be clipped to 6; False adds one to it
+        where they would be.
     """
     length = w.shape[axis]
     values = w.float().movedim(axis, -1).contiguous()
@@ -143,15 +138,13 @@ def _boundaries(device: torch.device) -> Tensor:
 
 #: format → (tensor, axis along which scales are shared) → quantised tensor
 FORMATS: dict[str, Callable[..., Kept]] = {
-    "bf16": quantize_bf16, "fp8": quantize_fp8, "int8": quantize_int8, "mxfp4": quantize_mxfp4,
-    "mxfp4-up": partial(quantize_mxfp4, saturate=False)}
+    "bf16": lambda w, axis: Plain(w.to(torch.bfloat16).clone()), "fp8": quantize_fp8, "int8": quantize_int8,
+    "mxfp4": quantize_mxfp4, "mxfp4-up": partial(quantize_mxfp4, saturate=False)}
 
 
 def quantize(w: Tensor, format: str, axis: int = -1) -> Kept:
     """A tensor in one of `FORMATS`; scales are shared along `axis`.
 
-    Raises
-    ------
     ValueError : no such format, a tensor that is not of floats, or one with infinite or undefined values.
     """
     if format not in FORMATS:
@@ -170,8 +163,7 @@ class Quantized:
         with plugged(model, source=Quantized(plug(model), "mxfp4")):        # or plug(model, source=…)
             model.generate(…)
 
-    layers : MoE layers behind the seam; their experts' present weights, from wherever they come, are quantised. Their
-        own parameters stay in memory, unless the model was opened without them.
+    layers : MoE layers behind the seam, whose experts' present weights are quantised; own parameters stay in memory.
     """
 
     def __init__(self, layers: Sequence[Any], format: str) -> None:
@@ -207,8 +199,6 @@ class Int8(Sorted):
     of the rows, to which scales are rounded too. `Sorted`, which dequantises, where torch lacks the product, for
     sizes that are no multiples of 32, transposed layouts, experts that are not plain, and other devices.
 
-    Raises
-    ------
     ValueError : when run, experts that come from anywhere else.
     """
 

@@ -40,8 +40,6 @@ def share(n: int, parts: int) -> list[int]:
 def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weights:
     """One of `parts` parts of an expert along "H" or "I"; a bias that cannot be cut is with part 0, and else zero.
 
-    Raises
-    ------
     ValueError : a tensor of unknown meaning.
     """
     transposed, made = getattr(experts, "is_transposed", False), {}
@@ -81,8 +79,6 @@ def on_intermediate(weights: Weights, part: int, parts: int, experts: Any) -> We
 def on_hidden(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
     """`cut` along H.
 
-    Raises
-    ------
     ValueError : experts outside transformers' experts interface, or a norm behind them.
     """
     _refuse_norm(experts)
@@ -106,10 +102,6 @@ class Sharding:
     cores : n.
     order : of blocks, for "block": "PING_PONG", core c takes blocks c, c + n, …; "HI_LO", each a run of consecutive
         ones, which keeps an expert's blocks together and so reloads fewer weights.
-
-    Raises
-    ------
-    ValueError : an unknown way or order, or fewer than one core.
     """
 
     on: str = "H"

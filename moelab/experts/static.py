@@ -54,13 +54,8 @@ class Saliency:
     residual is added, flattened to T = batch·S. Each forward pass overwrites the last, so it works in chunked prefill
     and in decode.
 
-    Parameters
-    ----------
     model : the model that the layers are of.
     layers : its MoE layers, as `moelab.models.discover` or `plug` return them: objects with `index` and `name`.
-
-    Raises
-    ------
     ValueError : a layer without an attention module beside its MoE block (Switch).
     """
 
@@ -139,20 +134,14 @@ def rows_for(count: int, capacity: int) -> int:
 class StaticExecutor(Executor):
     """Base of executors whose experts have static capacities. Subclasses say which, and what is launched together.
 
-    Parameters
-    ----------
     overflow : "prune" or "pad"; with "pad" the executor is lossless.
     order : whom "prune" drops first, a name in `ORDERS`.
     saliency : where the orders "saliency" and "strongest" find the tokens' norms: [layer] → [T].
     chunk : tokens that the capacities are for; None takes each call as one chunk.
     seed : of the order "random".
 
-    Attributes
-    ----------
+    Attributes:
     by_layer : {layer: Tally}, as `tally`, layer by layer.
-
-    Raises
-    ------
     ValueError : an unknown overflow or order, an order without its saliency, or a chunk below 1.
     """
 
@@ -236,10 +225,6 @@ class CapacityFactor(StaticExecutor):
     """One capacity for all experts, drops in token order; every expert is computed, with tokens or without.
 
     factor : cf > 0, of the T·K/E tokens of balanced routing (`capacity_of`); 1.25 is the guide's example.
-
-    Raises
-    ------
-    ValueError : a factor that is not above 0.
     """
 
     def __init__(self, factor: float = 1.25) -> None:
@@ -258,14 +243,9 @@ class CapacityFactor(StaticExecutor):
 class Tiered(StaticExecutor):
     """Experts with static capacities of their own; one without tokens is not launched. Lossless with overflow="pad".
 
-    Parameters
-    ----------
     capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that never runs
         (with "pad": that runs unpadded).
     overflow, order, saliency, chunk, seed : see `StaticExecutor`.
-
-    Raises
-    ------
     ValueError : no layer, a negative capacity, and what `StaticExecutor` objects to; when run, a layer or a number of
         experts that the capacities are not for.
     """
@@ -291,17 +271,11 @@ class Grouped(Tiered):
     A group runs if any of its experts has a token, and then with all its G·C rows (⌈max n_e/C⌉ times with "pad"). The
     slices of its buffer are computed one after the other: their weights are different matrices.
 
-    Parameters
-    ----------
     groups : [L][…], e.g. from `moelab.experts.tiers.form_groups`; each layer's hold every expert once.
     overflow, order, saliency, chunk, seed : see `StaticExecutor`.
 
-    Attributes
-    ----------
+    Attributes:
     launched : launches of groups.
-
-    Raises
-    ------
     ValueError : as `Tiered`; a layer whose groups leave out an expert or name one twice.
     """
 

@@ -34,8 +34,7 @@ LARGE = 1 << 16                 # weights of a layer below which there is nothin
 class FastLinears:
     """Gives linear layers another forward, up to so many rows; None measures how many.
 
-    Attributes
-    ----------
+    Attributes:
     rows : dtype → up to how many rows it is used.
     """
 

@@ -46,8 +46,6 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
              transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
     """All products: [N, R] of `dtype`, summed in fp32.
 
-    Parameters
-    ----------
     kind : how weights are stored: a value of `KINDS`, or np.uint8 for split bytes.
     matrices : int64 [M, 4], see `COLUMNS`; each [R, n], or [n, R] if `transposed`.
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.

@@ -26,12 +26,9 @@ except ModuleNotFoundError as error:
 class FastDecode:
     """A model that uses the fused decode kernels; undone by `close`, or at the end of a `with` block.
 
-    Parameters
-    ----------
     rows : up to how many rows linear layers use them; None measures it.
 
-    Attributes
-    ----------
+    Attributes:
     norms, routers, attentions, linears : how many modules have another forward. A module that has been given another
         forward already is left alone.
     """

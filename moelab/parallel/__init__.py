@@ -23,8 +23,6 @@ VARIANTS = {"ep": AllGather, "ep-a2a": AllToAll, "ep-dedup": Deduplicated, "tp":
 def degree(variant: str, W: int, tp: int | None = None) -> int:
     """How many of W ranks share an expert: all for "tp" and "hidden", `tp` (2 if None) for "tp-ep", 1 for the others.
 
-    Raises
-    ------
     ValueError : an unknown variant, or a `tp` that is not its.
     """
     if variant not in VARIANTS:

@@ -43,14 +43,9 @@ class Advice:
 def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> Advice:
     """How to spread a model's experts over devices.
 
-    Parameters
-    ----------
     spec : E and I decide.
     devices : how many.
     load : tokens of each expert [E] of the most skewed layer, from a calibration; None assumes even routing.
-
-    Raises
-    ------
     ValueError : fewer than one device, a load for another number of experts, or more devices than parts to give them.
     """
     if devices < 1:

@@ -50,15 +50,10 @@ def measure(load: Sequence[float], placement: Placement) -> Balance:
 def balance(load: Sequence[float], devices: int, spare: int = 0, nodes: int = 1, groups: int = 1) -> Balance:
     """Place E experts and `spare` replicas on devices, as many on each.
 
-    Parameters
-    ----------
     load : tokens of each expert [E], as a calibration counted them.
     devices, spare : devices must divide E + spare.
     nodes, groups : with more than one node, experts come in `groups` of consecutive ones that stay on a node; where
         the nodes do not divide the groups, all devices are balanced as one.
-
-    Raises
-    ------
     ValueError : numbers that do not divide each other, a load that is missing or no number from 0 up.
     """
     E = len(load)

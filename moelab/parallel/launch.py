@@ -42,9 +42,6 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
     """Join the processes that torchrun or `launch` started; yields this rank's device.
 
     timeout : seconds that an exchange may wait for a rank that is alive but silent; a dead one is noticed at once.
-
-    Raises
-    ------
     RuntimeError : this process was not started as one of several.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -84,9 +81,6 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float
     function : of a module that can be imported; not one defined in a notebook cell.
     timeout : seconds that an exchange may wait for a silent rank.
     threads : of torch in each rank; by default the cores are shared out.
-
-    Raises
-    ------
     RuntimeError : a rank raised or was killed; the message says which and why. The others are ended.
     ValueError : n is no number of processes, or the function cannot be sent to them.
     """

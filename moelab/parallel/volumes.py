@@ -31,8 +31,6 @@ def deduplicated(E: int, K: int, W: int) -> float:
 def expected(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
     """Expected rows a token, one way, for a name of `VARIANTS`.
 
-    Raises
-    ------
     ValueError : there is no such variant.
     """
     made = {"ep": W - 1.0, "tp": W - 1.0, "ep-a2a": K * (1 - 1 / W), "ep-dedup": deduplicated(E, K, W),
