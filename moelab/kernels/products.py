@@ -28,8 +28,6 @@ from moelab.kernels.compile import c_function, kernel
 
 #: torch's types of weights → numba's kinds; split bytes are np.uint8
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-#: columns of a table of matrices: addresses, `other`s of split bytes, or 0; bias 0 for none
-COLUMNS = ("w", "other", "bias", "other bias")
 #: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
 HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
@@ -47,7 +45,8 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, wh
     """All products: [N, R] of `dtype`, summed in fp32.
 
     kind : how weights are stored: a value of `KINDS`, or np.uint8 for split bytes.
-    matrices : int64 [M, 4], see `COLUMNS`; each [R, n], or [n, R] if `transposed`.
+    matrices : int64 [M, 4], addresses of w, other, bias, other bias (`other`s of split bytes, else 0; bias 0 for
+        none); each [R, n], or [n, R] if `transposed`.
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
     x : [T, n] of a type in `KINDS`. who : int64 [N], the row of x of each row of the result; None for one after the
         other.
@@ -115,7 +114,7 @@ def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, who, R, o
 
 @kernel
 def _rows(kind, job):
-    """Pieces of the rows layout until there are none left."""
+    """Pieces of the rows layout until none is left."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
     whole, size, inputs = n - n % STEP, size_of(kind), job + 8 * (HEADER + 6 * M)
     while True:
@@ -129,7 +128,7 @@ def _rows(kind, job):
         for group in range(first, last, GROUP):
             group_end, r = min(group + GROUP, last), begin
             while r < end:
-                # few tokens wait for memory, which likes to be read from front to back: one row at a time
+                # few tokens are memory-bound: one row at a time, read from front to back
                 rows = TILE if group_end - group > 2 and r + TILE <= end else 1
                 at, second = w + r * n * size, other + r * n
                 ahead = max(AHEAD, rows * n * size)
@@ -181,7 +180,7 @@ def _add_rest(kind, x, tokens, w, other, whole, n, bias, other_bias, r, rows, to
 
 @kernel
 def _columns(kind, job):
-    """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights run past."""
+    """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights are read."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
     size, sums, inputs = size_of(kind), np.empty((8, OUTPUTS), np.float32), job + 8 * (HEADER + 6 * M)
     while True:
