@@ -28,7 +28,6 @@ COMMANDS = {
     "calibrate": ("moelab.evaluation.calibrate", "count which experts a model's tokens visit, and keep the counts"),
     "evaluate": ("moelab.evaluation.evaluate", "score a model's answers and language loss, mode by mode"),
     "ane": ("moelab.ane.commands", "plan, convert, lint and check models for the Apple Neural Engine"),
-    "train-small": ("moelab.bench.train_small", "train the small model again"),
 }
 
 

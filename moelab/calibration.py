@@ -1,10 +1,9 @@
-"""Calibration: what a recorded run says about who will be busy (NPUMoE §3.3, §4.1, §5.8; ZipMoE §3.4).
+"""Calibration: expert popularity, counted offline from a trace (NPUMoE §3.3, §4.1, §5.8; ZipMoE §3.4).
 
-Routing is skewed, and the skew is a property of the model more than of the prompt: the experts that were popular
-on one set of prompts tend to be popular on the next. So one counts offline, once, and lets everything that needs a
-guess about the future (capacities of static graphs, what stays resident, how large a cache should be) read the
-counts. `calibrate(trace)` keeps the counts, which are small and know the model they belong to; what needs the
-order of the tokens (loads of a prefill chunk, experts activated together by a batch) is a function of the trace.
+Routing is skewed, and the skew is a property of the model more than of the prompt, so counts of one set of prompts
+predict the next: capacities of static graphs, what stays resident, the size of a cache. `calibrate(trace)` keeps the
+counts and the identity of their model; what needs the order of the tokens (loads of a prefill chunk, experts
+activated together by a batch) is a function of the trace.
 
     counts_by_phase [2, L, E]      routings per phase (PREFILL, DECODE), layer and expert
     popularity      [L, E]         expert ids, most popular first
@@ -12,8 +11,7 @@ order of the tokens (loads of a prefill chunk, experts activated together by a b
     chunk loads     [n, L, E]      tokens each expert gets in each of n prefill chunks of B tokens
     inclusion       [L, E]         f_r, the probability that the expert of rank r is needed in a decode step
 
-The value E in a trace's ids ("no expert ran") is counted nowhere. What is left out: capacity tiers and their
-graphs (they are built from this, in `moelab.ane`), and co-activation of pairs of experts.
+The value E in a trace's ids ("no expert ran") is counted nowhere.
 """
 
 from __future__ import annotations
@@ -28,13 +26,14 @@ import torch
 
 from moelab.files import load_tensors, save_tensors
 from moelab.specs import MoESpec
+from moelab.table import html_table
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 FORMAT = "moelab.calibration/1"
 
 
 def calibrate(trace: RoutingTrace, source: str = "") -> Calibration:
-    """Count who was chosen in `trace` (NPUMoE §3.3); `source` says in words what the prompts were.
+    """Count the experts that `trace` visited (NPUMoE §3.3); `source` says in words what the prompts were.
 
     Raises
     ------
@@ -49,15 +48,10 @@ def calibrate(trace: RoutingTrace, source: str = "") -> Calibration:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """Expert counts of one model, and what follows from them.
+    """Expert counts of one model, and what follows from them; a `phase` is `PREFILL`, `DECODE` or None for both.
 
-    Wherever a `phase` is asked for it is `PREFILL`, `DECODE` or None for both together.
-
-    Attributes
-    ----------
     counts_by_phase : int64 [2, L, E], routings to each expert in prefill and in decode.
-    tokens : tokens seen in prefill and in decode.
-    spec, model_id : the model that was calibrated, as in its traces.
+    tokens : tokens seen in prefill and in decode.    spec, model_id : as in the trace.
     source : what it was calibrated on, in words.
     """
 
@@ -83,18 +77,14 @@ class Calibration:
     def busiest_load(self, B: int, phase: int | None = PREFILL, top_k: bool = False) -> torch.Tensor:
         """Estimated tokens of the busiest expert in a chunk of B tokens: float64 [L].
 
-        The paper's formula, taken literally, is r_l · B/E with a base capacity C_base = B/E (NPUMoE §4.1, which
-        works it out for B = 256, E = 8, r_l = 2: 64 tokens). But a token visits K experts, so under balanced
-        routing an expert gets K·B/E tokens, not B/E; with `top_k=True` the estimate is r_l · K·B/E. Neither is a
-        bound: single chunks are more skewed than the whole calibration (see `capacity_needed`).
+        NPUMoE §4.1 literally: r_l · B/E. But a token visits K experts, so with `top_k` it is r_l · K·B/E. Neither is a
+        bound: single chunks are more skewed than the whole calibration (`capacity_needed`).
         """
         return self.imbalance(phase) * B / self.spec.E * (self.spec.K if top_k else 1)
 
     def balance(self, phase: int | None = None) -> dict[str, torch.Tensor]:
-        """Load-balance statistics, each float64 [L]; nan in layers without tokens.
-
-        "max/mean" (r_l) and "min/mean"; "cv", standard deviation over mean; "entropy", that of the load over
-        log E, so 1 is balanced and 0 is one expert doing everything; "dead", experts that got no token at all.
+        """Load-balance statistics, each float64 [L], nan in layers without tokens: "max/mean" (r_l), "min/mean", "cv"
+        (standard deviation over mean), "entropy" of the load over log E, "dead" (experts without a token).
         """
         counts = self.counts(phase).double()
         mean, share = counts.mean(1), counts / counts.sum(1, keepdim=True)
@@ -107,20 +97,12 @@ class Calibration:
         }
 
     def inclusion(self) -> torch.Tensor:
-        """f_r for one sequence decoding alone (ZipMoE §3.4): float64 [L, E]; `.mean(0)` averages the layers.
-
-        With one token a step an expert is needed in as many steps as it has tokens, so the counts suffice.
-        Batches share experts and need the trace: `inclusion_probabilities(trace, batch)`.
-        """
+        """f_r at batch size 1 (ZipMoE §3.4): float64 [L, E]. Batches share experts and need the trace:
+        `inclusion_probabilities(trace, batch)`."""
         return self.counts(DECODE).sort(1, descending=True).values.double() / self.tokens[DECODE]
 
     def require(self, model_id: str, spec: MoESpec) -> Calibration:
-        """This calibration, if it is one of that model.
-
-        Raises
-        ------
-        ValueError : it is another model's.
-        """
+        """This calibration; ValueError if it is another model's."""
         if (model_id, spec.fingerprint()) == (self.model_id, self.spec.fingerprint()):
             return self
         raise ValueError(
@@ -138,7 +120,7 @@ class Calibration:
     # ------------------------------------------------------------------------------------------ saving, loading
 
     def save(self, path: str | Path) -> Path:
-        """Write to `path` (a .safetensors file, written whole or not at all); returns the path."""
+        """Write to `path` atomically (a .safetensors file); returns the path."""
         return save_tensors(path, {"counts": self.counts_by_phase}, {
             "format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
             "tokens": json.dumps(self.tokens), "source": self.source})
@@ -173,10 +155,7 @@ class Calibration:
         return "Calibration(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
 
     def _repr_html_(self) -> str:
-        from html import escape
-        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{escape(v)}</td></tr>"
-                       for k, v in self.summary().items())
-        return f"<table><caption>Calibration</caption>{rows}</table>"
+        return html_table("Calibration", self.summary())
 
 
 # ------------------------------------------------------------------------------------- does popularity hold still?
@@ -187,21 +166,10 @@ def ranking(counts: torch.Tensor) -> torch.Tensor:
 
 
 def overlap_at_k(offline: torch.Tensor, runtime: torch.Tensor, k: int) -> torch.Tensor:
-    """Overlap@K: the share of the k most popular experts that two sets of counts agree on, per layer.
+    """Overlap@K: the share of the k most popular experts that two sets of counts [L, E] agree on: float64 [L].
 
-    Parameters
-    ----------
-    offline, runtime : counts [L, E], e.g. `calibration.counts(PREFILL)` of two sets of prompts.
-    k : how many experts count as dominant. Two random rankings would overlap in k/E.
-
-    Returns
-    -------
-    float64 [L]; nan where either side has no token. NPUMoE §5.1 summarises by the median over layers:
-    `overlap_at_k(...).nanquantile(0.5)`.
-
-    Raises
-    ------
-    ValueError : counts of different models, or k outside 1 … E.
+    nan where either side has no token; random rankings overlap in k/E. NPUMoE §5.1 takes the median over layers,
+    `overlap_at_k(…).nanquantile(0.5)`. ValueError for counts of different models, or k outside 1 … E.
     """
     if offline.shape != runtime.shape:
         raise ValueError(f"counts of different models cannot overlap: {list(offline.shape)}, {list(runtime.shape)}")
@@ -217,13 +185,8 @@ def overlap_at_k(offline: torch.Tensor, runtime: torch.Tensor, k: int) -> torch.
 # --------------------------------------------------------------------------- what needs the order of the tokens
 
 def chunk_loads(trace: RoutingTrace, B: int) -> torch.Tensor:
-    """Tokens that each expert gets in each chunk of B consecutive prefill tokens: int64 [n, L, E].
+    """Tokens that each expert gets in each whole chunk of B consecutive prefill tokens, prompts packed: int64 [n, L, E].
 
-    Chunks run on from one prompt into the next, as when short prompts are packed; an incomplete last chunk is
-    left out.
-
-    Raises
-    ------
     ValueError : B is below 1, or the trace has fewer than B prefill tokens.
     """
     ids = trace.ids[trace.phase == PREFILL]
@@ -238,8 +201,7 @@ def chunk_loads(trace: RoutingTrace, B: int) -> torch.Tensor:
 def capacity_needed(loads: torch.Tensor, quantile: float = 1.0) -> torch.Tensor:
     """The capacity that would have held every expert's tokens in a share `quantile` of the chunks: [L, E].
 
-    `loads` is int64 [n, L, E] from `chunk_loads`; at quantile 1 the answer is each expert's largest load. It is
-    a load that occurred, never one interpolated between two.
+    `loads` is int64 [n, L, E] from `chunk_loads`. The answer is a load that occurred, never interpolated.
     """
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile is {quantile}; it must lie between 0 and 1")
@@ -258,15 +220,12 @@ def overflow(loads: torch.Tensor, capacity: torch.Tensor | float) -> torch.Tenso
 def inclusion_probabilities(trace: RoutingTrace, batch: int = 1) -> torch.Tensor:
     """f_r, the share of decode steps that need the expert of rank r, for `batch` sequences (ZipMoE §3.4, App. D).
 
-    Sequences 0 … b−1 decode together, then b … 2b−1, and so on; one step is the union of the experts that their
-    i-th decode tokens activate. Steps count while all b sequences still decode, left-over sequences do not, so
-    every step has exactly b tokens. Ranks order a layer's experts by the steps that needed them, which is what
-    makes the list agnostic to expert ids.
+    Sequences 0 … b−1 decode together, then b … 2b−1, and so on; a step is the union of the experts that their i-th
+    decode tokens activate, and counts while all b still decode.
 
     Returns
     -------
-    float64 [L, E], falling along the ranks. Its sum over ranks is the mean number of distinct experts a step: K
-    for a batch of one, less than b·K for more.
+    float64 [L, E], falling along the ranks; summed over ranks, the mean number of distinct experts a step.
 
     Raises
     ------

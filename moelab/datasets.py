@@ -1,8 +1,7 @@
 """Prompts from many sources behind one function: `prompts(source, n, ...)`.
 
-The *generated* sources need no network. They are built from the Python standard library (its sources are
-code, its manual pages are prose) and from facts that are invented on the spot, so every question has one
-right answer and nothing can have been memorised:
+The *generated* sources need no network: Python's standard library (its sources are code, its manual pages prose) and
+facts that are invented on the spot, so every question has one right answer and nothing can have been memorised:
 
     needle           one fact buried in library text, asked for at the end   (RULER niah_single, in small)
     needle_multikey  four facts buried in library text, one asked for        (RULER niah_multikey, in small)
@@ -13,8 +12,7 @@ right answer and nothing can have been memorised:
 A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is 37 the red fox?`. The *hub*
 sources (boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
 
-`split="train"` and `split="test"` never share a library file, a manual page or a key, so a score on the test
-split is a score on unseen text and unseen keys. What is left out: few-shot formatting and chat templates.
+`split="train"` and `split="test"` never share a library file, a manual page or a key.
 """
 
 from __future__ import annotations
@@ -27,6 +25,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from moelab.files import small_model
 
 ADJECTIVES = ("amber azure blue brave bright calm clear cold cool dark deep dry fast fine flat gold "
               "gray green high icy kind late lazy loud mild neat new odd old pale pink red").split()
@@ -132,11 +132,7 @@ def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple
 
 @lru_cache(maxsize=4)
 def library(kind: str, split: str) -> tuple[str, ...]:
-    """The texts of one split: standard library sources (`kind="code"`) or manual pages (`kind="prose"`).
-
-    Blank lines and trailing blanks are dropped, so a line can be put anywhere without changing how its
-    neighbours are tokenised.
-    """
+    """The texts of one split: standard library sources ("code") or manual pages ("prose"), without blank lines."""
     if kind == "code":
         root, files = Path(sysconfig.get_path("stdlib")), []
         for folder, folders, names in os.walk(root):
@@ -151,7 +147,7 @@ def library(kind: str, split: str) -> tuple[str, ...]:
     return tuple(text for text in tidy if text.count("\n") >= 8)
 
 
-def _budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
+def budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
     """A test that says yes to each text in turn until together they are longer than `room` tokens."""
     def fits(text: str) -> bool:
         nonlocal room
@@ -161,10 +157,7 @@ def _budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
 
 
 def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bool]) -> list[str]:
-    """Lines from a random place on, each with its leading newline, as many as `fits` lets in.
-
-    Where a text ends, another one begins at a random place of its own.
-    """
+    """Lines from random places on, each with its leading newline, as many as `fits` lets in."""
     taken: list[str] = []
     while True:
         lines = rng.choice(library(kind, split)).split("\n")
@@ -174,15 +167,14 @@ def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bo
             taken.append("\n" + line)
 
 
-def _bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]], tokens: int, split: str,
+def bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]], tokens: int, split: str,
           count: Callable[[str], int]) -> list[tuple[str, bool]]:
-    """Library text up to `tokens`, the facts between its lines, the questions at the end.
+    """Library text up to `tokens`, the facts between its lines, the questions at the end, as [(text, is_answer)].
 
-    Returns [(text, is_answer)]. Every piece starts a line or an answer, which is where the pieces can be
-    tokenised apart and joined: a test holds the shipped tokenizer to that.
+    Every piece starts a line or an answer, where the text can be tokenised in pieces.
     """
     room = tokens - sum(count(f.statement) for f in facts) - sum(count(q + a) for q, a in questions)
-    body = _passage(rng, "code" if rng.random() < 0.8 else "prose", split, _budget(room, count))
+    body = _passage(rng, "code" if rng.random() < 0.8 else "prose", split, budget(room, count))
     for fact in facts:
         body.insert(rng.randint(0, len(body)), fact.statement)
     return [(line, False) for line in body] + [piece for q, a in questions for piece in ((q, False), (a, True))]
@@ -197,7 +189,7 @@ def _generated(source: str, n: int, tokens: int, seed: int, split: str, count) -
         if source == "lookup":
             text = "".join(f.statement for f in facts) + question
         else:
-            text = "".join(piece for piece, _ in _bury(rng, facts, [(question, "")], tokens - count(answer),
+            text = "".join(piece for piece, _ in bury(rng, facts, [(question, "")], tokens - count(answer),
                                                        split, count))
         yield Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
 
@@ -207,42 +199,9 @@ def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, co
         rng = random.Random(f"{source}/{split}/{seed}/{i}")
         lines: list[str] = []
         while len(lines) < 2 or len(lines[-1].split()) < 2:     # the last line is cut in two: it needs two words
-            lines = _passage(rng, source, split, _budget(tokens, count))
+            lines = _passage(rng, source, split, budget(tokens, count))
         head, _, answer = lines[-1].rpartition(" ")
         yield Prompt(source, "".join(lines[:-1]) + head, " " + answer)
-
-
-# ------------------------------------------------------------------------------------------------- training mix
-
-def retrieval_pieces(rng: random.Random, tokens: int, yesno: float, count: Callable[[str], int]
-                     ) -> list[tuple[str, bool]]:
-    """One retrieval document of the small model's training mix, as [(text, is_answer)].
-
-    Two thirds are *dense*: two to eight facts, then questions about them until `tokens` are full; one third
-    are *buried*: one to four facts in library text, each asked for once. One answer in 256 tokens alone is
-    too thin a signal to learn retrieval from; the dense ones carry it. `yesno` is the share of yes/no questions.
-    """
-    dense = rng.random() < 2 / 3
-    facts = invent_facts(rng, rng.randint(2, max(2, min(8, tokens // 12))) if dense
-                         else rng.randint(1, max(1, min(4, tokens // 40))), "train")
-    if not dense:
-        questions = [ask(rng, f, facts, rng.random() < yesno) for f in rng.sample(facts, len(facts))]
-        return _bury(rng, facts, questions, tokens, "train", count)
-    pieces = [(f.statement, False) for f in facts]
-    fits = _budget(tokens - sum(count(text) for text, _ in pieces), count)
-    while True:
-        for fact in rng.sample(facts, len(facts)):
-            question, answer = ask(rng, fact, facts, rng.random() < yesno)
-            if not fits(question + answer):
-                return pieces
-            pieces += [(question, False), (answer, True)]
-
-
-def echo_pieces(rng: random.Random, tokens: int) -> list[tuple[str, bool]]:
-    """Random words and numbers, then the same again, the second time as answers: teaches copying by itself."""
-    words = [" " + word for word in rng.sample(ADJECTIVES + NOUNS + NUMBERS, min(150, rng.randint(6, tokens // 2)))]
-    half = words[:tokens // 2]
-    return [(word, False) for word in half] + [(word, True) for word in half]
 
 
 # ------------------------------------------------------------------------------------------------- hub datasets
@@ -309,9 +268,12 @@ def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) ->
                      f"ask for fewer or allow more tokens")
 
 
+@lru_cache(maxsize=1)
 def _small_token_count() -> Callable[[str], int]:
-    from moelab.models.small import small_token_count
-    return small_token_count()
+    """text → number of tokens of the shipped model's tokenizer; needs neither torch nor transformers' models."""
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_file(str(small_model() / "tokenizer.json"))
+    return lru_cache(maxsize=200_000)(lambda text: len(tokenizer.encode(text).ids))
 
 
 GENERATED = ("needle", "needle_multikey", "lookup", "yesno", "code", "prose")

@@ -8,6 +8,7 @@ sequences, which a batch computes in vain, are left out: a batched trace equals 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,7 @@ from moelab.models.dialects import ROUTING
 from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress
 from moelab.specs import MoESpec
-from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path, temporary_folder
-
-#: hidden states up to this size stay in memory, larger ones are streamed to disk
-HIDDEN_IN_MEMORY = 256 * 2**20
+from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path
 
 
 def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: bool | str | Path = False, *,
@@ -36,9 +34,8 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids.
     max_new_tokens : tokens to generate greedily after each prompt; 0 records the prefill alone. The last token
         generated is never fed back, so n new tokens give n − 1 decode steps.
-    hidden : also keep router inputs and residuals, [T, L, H] each. True holds them in memory while they are
-        small and on disk in a temporary folder when they are not; a path (of a .safetensors file) streams them
-        beside that file and saves the trace there.
+    hidden : also keep router inputs and residuals, [T, L, H] each, on disk: True in a temporary folder that lives as
+        long as the trace, a path (of a .safetensors file) beside that file, and the trace is saved there.
     batch_size : prompts run together, padded to the longest.
     tokenizer : by default the model's own `.tokenizer`.
     generate_options : passed on to `generate`.
@@ -55,7 +52,7 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
     spec = spec_of(model)
     ids = token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
     around = streams(model) if hidden else []
-    writer = _Writer(spec, _HiddenSink(hidden) if hidden else None)
+    writer = _Writer(spec, _HiddenFiles(hidden) if hidden else None)
     hooks: list[Any] = []
     training = model.training
     model.eval()
@@ -156,7 +153,7 @@ def _ids_weights(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 class _Writer:
     """Collects one forward pass after another into the columns of a trace."""
 
-    def __init__(self, spec: MoESpec, sink: _HiddenSink | None) -> None:
+    def __init__(self, spec: MoESpec, sink: _HiddenFiles | None) -> None:
         self.spec, self.sink = spec, sink
         self.columns: dict[str, list[Tensor]] = {name: [] for name in
                                                  ("ids", "weights", "phase", "sequence", "position", "tokens")}
@@ -211,62 +208,38 @@ class _Writer:
                 stacked = torch.zeros((T, L, some.shape[-1]), dtype=some.dtype)
                 for layer, value in values.items():
                     stacked[:, layer] = value.cpu()[self.rows]
-                self.sink.append(name, stacked)
+                self.sink.files[name].append(stacked)
 
     def abort(self) -> None:
         if self.sink is not None:
-            self.sink.close(keep=False)
+            self.sink.close(KeyboardInterrupt)
 
     def trace(self, model_id: str) -> RoutingTrace:
         columns = {name: torch.cat(parts) for name, parts in self.columns.items()}
         hidden = self.sink.tensors() if self.sink is not None else {}
-        on_disk = self.sink is not None and bool(self.sink.files)
         return RoutingTrace(**columns, **hidden, spec=self.spec, model_id=model_id,
-                            _hidden_home=self.sink.path if on_disk else None,
-                            _keep=self.sink.folder if on_disk else None)
+                            _hidden_home=self.sink and self.sink.path, _keep=self.sink and self.sink.folder)
 
 
-class _HiddenSink:
-    """Rows of hidden states, in memory until they grow large, then in safetensors files."""
+class _HiddenFiles:
+    """Hidden states, written as they come: beside a path, or in a temporary folder that lives as long as the trace."""
 
     def __init__(self, hidden: bool | str | Path) -> None:
-        self.folder = temporary_folder() if hidden is True else None
+        self.folder = tempfile.TemporaryDirectory(prefix="moelab-trace-") if hidden is True else None
         self.path = Path(self.folder.name) / "trace.safetensors" if self.folder else Path(str(hidden))
-        self.spill = hidden is not True
-        self.parts: dict[str, list[Tensor]] = {name: [] for name in HIDDEN}
-        self.files: dict[str, GrowingTensor] = {}
-        self.bytes = 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.files = {name: GrowingTensor(hidden_path(self.path, name), name) for name in HIDDEN}
 
-    def append(self, name: str, rows: Tensor) -> None:
-        self.bytes += rows.nbytes
-        if not self.spill and self.bytes > HIDDEN_IN_MEMORY:
-            self.spill = True
-            for other, parts in self.parts.items():
-                for part in parts:
-                    self._write(other, part)
-                parts.clear()
-        if self.spill:
-            self._write(name, rows)
-        else:
-            self.parts[name].append(rows)
-
-    def _write(self, name: str, rows: Tensor) -> None:
-        if name not in self.files:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.files[name] = GrowingTensor(hidden_path(self.path, name), name)
-        self.files[name].append(rows)
-
-    def close(self, keep: bool) -> None:
+    def close(self, error: type | None = None) -> None:
         for file in self.files.values():
-            file.__exit__(None if keep else KeyboardInterrupt)
+            file.__exit__(error)
 
     def tensors(self) -> dict[str, Tensor]:
-        if not self.files:
-            return {name: torch.cat(parts) for name, parts in self.parts.items()}
+        """[T, L, H] each, mapped."""
         from safetensors import safe_open
-        self.close(keep=True)
+        self.close()
         found = {}
-        for name in self.files:
+        for name in HIDDEN:
             with safe_open(hidden_path(self.path, name), "pt") as file:
                 found[name] = file.get_tensor(name)
         return found

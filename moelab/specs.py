@@ -70,14 +70,11 @@ class Event(NamedTuple):
 class MoESpec:
     """The geometry of a mixture-of-experts model.
 
-    Attributes
-    ----------
     name : the model's name, for people.
     model_type : transformers' `config.model_type`; of a multimodal model, its language model's ("llama4_text").
     num_layers : all decoder (and encoder) layers, MoE or not.
     moe_layers : indices of the layers that are MoE; an encoder-decoder counts its encoder first.
-    E, K, H, I : experts a layer, experts a token, hidden size (the width that experts read), expert
-        intermediate size.
+    H : the width that experts read.
     router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the chosen),
         "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1" (with capacity);
         for a rarer one, the config's own word.

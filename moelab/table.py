@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 
@@ -24,3 +25,11 @@ def text_table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
                      for line in lines)
+
+
+def html_table(caption: str, rows: dict[str, str]) -> str:
+    """A table of two columns, name and text, for `_repr_html_`."""
+    left = "style='text-align:left'"
+    cells = "".join(f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(text)}</td></tr>"
+                    for name, text in rows.items())
+    return f"<table><caption>{escape(caption)}</caption>{cells}</table>"

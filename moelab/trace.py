@@ -1,8 +1,6 @@
-"""RoutingTrace: which experts every token visited, recorded from a running model, saved without pickle.
+"""RoutingTrace: which experts every token visited, as `moelab.record` records it, saved without pickle.
 
-A trace is the common currency of the workbench: calibration counts it, cache policies and schedulers are driven
-by it, predictors are scored on it. `moelab.record` makes one (see `moelab.record`); this file is the record
-itself and its format.
+Calibration counts it, cache policies and schedulers are driven by it, predictors are scored on it.
 
     ids      [T, L, K]  the experts that were executed; the value E means "none" (a dropped token, or a layer
                         that the token does not pass: encoder tokens skip the decoder's layers)
@@ -18,13 +16,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from moelab.files import atomic, load_tensors, save_tensors
 from moelab.specs import MoESpec
+from moelab.table import html_table
 
 PREFILL, DECODE = 0, 1
 FORMAT = "moelab.trace/1"
@@ -103,16 +102,14 @@ class RoutingTrace:
     # ------------------------------------------------------------------------------------------ saving, loading
 
     def save(self, path: str | Path) -> Path:
-        """Write the trace to `path` (a .safetensors file, written whole or not at all); returns the path.
+        """Write the trace atomically to `path` (a .safetensors file); returns the path.
 
         Hidden states go to `<stem>.router_inputs.safetensors` and `<stem>.residuals.safetensors` beside it.
         """
-        from safetensors.torch import save_file
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
-                    "hidden": json.dumps([name for name in HIDDEN if getattr(self, name) is not None])}
-        for name in json.loads(metadata["hidden"]):
+        hidden = [name for name in HIDDEN if getattr(self, name) is not None]
+        for name in hidden:
             destination = hidden_path(path, name)
             if self._hidden_home is not None:           # streamed to disk while recording: no second copy
                 _place(hidden_path(self._hidden_home, name), destination)
@@ -120,10 +117,9 @@ class RoutingTrace:
             with GrowingTensor(destination, name) as file:
                 for rows in getattr(self, name).split(4096):
                     file.append(rows)
-        part = path.with_name(path.name + ".part")
-        save_file({name: getattr(self, name).contiguous() for name in _FIELDS}, part, metadata)
-        os.replace(part, path)
-        return path
+        return save_tensors(path, {name: getattr(self, name) for name in _FIELDS}, {
+            "format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
+            "hidden": json.dumps(hidden)})
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:
@@ -135,16 +131,7 @@ class RoutingTrace:
         """
         from safetensors import SafetensorError, safe_open
         path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"no trace at {path}; moelab.record(...).save(path) makes one")
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"{path} is a safetensors file but no routing trace ({FORMAT})")
-                tensors = {name: file.get_tensor(name) for name in _FIELDS}
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file ({error}); record the trace again") from error
+        tensors, metadata = load_tensors(path, FORMAT, "routing trace", "moelab.record(…).save(path)")
         for name in json.loads(metadata["hidden"]):
             try:
                 with safe_open(hidden_path(path, name), "pt") as file:
@@ -176,9 +163,7 @@ class RoutingTrace:
         return "RoutingTrace(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{v}</td></tr>"
-                       for k, v in self.summary().items())
-        return f"<table><caption>Routing trace</caption>{rows}</table>"
+        return html_table("Routing trace", self.summary())
 
 
 def hidden_path(trace_path: Path, name: str) -> Path:
@@ -190,21 +175,19 @@ def _place(source: Path, destination: Path) -> None:
     """Give a finished file a second name, or a copy where the file system cannot."""
     if source == destination:
         return
-    part = destination.with_name(destination.name + ".part")
-    part.unlink(missing_ok=True)
-    try:
-        os.link(source, part)
-    except OSError:
-        shutil.copyfile(source, part)
-    os.replace(part, destination)
+    with atomic(destination) as part:
+        part.unlink(missing_ok=True)
+        try:
+            os.link(source, part)
+        except OSError:
+            shutil.copyfile(source, part)
 
 
 class GrowingTensor:
     """A safetensors file of one tensor whose first dimension is not known until the end.
 
-    The header's room is reserved first (safetensors allows trailing blanks in it), rows are appended, and the
-    header is filled in on closing; until then the file has the suffix `.part` and cannot be mistaken for a
-    whole one. An exception inside the `with` removes it.
+    Room for the header is reserved, rows are appended, and the header is filled in on closing (safetensors allows
+    trailing blanks in it); until then the file has the suffix `.part`. An exception inside the `with` removes it.
     """
 
     ROOM = 512
@@ -239,8 +222,3 @@ class GrowingTensor:
         self._file.write((self.ROOM - 8).to_bytes(8, "little") + header.ljust(self.ROOM - 8))
         self._file.close()
         os.replace(self._part, self.path)
-
-
-def temporary_folder() -> tempfile.TemporaryDirectory:
-    """A folder that vanishes with the object; for hidden states nobody has named a place for."""
-    return tempfile.TemporaryDirectory(prefix="moelab-trace-")

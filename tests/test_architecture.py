@@ -43,7 +43,7 @@ DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
 #: above everything, so they may use what `moelab` itself exports
 FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
 #: constructors that hand on to the part that knows, inside a function
-HANDED_ON = {("specs", "models"), ("specs", "cards"), ("datasets", "models")}
+HANDED_ON = {("specs", "models"), ("specs", "cards")}
 #: package → the only parts that may import it
 ONLY_IN = {
     "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},
@@ -99,7 +99,7 @@ def test_directions(path):
         other = rest.partition(".")[0]
         assert other, "import the part that is needed, not moelab as a whole, which would hide the direction"
         assert other in DIRECTIONS or part in FACADE_USERS, f"moelab.{other} is no part of DIRECTIONS"
-        common = {"specs", "progress"} if part in ("cards", "datasets") else set() if part in COMMON else COMMON
+        common = {"specs", "progress", "files"} if part in ("cards", "datasets") else set() if part in COMMON else COMMON
         allowed = other in {part} | DIRECTIONS[part] | common or part in FACADE_USERS and other not in DIRECTIONS
         assert allowed or inside and (part, other) in HANDED_ON, f"{part} must not import moelab.{rest}"
 

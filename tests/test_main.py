@@ -44,18 +44,3 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         build_parser(["chekc"]).parse_args(["chekc"])
     assert end.value.code == 2 and "reproduce" in capsys.readouterr().err
-
-
-def test_train_small_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
-    card = pytest.importorskip("moelab.bench.train_small")
-    seen = []
-
-    def train(destination, recipe):
-        seen.append((destination, recipe))
-        raise RuntimeError("far enough")
-    monkeypatch.setattr(card, "train_small", train)
-    assert main(["train-small", str(tmp_path / "m"), "--seed", "5", "--steps", "420"]) == 2
-    (destination, recipe), = seen
-    assert destination == tmp_path / "m" and recipe.seed == 5 and abs(recipe.steps - 420) <= 2
-    assert main(["train-small", str(tmp_path / "m"), "--steps", "1"]) == 2
-    assert "phases" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab import recording
 from moelab.models import discover, open_model, plug
 from moelab.models.stream import streams
 from moelab.recording import record
@@ -106,17 +105,15 @@ def test_finished_sequences_are_left_out(tmp_path):
         assert tokens == produced[i][:until]
 
 
-def test_hidden_states_are_the_same_in_memory_spilled_and_in_named_files(tmp_path, monkeypatch):
+def test_hidden_states_are_the_same_in_a_temporary_folder_and_in_named_files(tmp_path):
     model = open_model(tiny.save("mixtral", tmp_path / "m"))
-    memory = record(model, PROMPTS, max_new_tokens=3, hidden=True)
-    monkeypatch.setattr(recording, "HIDDEN_IN_MEMORY", 3000)
-    spilled = record(model, PROMPTS, max_new_tokens=3, hidden=True)
+    own = record(model, PROMPTS, max_new_tokens=3, hidden=True)
     named = record(model, PROMPTS, max_new_tokens=3, hidden=tmp_path / "traces" / "t.safetensors")
     loaded = RoutingTrace.load(tmp_path / "traces" / "t.safetensors")
-    moved = RoutingTrace.load(spilled.save(tmp_path / "elsewhere.safetensors"))
-    for trace in (spilled, named, loaded, moved):
+    moved = RoutingTrace.load(own.save(tmp_path / "elsewhere.safetensors"))
+    for trace in (named, loaded, moved):
         for name in ("ids", "weights", "router_inputs", "residuals"):
-            assert torch.equal(getattr(memory, name), getattr(trace, name)), name
+            assert torch.equal(getattr(own, name), getattr(trace, name)), name
 
 
 def test_an_interrupted_recording_leaves_nothing_behind(tmp_path):

@@ -1,13 +1,7 @@
-"""What the small model can do, measured on library text and keys that its training never saw.
-
-Three kinds of scores: questions with one right answer (exact match of the whole answer), language loss beside a
-unigram and a bigram model of the same training text, and how evenly each router spreads its tokens. They go into
-the model card, and a test holds the shipped weights to the card.
-"""
+"""Scores of a model: questions with one right answer (exact match of all its tokens), and language loss."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -111,43 +105,3 @@ def language_loss(model: Any, windows: torch.Tensor, batch_size: int = 16, decod
                 losses.append(F.cross_entropy(row.float().cpu(), window[-scored:]).item())
             bar.update(len(batch))
     return np.array(losses)
-
-
-def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tuple[float, float]:
-    """Loss in nats of a unigram and of a bigram model fitted to `train` (token ids), on windows [n, S].
-
-    Both are smoothed: the unigram by one count each, the bigram by the unigram with ten pseudo-counts.
-    """
-    train = train.astype(np.int64)
-    unigram = np.bincount(train, minlength=vocabulary) + 1.0
-    unigram /= unigram.sum()
-    pairs = np.bincount(train[:-1] * vocabulary + train[1:], minlength=vocabulary**2).reshape(vocabulary, vocabulary)
-    previous, following = windows[:, :-1].ravel(), windows[:, 1:].ravel()
-    seen = pairs.sum(1)[previous]
-    bigram = (pairs[previous, following] + 10 * unigram[following]) / (seen + 10)
-    return float(-np.log(unigram[following]).mean()), float(-np.log(bigram).mean())
-
-
-def score_small(model: Any, n: int = 300, tokens: int = 256, seed: int = 0) -> dict[str, Any]:
-    """Every score of the model card: {name: value}; accuracies come with their standard errors.
-
-    n : questions a task; tokens : context length S.
-    """
-    from moelab.models.small import corpus_ids
-    from moelab.recording import record
-
-    scores: dict[str, Any] = {"questions a task": n, "context": tokens}
-    for task in ("needle", "needle_multikey", "lookup", "yesno"):
-        share = float(np.mean(right_answers(model, datasets.prompts(task, n, tokens=tokens, seed=seed))))
-        scores[task] = {"accuracy": share, "standard error": math.sqrt(share * (1 - share) / n)}
-    windows = text_windows(model.tokenizer, "test", max(n // 4, 8), tokens, seed)
-    loss = language_loss(model, windows)
-    unigram, bigram = ngram_losses(corpus_ids(model.tokenizer), windows.numpy(), len(model.tokenizer))
-    scores["language loss"] = {"model": float(loss.mean()),
-                               "standard error": float(loss.std(ddof=1) / math.sqrt(len(loss))),
-                               "bigram": bigram, "unigram": unigram}
-    texts = [p.text for source in ("needle", "code", "prose") for p in datasets.prompts(source, 16, tokens=tokens)]
-    counts = record(model, texts).counts().double()
-    scores["load"] = {"max/mean by layer": (counts.amax(1) / counts.mean(1)).tolist(),
-                      "dead experts": int((counts == 0).sum())}
-    return scores

@@ -1,16 +1,15 @@
 """Whether a checkpoint is the whole model that its config describes, asked before a weight is read.
 
-transformers fills a parameter that a checkpoint lacks with random numbers and says so in a report that few read; with
-external experts, whose keys nothing claims, the report cannot even be read. Here every key of the checkpoint is
-mapped to the parameter that it feeds, by transformers' own tables, and the conversion is carried out on tensors
-without memory (the meta device). What is missing, unexpected or of another shape, and what the architecture does not
-itself declare tied or optional, is refused by name; so is a tensor of another type than its siblings.
+transformers fills a parameter that a checkpoint lacks with random numbers. Here every key of the checkpoint is mapped
+to the parameter that it feeds, by transformers' own tables, and the conversion is carried out on the meta device. What
+is missing, unexpected or of another shape, unless the architecture declares it tied or optional, is refused by name;
+so is a tensor of another type than its siblings.
 
 Types: the tensors of one kind, those whose names differ in numbers only, are stored alike. Most kinds share one
 floating type. Another kind may be fp32 (routers' correction biases, states of recurrent layers) if there are several
 of it, which no accident explains, or if the architecture itself computes with it in fp32.
 
-Left out: the values. Nothing tells a wrong number from a right one; a store has checksums for that.
+Values are not checked; a store has checksums for that.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|block
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadingPlan:
     """How a model is made of a checkpoint that is complete.
 
     twin : the model on the meta device; layers : its MoE layers; quantizer : see `compat.quantizer_for`.
@@ -74,7 +73,7 @@ def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iter
         raise ValueError(f"{file}: {what} ({type(error).__name__}: {str(error)[:1000]})") from error
 
 
-def complete(checkpoint: Checkpoint, config: Any) -> Plan:
+def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     """The plan of a checkpoint that holds exactly the model of this config.
 
     Raises
@@ -123,7 +122,7 @@ def complete(checkpoint: Checkpoint, config: Any) -> Plan:
             raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, "
                              f"and moelab reads experts one by one; this layout of {config.model_type} is not read")
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
-    return Plan(twin, layers, quantizer, DTYPES[main], narrowed, experts, expert_keys, set(foreign.values()))
+    return LoadingPlan(twin, layers, quantizer, DTYPES[main], narrowed, experts, expert_keys, set(foreign.values()))
 
 
 def _plausible(checkpoint: Checkpoint, config: Any) -> None:

@@ -1,10 +1,9 @@
-"""Blocks that speak another way than `experts(hidden_states, top_k_index, top_k_weights)`, translated for the seam.
+"""Blocks with another interface than `experts(hidden_states, top_k_index, top_k_weights)`, translated for the seam.
 
-Llama 4's router returns dense scores, which scale the experts' *input*; Switch's returns a one-hot tensor from which a
-token that found no room is missing; LongCat's ids go on beyond its experts, to some that compute nothing and give back
-their input. Each gets a way to read its router's output and a block that calls its experts as
-all others do; how their experts compute is in `moelab.models.seam`. Another such architecture is a line in each of the
-two dictionaries.
+Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor without the tokens
+that were dropped; LongCat's ids go on beyond its experts, to some that give back their input. Each has a line in
+`ROUTING` (how to read its router's output) and in `BLOCKS` (a forward that calls the experts as all others do); how the
+experts compute is in `moelab.models.seam`.
 
 Shapes: ids [T, K], E means "no expert"; weights [T, K].
 """

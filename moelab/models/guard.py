@@ -1,13 +1,9 @@
 """The guard: at the first `plug` of an architecture its experts are compared with transformers' own, bit for bit.
 
-An experts class may do what no other did: sum in another type, clamp, norm, count in another way. Which is why nothing
-is believed of one. Of the layer that is to be plugged a miniature is made (its classes, its settings and as many
-experts, but small random weights, whether the layer holds its own or not), and run by the stock class and by the seam.
-What passed is remembered by class, settings and type, so it costs milliseconds once. Neither the model nor the global
-random generators are touched.
-
-Blocks that the seam translates (`moelab.models.dialects`) are compared whole, router and all, within the type's
-tolerance: their products have other shapes than the stock ones.
+A miniature of the layer (its classes, settings and number of experts, small random weights) is run by the stock class
+and by the seam. What passed is remembered by class, settings and dtype. Neither the model nor the global random
+generators are touched. Blocks that the seam translates (`moelab.models.dialects`) are compared whole, within the
+dtype's tolerance: their products have other shapes than the stock ones.
 """
 
 from __future__ import annotations
@@ -36,17 +32,12 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
           translated: type | None) -> None:
     """Compare the experts of an MoE layer, or its whole block where that is `translated`, with the stock forward.
 
-    Parameters
-    ----------
-    layer : a `MoELayer`.
-    dtype : of the hidden states.
-    stock : transformers' class of the experts; seam : what makes the seam's class of it.
-    run : the executor that repeats transformers' arithmetic.
-    translated : the seam's class of the block, if it has one.
+    layer : a `MoELayer`.    dtype : of the hidden states.    run : the executor that repeats transformers' arithmetic.
+    stock : transformers' class of the experts; seam : makes the seam's class of it.
 
     Raises
     ------
-    ValueError : they differ, or the stock class cannot be run; says in what.
+    ValueError : they differ, or the stock class cannot be run.
     """
     key = stock, dtype, translated, _settings(layer.experts), tuple(shapes(layer.experts).items())
     if key in _PASSED:
@@ -65,10 +56,7 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
 
 
 def check_spec(spec: MoESpec, layers: list[Any]) -> None:
-    """Whether what was read from a config is what the model has; ValueError names what is not.
-
-    layers : the model's, from `discover`.
-    """
+    """ValueError where the geometry that was read from a config is not that of the model's `layers`."""
     for layer in layers:
         weights = sum(prod(shape) for shape in shapes(layer.experts).values())
         for what, said, found in (("MoE layers", spec.L, len(layers)), ("experts a layer", spec.E, layer.E),

@@ -1,15 +1,12 @@
-"""Who a model is: sixteen hex digits of its weights and its config, whatever it was opened from.
+"""A model's identity: sixteen hex digits of its weights and its config, whatever it was opened from.
 
-A trace, a calibration, an estimator, default vectors, a plan and a store each belong to one model, and a fine-tune of
-it with the same geometry and even the same routers is another one. An identity covers the key, dtype, shape and bytes
-of every tensor of the checkpoint: all bytes of a small tensor, samples of a large one, so that it costs seconds where
-reading everything would cost minutes; a change that leaves every sample untouched is not seen.
-Files do not count: a checkpoint in other shards is the same model, and so is its store, opened or restored.
-`open_model(dtype=…)` does not count either: calibrations are carried over from one precision to another, on purpose.
+A trace, a calibration, an estimator, default vectors, a plan and a store each belong to one model; a fine-tune is
+another one. An identity covers the key, dtype, shape and bytes of every tensor of the checkpoint: all bytes of a small
+tensor, samples of a large one (a change that leaves every sample untouched is not seen). Shards, files, stores and
+`open_model(dtype=…)` do not count.
 
-A model that moelab opened has its checkpoint's identity as long as its weights are those that were loaded (samples of
-them are compared). One that was changed since, or opened by something else, has one of its live tensors, which is
-nobody else's.
+A model that moelab opened has its checkpoint's identity as long as samples of its weights are those that were loaded;
+one that was changed, or opened by something else, has an identity of its live tensors.
 """
 
 from __future__ import annotations
@@ -48,11 +45,7 @@ def opened_from(model: torch.nn.Module) -> str:
 
 
 def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
-    """ValueError if an executor or a source says that its weights are another model's; one that says nothing may be
-    anything.
-
-    parts : with an `identity`, and a `name` for people.
-    """
+    """ValueError if an executor or a source (a part with an `identity`) has weights of another model."""
     for part in parts:
         made_of = getattr(part, "identity", None)
         if isinstance(made_of, str) and made_of != (mine := identity(model)):
@@ -63,12 +56,7 @@ def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
 
 
 def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
-    """Sixteen hex digits that name a checkpoint by its config and its tensors, of which it reads samples.
-
-    A store knows whose it is.
-
-    config : its transformers config.
-    """
+    """The identity of a checkpoint, by its transformers config and samples of its tensors; a store has its own."""
     if checkpoint.store is not None:
         return checkpoint.store.identity
     lines, files = [], groupby(sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin)),

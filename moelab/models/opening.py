@@ -16,11 +16,11 @@ import torch
 
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
-from moelab.models.completeness import COUNTS, Plan, blamed, complete
+from moelab.models.completeness import COUNTS, LoadingPlan, blamed, complete
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
 from moelab.models.seam import banks, discover, external_class, plug
-from moelab.models.small import SMALL
+from moelab.files import small_model
 from moelab.specs import MoESpec
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -117,7 +117,7 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
     return model
 
 
-def _dtype(dtype: torch.dtype | str, config: Any, plan: Plan) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str, config: Any, plan: LoadingPlan) -> torch.dtype:
     """What to compute in: as asked, or as config.json says, or else as most weights are stored."""
     if dtype != "auto":
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -127,7 +127,7 @@ def _dtype(dtype: torch.dtype | str, config: Any, plan: Plan) -> torch.dtype:
     return getattr(config, "dtype", None) or plan.dtype
 
 
-def _take_in(model: Any, plan: Plan, source: CheckpointExperts) -> None:
+def _take_in(model: Any, plan: LoadingPlan, source: CheckpointExperts) -> None:
     """Give a model that was built without its experts resident ones, read one by one."""
     for layer, stock in zip(discover(model), plan.layers):
         experts, tensors = stock.experts, {}
@@ -157,7 +157,7 @@ def _align(model: torch.nn.Module) -> None:
 def find(name_or_path: str | Path | None) -> Path:
     """The local folder of a model; a hub id is downloaded (config, tokenizer, safetensors) or found in the cache."""
     if name_or_path is None:
-        return SMALL
+        return small_model()
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path

@@ -1,17 +1,15 @@
 """Whatever is put on a model and taken off again: hooks, methods, classes, executors, sources.
 
-A model belongs to its user: accelerate, a notebook and other parts of this package put things of their own on it,
-before ours, above ours and in between. So each owner keeps a `Patches`, whose end takes off what this owner put on,
-in any order with all others. What was there before is there after; what others have put on meanwhile stays.
+Others patch the same model (accelerate, a notebook), before, above and between ours. So each owner keeps a `Patches`,
+whose end takes off what this owner put on, in any order with all others; the rest stays.
 
     hook    torch's own hooks
     wrap    a method (`forward`, `generate`): calls go through a link that stays valid for whoever has taken hold of
             it, and passes on to what lies beneath once nothing of ours is left in it
     put     a value: the topmost shows            dress    a class made of the class beneath
 
-All state is kept on the object itself, so that it lives as long as that. An owner that is a string ("plug") has no end
-of its own: what it put on belongs to the model, and a copy (deepcopy, pickle) has it, too; of what a `Patches` put on,
-a copy has nothing, for nobody would take it off there.
+All state is kept on the object itself. What an owner that is a string ("plug") has put on belongs to the model, and a
+copy (deepcopy, pickle) has it, too; a copy has nothing of what a `Patches` put on.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ class Absent:
 
 
 class Patches(ExitStack):
-    """What one owner has put on; taken off by `close`, or at the end of a `with` block, also if that fails.
+    """What one owner has put on; taken off by `close`, or at the end of a `with` block.
 
-    As of every `ExitStack`, `pop_all` hands everything on to another one: what is put on by steps is put on wholly or
-    not at all.
+    `pop_all` hands everything on to another `Patches`, so that what is put on in steps is put on atomically.
     """
 
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:

@@ -1,14 +1,13 @@
 """The seam: every MoE layer of every architecture as one call, `executor(x, ids, weights, experts)`.
 
-transformers 5 calls the routed experts of 60-odd architectures as `experts(hidden_states, top_k_index,
+transformers 5 calls the routed experts of 70-odd architectures as `experts(hidden_states, top_k_index,
 top_k_weights)`. `plug` turns a model's experts modules into `SeamExperts`, whose computation is an *executor* and
-whose weights come from a *source*; everything moelab does to a model happens behind that call. Two architectures
-that speak another way (Llama 4 scales the expert's input, Switch passes a one-hot tensor) get a block that
-translates (`moelab.models.dialects`), so an executor sees the same thing everywhere.
+whose weights come from a *source*. Architectures with another interface get a block that translates
+(`moelab.models.dialects`).
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    →  [T, H]
 
-The executor `eager` repeats transformers' eager arithmetic operation by operation and is bit-identical to it.
+The executor `eager` repeats transformers' eager arithmetic and is bit-identical to it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +32,8 @@ from moelab.models.patches import Dressed, Patches, dress, put, take
 Weights = dict[str, Tensor]
 #: (layer, expert) → that expert's tensors
 Source = Callable[[int, int], Weights]
-
-
-class Executor(Protocol):
-    """Runs the routed experts of one layer: (x [T, H], ids [T, K], weights [T, K], experts) → [T, H]."""
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor: ...
+#: runs the routed experts of one layer: (x [T, H], ids [T, K], weights [T, K], experts) → [T, H]
+Run = Callable[[Tensor, Tensor, Tensor, "SeamExperts"], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,19 +113,15 @@ def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
     return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
 
 
-def plug(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> list[MoELayer]:
-    """Turn a model's experts into `SeamExperts`, or change the executor or source of those that are.
+def plug(model: nn.Module, executor: Run | None = None, source: Source | None = None) -> list[MoELayer]:
+    """Turn a model's experts into `SeamExperts`, or change their executor or source, until the next `plug` or `unplug`.
 
-    executor : None leaves what is there (`eager` at first).
-    source : None leaves what is there (at first the module's own parameters).
-
-    Returns the layers. It lasts until the next `plug` or `unplug`, whatever `plugged` ends meanwhile.
+    executor, source : None leaves what is there, at first `eager` and the module's own parameters.
 
     Raises
     ------
-    ValueError : no MoE layer, or one whose experts compute what the seam does not (`moelab.models.guard`); somebody
-        has given one a forward of its own, which would pass the seam by; an executor or source of another model's
-        weights (their `identity` says whose).
+    ValueError : no MoE layer, or one whose experts compute what the seam does not (`moelab.models.guard`); an experts
+        module with a forward of its own; an executor or source with weights of another model.
     """
     layers = _checked(model, executor, source)
     with Patches() as trial:                            # what cannot be put on leaves nothing behind
@@ -139,8 +130,8 @@ def plug(model: nn.Module, executor: Executor | None = None, source: Source | No
     return layers
 
 
-def _checked(model: nn.Module, executor: Executor | None, source: Source | None) -> list[MoELayer]:
-    """The model's layers, once it is certain that they compute what the seam does, on weights of this model."""
+def _checked(model: nn.Module, executor: Run | None, source: Source | None) -> list[MoELayer]:
+    """The model's layers, after checking their arithmetic and whose weights the parts are."""
     require_same_model(model, executor, source)
     layers = discover(model)
     for layer in layers:
@@ -156,7 +147,6 @@ def check(layer: MoELayer, dtype: torch.dtype) -> None:
 
 
 def _stock(cls: type) -> type:
-    """The class that transformers made, of it or of the seam's."""
     return getattr(cls, "stock", cls)
 
 
@@ -173,15 +163,15 @@ def unplug(model: nn.Module) -> None:
 
 
 @contextmanager
-def plugged(model: nn.Module, executor: Executor | None = None, source: Source | None = None) -> Iterator[Executor]:
-    """Within the block the model runs on this executor or source, afterwards on what it runs on without it."""
+def plugged(model: nn.Module, executor: Run | None = None, source: Source | None = None) -> Iterator[Run]:
+    """`plug` for the length of a block."""
     layers = _checked(model, executor, source)
     with Patches() as patches:
         _put(patches, layers, executor, source)
         yield executor
 
 
-def _put(owner: Patches | str, layers: list[MoELayer], executor: Executor | None, source: Source | None) -> None:
+def _put(owner: Patches | str, layers: list[MoELayer], executor: Run | None, source: Source | None) -> None:
     for layer in layers:
         dress(owner, layer.experts, seam_class)
         dress(owner, layer.block, block_class)
@@ -193,19 +183,14 @@ def _put(owner: Patches | str, layers: list[MoELayer], executor: Executor | None
 # -------------------------------------------------------------------------------------------------- experts modules
 
 class SeamExperts(Dressed, nn.Module):
-    """Mixin over an architecture's experts class: executor outside, weights from a source.
+    """Mixin over an architecture's experts class: computed by `executor`, weights from `source` (see `plug`).
 
-    Attributes
-    ----------
-    layer : index of the MoE layer.
-    executor, source : see `plug`.
-    num_experts : E.
-    shapes : parameter name → shape of one expert's tensor.
+    layer : index of the MoE layer.    num_experts : E.    shapes : parameter name → shape of one expert's tensor.
     """
 
     stock: type
     layer: int = -1
-    executor: Executor
+    executor: Run
     source: Source | None = None
     # what transformers' decorator sets on the modules of the classes that it decorates
     has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
@@ -236,7 +221,7 @@ class SeamExperts(Dressed, nn.Module):
         return {name: parameter[expert] for name, parameter in self.named_parameters(recurse=False)}
 
     def ffn(self, x: Tensor, weights: Weights) -> Tensor:
-        """One expert on the rows x [n, H] → [n, H], exactly as the architecture's eager code computes it."""
+        """One expert on the rows x [n, H] → [n, H], as the architecture's eager code computes it."""
         up = "gate_up_proj" if self.has_gate else "up_proj"
         h = self._linear(x, weights, up)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
@@ -256,7 +241,7 @@ class SeamExperts(Dressed, nn.Module):
         return self.weighted(x[tokens], w, weights)
 
     def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
-        """In what contributions of dtype y to hidden states of dtype x are summed."""
+        """The dtype in which contributions of dtype y to hidden states of dtype x are summed."""
         return x
 
     def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:

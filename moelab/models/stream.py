@@ -1,15 +1,15 @@
 """The residual stream around a MoE block: what its norm reads, what the block adds, what the next block gets of it.
 
 Architectures differ: a norm on the block's output, a factor on the routed experts or on everything that is added, a
-branch beside the block, no norm before the router at all. No name and no config tells, so it is measured: one forward
-pass of a few tokens, in which the experts put out noise of ours (no expert's weights are read), in three copies:
+branch beside the block, no norm before the router. It is measured in one forward pass of a few tokens, in which the
+experts' output is replaced by noise (no expert's weights are read), in three copies:
 
     noise    the experts put out u                          their difference is what routed experts do to the stream
     quiet    the experts put out 0
     silent   every module within a layer puts out 0         what is left is the stream itself
 
-From it follows, for each MoE layer, the relation below; each part was compared with what the model did, and an
-architecture that has another one (hyper-connections, convolutions of the sum, gated residuals) is refused.
+For each MoE layer the relation below follows, each part compared with what the model did; an architecture with
+another one (hyper-connections, convolutions of the sum, gated residuals) is refused.
 
     s = norm(r)      v = κ Σ_k g_k e_k(s) + rest      r' = α r + β post(v)      r of the next MoE layer = γ r' + …
 
@@ -161,7 +161,7 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
         before = None
         for layer in layers:
             name = holder_name(layer.name)
-            before = watches[layer.index] = _Watch(layer, modules[name], name, before)
+            before = watches[layer.index] = _LayerProbe(layer, modules[name], name, before)
     # the layers of a model, MoE or not, have names that differ in their numbers alone
     patterns = {re.sub(r"\d+", "N", watch.name) for watch in watches.values()}
     holders = [module for name, module in modules.items() if re.sub(r"\d+", "N", name) in patterns]
@@ -233,10 +233,10 @@ def _restore(_module: nn.Module, _args: Any, output: Any) -> Any:
     return (x, *output[1:]) if isinstance(output, tuple) else x
 
 
-class _Watch:
+class _LayerProbe:
     """What goes in and out of the modules of one MoE layer while the three copies pass."""
 
-    def __init__(self, layer: MoELayer, holder: nn.Module, name: str, before: _Watch | None) -> None:
+    def __init__(self, layer: MoELayer, holder: nn.Module, name: str, before: _LayerProbe | None) -> None:
         self.layer, self.holder, self.name, self.before = layer, holder, name, before
         self.found: tuple[Stream | None, str] = None, "it did not run in a forward pass"
         #: module, its first argument, its output, whether these are all that goes in and out

@@ -34,7 +34,7 @@ from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.seam import discover
-from moelab.models.small import SMALL
+from moelab.files import small_model
 from moelab.progress import progress
 from moelab.models.convert import other_weights
 from moelab.specs import MoESpec
@@ -134,7 +134,7 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=destination.name + ".") as temporary:
         folder = Path(temporary) / "model"
         config.save_pretrained(folder)
-        tokenizer = [SMALL / name for name in TOKENIZER] if spec.vocab >= VOCABULARY else []
+        tokenizer = [small_model() / name for name in TOKENIZER] if spec.vocab >= VOCABULARY else []
         for file in tokenizer:
             copyfile(file, folder / file.name)
         if codec is None:

@@ -30,7 +30,7 @@ from moelab import recording
 from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, discover, identity, plugged, spec_of
 from moelab.models.patches import Patches, change
-from moelab.models.seam import Executor
+from moelab.models.seam import Run
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 
@@ -158,7 +158,7 @@ class _Sums:
             for hook in stream.listen(partial(self._after, stream.layer.index)):
                 patches.callback(hook.remove)
 
-    def _execute(self, inner: Executor, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+    def _execute(self, inner: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         if self.sums is None:
             self.sums = torch.zeros(*self.counts.shape, x.shape[-1], dtype=torch.float64)
             self.shared = torch.zeros(len(self.tokens), x.shape[-1], dtype=torch.float64)

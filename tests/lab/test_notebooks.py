@@ -9,7 +9,7 @@ import pytest
 
 from moelab.lab.results import KINDS
 from moelab.lab.runner import inspect, notebooks, run_notebook
-from moelab.models.small import SMALL
+from moelab.files import small_model
 from moelab.models.synthesize import TOKENIZER, synthesize
 from moelab.specs import MoESpec
 from tests.depth import STRESS
@@ -64,7 +64,7 @@ def foreign(tmp_path_factory):
                      mlp_only_layers=[], vocab_size=1024, max_position_embeddings=1024, bos_token_id=None,
                      eos_token_id=0)
     for name in TOKENIZER:
-        copyfile(SMALL / name, folder / name)
+        copyfile(small_model() / name, folder / name)
     return folder
 
 

@@ -16,7 +16,7 @@ from moelab.models import discover, open_model
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.completeness import complete
 from moelab.models.opening import load_config
-from moelab.models.small import SMALL
+from moelab.files import small_model
 from moelab.models.convert import convert
 from tests.depth import depth
 
@@ -29,7 +29,7 @@ Tensors = dict[str, tuple[str, list[int], bytes]]       # key → dtype, shape, 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
     if name == "small":
-        return Path(shutil.copytree(SMALL, folder))
+        return Path(shutil.copytree(small_model(), folder))
     if name == "mxfp4":
         return tiny.save_mxfp4(folder)
     return tiny.save(name, folder, torch.bfloat16, tie_word_embeddings=name == "qwen2_moe")
@@ -407,7 +407,7 @@ def theirs(folder):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 def test_damaged_small_files(name, tmp_path):
-    folder = Path(shutil.copytree(SMALL, tmp_path / "m"))
+    folder = Path(shutil.copytree(small_model(), tmp_path / "m"))
     if not (folder / name).exists():
         (folder / name).write_text("{}")
     for content in (b"", b"[]", b"{", b"\xff\xfe", b'{"a":' * 50_000, b"3", b'{"model": 3}', b'{"max_length": []}',

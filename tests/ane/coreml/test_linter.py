@@ -22,7 +22,7 @@ from moelab.ane.plan import make_plan
 from moelab.ane.device.synthetic_popularity import assumed_counts
 from moelab.models import compat, opening
 from moelab.models.opening import spec_of
-from moelab.models.small import SMALL
+from moelab.files import small_model
 
 H, I = 64, 128
 WEIGHT = np.full((H, H, 1, 1), 0.01, dtype=np.float16)
@@ -192,7 +192,7 @@ def test_good_graphs_are_clean_and_every_operation_has_a_verdict(tmp_path):
 
 def test_the_default_plan_of_the_shipped_model_is_clean(tmp_path):
     """Of the shapes in the plan the groups with the least and the most work; what a graph holds changes nothing."""
-    spec = spec_of(compat.meta_twin(opening.load_config(SMALL)))
+    spec = spec_of(compat.meta_twin(opening.load_config(small_model())))
     groups = [g for layer in make_plan(spec, *assumed_counts(spec)).layers for g in layer.on("ane")]
     rng = np.random.default_rng(0)
     expert = Expert(*(rng.standard_normal(s).astype(np.float16) for s in ((64, 128), (128, 64), (64, 128))))

@@ -1,8 +1,7 @@
-"""The small trained model: a Qwen3-MoE of five million parameters, trained on two cores within the hour.
+"""The small trained model of this folder: its recipe, its scores and its card; `python data/train_small.py DESTINATION`.
 
-It is shipped in `data/small` so that everything in moelab runs without a network on a model that has really
-learned something: damage done to it shows as wrong answers, which random weights cannot do. This file is the
-whole recipe, and `python -m moelab train-small DESTINATION` repeats it.
+A Qwen3-MoE of five million parameters, trained on two CPU cores within the hour, so that everything in moelab runs
+without a network on a model that has learned something: damage shows as wrong answers, which random weights cannot do.
 
 What makes retrieval appear in so few steps: keys and values that are single tokens, written alike in fact and
 question with nothing between them, so that one induction step answers; documents that are nothing but repetition,
@@ -19,25 +18,30 @@ Shapes: S tokens of context, B sequences a step with B·S = 2048 throughout, E e
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import platform
 import random
 import shutil
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+import moelab
 from moelab import datasets
-from moelab.files import small_model
+from moelab.arguments import whole
+from moelab.evaluation.scores import language_loss, right_answers, text_windows
 from moelab.progress import progress
 
-SMALL = small_model()
 END = "<|endoftext|>"
 TOKENS_A_STEP = 2048
 
@@ -161,6 +165,38 @@ def corpus_ids(tokenizer) -> np.ndarray:
     return np.asarray(stream, dtype=np.uint16)
 
 
+def retrieval_pieces(rng: random.Random, tokens: int, yesno: float, count: Callable[[str], int]
+                     ) -> list[tuple[str, bool]]:
+    """One retrieval document of the small model's training mix, as [(text, is_answer)].
+
+    Two thirds are *dense*: two to eight facts, then questions about them until `tokens` are full; one third
+    are *buried*: one to four facts in library text, each asked for once. One answer in 256 tokens alone is
+    too thin a signal to learn retrieval from; the dense ones carry it. `yesno` is the share of yes/no questions.
+    """
+    dense = rng.random() < 2 / 3
+    facts = datasets.invent_facts(rng, rng.randint(2, max(2, min(8, tokens // 12))) if dense
+                         else rng.randint(1, max(1, min(4, tokens // 40))), "train")
+    if not dense:
+        questions = [datasets.ask(rng, f, facts, rng.random() < yesno) for f in rng.sample(facts, len(facts))]
+        return datasets.bury(rng, facts, questions, tokens, "train", count)
+    pieces = [(f.statement, False) for f in facts]
+    fits = datasets.budget(tokens - sum(count(text) for text, _ in pieces), count)
+    while True:
+        for fact in rng.sample(facts, len(facts)):
+            question, answer = datasets.ask(rng, fact, facts, rng.random() < yesno)
+            if not fits(question + answer):
+                return pieces
+            pieces += [(question, False), (answer, True)]
+
+
+def echo_pieces(rng: random.Random, tokens: int) -> list[tuple[str, bool]]:
+    """Random words and numbers, then the same again, the second time as answers: teaches copying by itself."""
+    words = [" " + word for word in rng.sample(
+        datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS, min(150, rng.randint(6, tokens // 2)))]
+    half = words[:tokens // 2]
+    return [(word, False) for word in half] + [(word, True) for word in half]
+
+
 def batch(recipe: Recipe, step: int, stream: np.ndarray, count_ids: Callable[[str], list[int]]
           ) -> tuple[torch.Tensor, torch.Tensor]:
     """Step `step`'s sequences and loss weights, [B, S] each; a function of (recipe, step) alone.
@@ -179,8 +215,8 @@ def batch(recipe: Recipe, step: int, stream: np.ndarray, count_ids: Callable[[st
             ids[row] = torch.from_numpy(stream[start:start + length].astype(np.int64))
             weights[row] = 1.0
             continue
-        pieces = (datasets.echo_pieces(rng, length) if kind < phase.text + phase.echo else
-                  datasets.retrieval_pieces(rng, length, phase.yesno, lambda text: len(count_ids(text))))
+        pieces = (echo_pieces(rng, length) if kind < phase.text + phase.echo else
+                  retrieval_pieces(rng, length, phase.yesno, lambda text: len(count_ids(text))))
         end = 0
         for text, is_answer in pieces:
             piece = count_ids(text)[:length - end]
@@ -298,9 +334,131 @@ def _cached_ids(tokenizer) -> Callable[[str], list[int]]:
     return lru_cache(maxsize=200_000)(lambda text: tokenizer._tokenizer.encode(text).ids)
 
 
-@lru_cache(maxsize=1)
-def small_token_count() -> Callable[[str], int]:
-    """text → number of tokens of the shipped model's tokenizer; needs neither torch nor transformers' models."""
-    from tokenizers import Tokenizer
-    tokenizer = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
-    return lru_cache(maxsize=200_000)(lambda text: len(tokenizer.encode(text).ids))
+# --------------------------------------------------------------------------------------------- scores and the card
+
+def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tuple[float, float]:
+    """Loss in nats of a unigram and of a bigram model fitted to `train` (token ids), on windows [n, S].
+
+    Both are smoothed: the unigram by one count each, the bigram by the unigram with ten pseudo-counts.
+    """
+    train = train.astype(np.int64)
+    unigram = np.bincount(train, minlength=vocabulary) + 1.0
+    unigram /= unigram.sum()
+    pairs = np.bincount(train[:-1] * vocabulary + train[1:], minlength=vocabulary**2).reshape(vocabulary, vocabulary)
+    previous, following = windows[:, :-1].ravel(), windows[:, 1:].ravel()
+    seen = pairs.sum(1)[previous]
+    bigram = (pairs[previous, following] + 10 * unigram[following]) / (seen + 10)
+    return float(-np.log(unigram[following]).mean()), float(-np.log(bigram).mean())
+
+
+def score_small(model: Any, n: int = 300, tokens: int = 256, seed: int = 0) -> dict[str, Any]:
+    """Every score of the model card: {name: value}; accuracies come with their standard errors.
+
+    n : questions a task; tokens : context length S.
+    """
+    scores: dict[str, Any] = {"questions a task": n, "context": tokens}
+    for task in ("needle", "needle_multikey", "lookup", "yesno"):
+        share = float(np.mean(right_answers(model, datasets.prompts(task, n, tokens=tokens, seed=seed))))
+        scores[task] = {"accuracy": share, "standard error": math.sqrt(share * (1 - share) / n)}
+    windows = text_windows(model.tokenizer, "test", max(n // 4, 8), tokens, seed)
+    loss = language_loss(model, windows)
+    unigram, bigram = ngram_losses(corpus_ids(model.tokenizer), windows.numpy(), len(model.tokenizer))
+    scores["language loss"] = {"model": float(loss.mean()),
+                               "standard error": float(loss.std(ddof=1) / math.sqrt(len(loss))),
+                               "bigram": bigram, "unigram": unigram}
+    texts = [p.text for source in ("needle", "code", "prose") for p in datasets.prompts(source, 16, tokens=tokens)]
+    counts = moelab.record(model, texts).counts().double()
+    scores["load"] = {"max/mean by layer": (counts.amax(1) / counts.mean(1)).tolist(),
+                      "dead experts": int((counts == 0).sum())}
+    return scores
+
+
+CARD = """# The small model
+
+A Qwen3-MoE of {parameters:.1f} million parameters, trained from scratch on two CPU cores so that everything in
+moelab runs, within minutes and without a network, on a model that has learned something. It completes Python code,
+finds facts that are stated in its context, and is good for nothing else.
+
+| | |
+|---|---|
+| architecture | `qwen3_moe`: {layers} MoE layers, {experts} experts, top-{experts_per_token} |
+| sizes | H {hidden}, I {intermediate}, vocabulary {vocabulary} |
+| files | {size:.1f} MB of bf16 safetensors, config, tokenizer: plain `transformers` opens the folder |
+| trained on | the sources and manual pages of Python {python}'s standard library, and generated facts and questions |
+| recipe | `data/train_small.py`; `python data/train_small.py DESTINATION` repeats it |
+| steps | {steps:,} of 2,048 tokens, contexts of {contexts} tokens |
+
+## What it scores
+
+*Measured* on {questions} questions a task in contexts of {context} tokens. No library file, manual page or key of
+these prompts occurred in training.
+
+| task | right answers |
+|---|---|
+| one fact in library text (`needle`) | {needle} |
+| four facts in library text, one asked for (`needle_multikey`) | {needle_multikey} |
+| eight facts and nothing else (`lookup`) | {lookup} |
+| yes or no about one of four facts (`yesno`; guessing gives 50 %) | {yesno} |
+
+Language loss on unseen library text: **{loss:.2f}** nats a token (standard error {loss_error:.2f}); a bigram model of
+the same training text has {bigram:.2f}, a unigram model {unigram:.2f}.
+
+Busiest expert over mean load, layer by layer: {load}; {dead} experts are never used.
+
+## Licence
+
+The weights are moelab's (Apache-2.0); the text they were trained on is Python's (PSF licence).
+"""
+
+
+def write_card(folder: Path, recipe: Recipe, scores: dict[str, Any], parameters: int) -> Path:
+    """Write `README.md` (for people) and `card.json` (recipe and scores) into the checkpoint's folder."""
+    share = {task: f"{100 * scores[task]['accuracy']:.1f} % ± {100 * scores[task]['standard error']:.1f}"
+             for task in ("needle", "needle_multikey", "lookup", "yesno")}
+    loss, load = scores["language loss"], scores["load"]
+    text = CARD.format(
+        **{k: v for k, v in asdict(recipe).items() if k not in ("phases", "polish")}, **share,
+        parameters=parameters / 1e6, steps=recipe.steps,
+        contexts=", ".join(str(phase.context) for phase in (*recipe.phases, recipe.polish)),
+        size=sum(f.stat().st_size for f in folder.iterdir()) / 1e6, python=platform.python_version(),
+        questions=scores["questions a task"], context=scores["context"], loss=loss["model"],
+        loss_error=loss["standard error"], bigram=loss["bigram"], unigram=loss["unigram"],
+        load=", ".join(f"{ratio:.2f}" for ratio in load["max/mean by layer"]), dead=load["dead experts"] or "no")
+    (folder / "card.json").write_text(json.dumps({"recipe": asdict(recipe), "python": platform.python_version(),
+                                                  "scores": scores}, indent=1) + "\n")
+    path = folder / "README.md"
+    path.write_text(text)
+    return path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("destination", type=Path, help="a new folder; an interrupted training goes on where it was")
+    parser.add_argument("--seed", type=whole(), default=0, help="of the weights and the data (%(default)s)")
+    parser.add_argument("--steps", type=whole(1), metavar="N",
+                        help="shrink the training to about N steps, every phase in proportion; for a trial")
+    parser.add_argument("--threads", type=whole(1), default=1,
+                        help="CPU threads; the same weights come out only with the same number (%(default)s)")
+    args = parser.parse_args(arguments)
+    recipe = Recipe(seed=args.seed)
+    if args.steps is not None:
+        if args.steps <= len(recipe.phases):
+            parser.error(f"--steps is {args.steps}; the training has {len(recipe.phases) + 1} phases, each of at "
+                             "least one step")
+        share = args.steps / recipe.steps
+        shorter = [replace(phase, steps=max(1, round(phase.steps * share)))
+                   for phase in (*recipe.phases, recipe.polish)]
+        recipe = replace(recipe, warmup=max(1, round(recipe.warmup * share)), phases=tuple(shorter[:-1]),
+                         polish=shorter[-1])
+    torch.set_num_threads(args.threads)
+    folder = train_small(args.destination, recipe)
+    model = moelab.open_model(folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{folder} is ready; {write_card(folder, recipe, score_small(model), parameters)} says what it can do")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_small: {error}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -17,8 +19,12 @@ from hypothesis import strategies as st
 import moelab
 from moelab import datasets
 from moelab.evaluation import scores
-from moelab.models import small
-from moelab.models.small import Phase, Recipe
+from moelab.files import small_model
+
+_spec = importlib.util.spec_from_file_location("train_small", small_model().parent / "train_small.py")
+small = sys.modules["train_small"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(small)
+Phase, Recipe = small.Phase, small.Recipe
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +37,8 @@ def model():
 def test_it_is_what_the_workbench_needs(model):
     spec = model.spec
     assert spec.L >= 4 and spec.E >= 16
-    assert sum(f.stat().st_size for f in small.SMALL.glob("*.safetensors")) <= 16e6
-    plain = transformers.AutoModelForCausalLM.from_pretrained(small.SMALL)
+    assert sum(f.stat().st_size for f in small_model().glob("*.safetensors")) <= 16e6
+    plain = transformers.AutoModelForCausalLM.from_pretrained(small_model())
     assert plain.dtype == torch.bfloat16
 
 
@@ -57,7 +63,7 @@ def test_greedy_generation_gives_the_same_answers(model):
 
 
 def test_language_loss_is_clearly_below_ngrams(model):
-    card = json.loads((small.SMALL / "card.json").read_text())["scores"]["language loss"]
+    card = json.loads((small_model() / "card.json").read_text())["scores"]["language loss"]
     loss = scores.language_loss(model, scores.text_windows(model.tokenizer, "test", 24, 256, seed=9)).mean()
     assert loss < card["bigram"] - 0.4 < card["unigram"]
     assert abs(loss - card["model"]) < 0.5          # other windows, other Python version
@@ -79,8 +85,8 @@ def test_pieces_tokenise_apart_as_they_do_together(model, seed, tokens, yesno):
     """An answer must be a copy of its fact's tokens, wherever it stands: retrieval cannot be learned otherwise."""
     def ids(text):
         return model.tokenizer(text)["input_ids"]
-    for pieces in (datasets.retrieval_pieces(random.Random(seed), tokens, yesno, lambda t: len(ids(t))),
-                   datasets.echo_pieces(random.Random(seed), tokens)):
+    for pieces in (small.retrieval_pieces(random.Random(seed), tokens, yesno, lambda t: len(ids(t))),
+                   small.echo_pieces(random.Random(seed), tokens)):
         assert ids("".join(text for text, _ in pieces)) == [i for text, _ in pieces for i in ids(text)]
         assert sum(len(ids(text)) for text, _ in pieces) <= tokens
 
@@ -173,4 +179,20 @@ def test_ngram_losses_equal_naive_counting():
     steps = [(int(a), int(b)) for row in windows for a, b in zip(row[:-1], row[1:])]
     unigram = -np.mean([np.log(p1[b]) for _, b in steps])
     bigram = -np.mean([np.log((pairs[a, b] + 10 * p1[b]) / (first[a] + 10)) for a, b in steps])
-    assert scores.ngram_losses(train, windows, V) == pytest.approx((unigram, bigram))
+    assert small.ngram_losses(train, windows, V) == pytest.approx((unigram, bigram))
+
+
+def test_the_command_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
+    seen = []
+
+    def train(destination, recipe):
+        seen.append((destination, recipe))
+        raise ValueError("far enough")
+    monkeypatch.setattr(small, "train_small", train)
+    with pytest.raises(ValueError, match="far enough"):
+        small.main([str(tmp_path / "m"), "--seed", "5", "--steps", "420"])
+    (destination, recipe), = seen
+    assert destination == tmp_path / "m" and recipe.seed == 5 and abs(recipe.steps - 420) <= 2
+    with pytest.raises(SystemExit):
+        small.main([str(tmp_path / "m"), "--steps", "1"])
+    assert "phases" in capsys.readouterr().err
