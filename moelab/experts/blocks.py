@@ -79,10 +79,7 @@ class Padding:
 
 
 def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "code") -> Padding:
-    """The padding of a routing with `counts` [E] tokens an expert, T tokens and K experts a token.
-
-    ValueError : e.g. counts that T tokens with K experts each cannot have.
-    """
+    """The padding of a routing with `counts` [E] tokens an expert; ValueError for more than T·K of them."""
     if provision not in PROVISION or B < 1:
         raise ValueError(f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1")
     counts = [int(n) for n in counts]
@@ -93,18 +90,12 @@ def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "cod
 
 
 def intensity_factor(B: int, N: int, E: int, bytes_a_weight: float = 2) -> float:
-    """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), which is B·N/E for two bytes a weight.
-
-    Every expert's weights are read once and all N blocks are computed, padding included.
-    """
+    """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), B·N/E for two bytes a weight; padding counts as work."""
     return 2 * B * N / (bytes_a_weight * E)
 
 
 def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
-    """FLOPs/byte at which a device turns from memory-bound to compute-bound: peak compute / memory bandwidth.
-
-    KeyError : the card has no such rate.
-    """
+    """FLOPs/byte from which on a device is compute-bound: peak compute / memory bandwidth; KeyError without a rate."""
     if dtype not in RATES:
         raise ValueError(f"there is no dtype {dtype!r}; there are: {', '.join(RATES)}")
     return 1e3 * device[RATES[dtype][0]] / device["memory_bandwidth_gbs"]
@@ -125,13 +116,9 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
                       sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> BlockSizeAdvice:
     """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
 
-    device : a card with a compute rate of `dtype` and `memory_bandwidth_gbs`.
-    T, K, E : tokens of a step, experts a token, experts on this device.
     reuse : consecutive blocks of one expert share a load of its weights (weight skipping), so the intensity is the
         AIF; else each block reads them again, and it is 2·B / bytes.
-    sizes : block sizes that the hardware can do.
-
-    If no size is compute-bound, the one that pads least is advised, as padding then buys nothing.
+    sizes : block sizes of the hardware. If none is compute-bound, the one that pads least is advised.
     """
     if min(T, K, E, *sizes, len(sizes)) < 1:
         raise ValueError(f"T={T}, K={K}, E={E} and the block sizes {list(sizes)} must be at least 1, and one size or "

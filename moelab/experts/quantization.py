@@ -60,11 +60,10 @@ class Plain(Kept):
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Kept):
-    """One scale a channel: codes (float8_e4m3fn or int8) in the tensor's shape; scale float32, of length 1 on one axis.
-    """
+    """One scale a channel."""
 
-    codes: Tensor
-    scale: Tensor
+    codes: Tensor           # float8_e4m3fn or int8, in the tensor's shape
+    scale: Tensor           # float32, of length 1 on the axis along which it is shared
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return (self.codes.float() * self.scale).to(dtype)
@@ -72,18 +71,12 @@ class Scaled(Kept):
 
 @dataclass(frozen=True, eq=False)
 class MXFP4(Kept):
-    """Blocks of 32 values and their scales, in the layout of GPT-OSS's checkpoints.
+    """Blocks of 32 values along one axis and their scales, in the layout of GPT-OSS's checkpoints."""
 
-    blocks : uint8 [..., n/32, 16], two codes a byte, the first in the low half; the blocks of the quantised axis stand
-        last, wherever that axis is in the tensor.
-    scales : uint8 [..., n/32], exponent + 127.
-    axis, length : the quantised axis of the tensor and its length n; the last block is filled up with zeros.
-    """
-
-    blocks: Tensor
-    scales: Tensor
-    axis: int
-    length: int
+    blocks: Tensor          # uint8 [..., n/32, 16], two codes a byte, the first in the low half
+    scales: Tensor          # uint8 [..., n/32], exponent + 127
+    axis: int               # of the tensor, last in blocks and scales
+    length: int             # n; the last block is filled up with zeros
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         codes = torch.stack([self.blocks & 15, self.blocks >> 4], dim=-1).flatten(-2)               # [..., n/32, 32]
@@ -91,8 +84,6 @@ class MXFP4(Kept):
         values = torch.ldexp(table[codes.int()], self.scales.int()[..., None] - 127)
         return values.flatten(-2)[..., :self.length].movedim(-1, self.axis).to(dtype).contiguous()
 
-
-# ---------------------------------------------------------------------------------------------------------- quantising
 
 def quantize_fp8(w: Tensor, axis: int = -1) -> Scaled:
     """e4m3 with a scale for every channel, shared along `axis`."""
@@ -143,10 +134,7 @@ FORMATS: dict[str, Callable[..., Kept]] = {
 
 
 def quantize(w: Tensor, format: str, axis: int = -1) -> Kept:
-    """A tensor in one of `FORMATS`; scales are shared along `axis`.
-
-    ValueError : no such format, a tensor that is not of floats, or one with infinite or undefined values.
-    """
+    """A tensor in one of `FORMATS`; ValueError unless it is of finite floats."""
     if format not in FORMATS:
         raise ValueError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
     if not w.is_floating_point() or not torch.isfinite(w).all():
@@ -199,7 +187,7 @@ class Int8(Sorted):
     of the rows, to which scales are rounded too. `Sorted`, which dequantises, where torch lacks the product, for
     sizes that are no multiples of 32, transposed layouts, experts that are not plain, and other devices.
 
-    ValueError : when run, experts that come from anywhere else.
+    ValueError : when run on experts from another source.
     """
 
     lossless = False            # every choice is executed, but weights are rounded
@@ -234,15 +222,11 @@ def _int8_linear(x: Tensor, kept: dict[str, Any], name: str) -> Tensor:
 
 
 class LayerError(NamedTuple):
-    """Relative RMS errors ‖ŷ − y‖ / ‖y‖ of one layer.
+    """Relative RMS errors ‖ŷ − y‖ / ‖y‖ of one layer."""
 
-    weights : of the weights of the experts that are visited; experts : of what each returns for its tokens; layer : of
-    the layer's routed output, the weighted sum of these (shared experts left out).
-    """
-
-    weights: float
-    experts: float
-    layer: float
+    weights: float          # of the experts that are hit
+    experts: float          # of their outputs
+    layer: float            # of the layer's routed output, the weighted sum of these (shared experts left out)
 
 
 def layer_error(experts: Any, source: Callable[[int, int], dict[str, Tensor]], x: Tensor, ids: Tensor,

@@ -218,7 +218,7 @@ def router_for(source: Any, **facts: Any) -> Rule:
     source : a transformers config, or a `MoESpec`.
     facts : fields of the rule that the source does not tell (a spec: `normalise`, `groups`, `capacity`), or that are
         to differ.
-    ValueError : the architecture's router is none of these rules, or a spec lacks a fact; the message says which.
+    ValueError : the architecture's router is none of these rules, or a spec lacks a fact.
     """
     if isinstance(source, MoESpec):
         if source.router not in ROUTERS:
@@ -317,7 +317,7 @@ REFUSED: dict[str, str] = {
     "inkling_text": "shares the softmax of its weights with the shared experts",
     "inkling2_text": "scores with an activation that is none of softmax and sigmoid",
     "jetmoe": "gathers tokens by expert, and routes attention too",
-    "longcat_flash": "chooses among experts that compute nothing, whose ids lie beyond the others",
+    "longcat_flash": "chooses among experts that compute nothing, with ids beyond the others",
     "muse_spark_text": "multiplies its logits and scores with an activation of its own",
     "nllb_moe": "drops the second expert by chance or by capacity over the whole batch",
     "zaya": "carries a state of its own from layer to layer",
@@ -337,16 +337,11 @@ def _architecture(config: Any) -> Architecture:
 
 @dataclass(frozen=True, eq=False)
 class LinearRouter:
-    """A router: its weight [E, H], the bias [E] of its logits, the correction bias [E] of its choice, and its rule.
-
-    dtype, wide, back : as of `Architecture`.
-    """
-
-    weight: Tensor
+    weight: Tensor                          # [E, H]
     rule: Rule
-    bias: Tensor | None = None
-    correction: Tensor | None = None
-    dtype: torch.dtype | None = None
+    bias: Tensor | None = None              # [E], of the logits
+    correction: Tensor | None = None        # [E], of the choice alone
+    dtype: torch.dtype | None = None        # these three as of `Architecture`
     wide: bool = False
     back: bool = False
 
@@ -365,8 +360,7 @@ class LinearRouter:
     def of(cls, layer: Any, config: Any, **facts: Any) -> LinearRouter:
         """The router of a live model's `moelab.models.MoELayer`; `config` and `facts` as of `router_for`.
 
-        ValueError : no rule for this architecture, or the rule's ids or weights for random hidden states are not, bit
-            for bit, those of the live router.
+        ValueError : no rule for this architecture, or one with another result for random hidden states, bit for bit.
         """
         inner = config.get_text_config() if hasattr(config, "get_text_config") else config
         known, rule, module = _architecture(inner), router_for(config, **facts), layer.router
@@ -401,8 +395,6 @@ def route_in_shards(shards: Sequence[Tensor], router: LinearRouter) -> Routing:
     Equal bit for bit to selecting from the ranks' gathered logits, and to one router over all T tokens wherever the
     logits are: products of other row counts may round fp32 logits differently, and so may torch's sigmoid on CPUs where
     E is no multiple of 32. `moelab.parallel.volumes.gather_volume` has the bytes.
-
-    ValueError : the rule counts earlier tokens of the sequence (`Top1`), which a rank does not know.
     """
     if isinstance(router.rule, Top1):
         raise ValueError("a top-1 router with capacity cannot route shards of a sequence: who finds room depends on "

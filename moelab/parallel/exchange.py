@@ -125,10 +125,6 @@ class Grid:
                 total[label].add(sent.rows, sent.bytes)
         return dict(total)
 
-    def reset(self) -> None:
-        for exchange in (self.world, self.ep, self.tp):
-            exchange.traffic.clear()
-
 
 def pack(*parts: Tensor) -> Tensor:
     """Rows of several tensors [n, width] of any dtype side by side as bytes: one exchange instead of several."""

@@ -1,10 +1,9 @@
-"""Executors whose experts are on several ranks: all-gather, all-to-all-v, deduplicated; and cut on H or by blocks.
+"""Executors with experts on several ranks: all-gather, all-to-all-v, deduplicated; and cut on H or by blocks.
 
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Sharding strategies" and "Communication
-Optimization for Expert Parallelism with All-to-All-v". Tokens are spread over the ranks: rank r owns the r-th of W
-consecutive parts. They are sent to where their experts are, computed by `inner`, any executor that runs on one machine,
-and the results come back to the owner (`run_own`). A model that computes all else on every rank calls `run`: each rank
-takes its part and all gather the result, which is one all-gather more.
+Optimization for Expert Parallelism with All-to-All-v". Rank r owns the r-th of W consecutive parts of the tokens. They
+are sent to where their experts are, computed by `inner`, any executor of one process, and the results come back to the
+owner (`run_own`). A model that computes all else on every rank calls `run`, which all-gathers the result.
 
     AllGather       rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both
     AllToAll        a row for every choice on another rank, its contribution back; summed by the owner in eager's order
@@ -186,7 +185,7 @@ class Deduplicated(Parallel):
 class Hidden(Executor):
     """Each expert cut along H (`on_hidden`): sums over H are completed before the activation, columns gathered after.
 
-    Works on experts of transformers' experts interface, which it computes itself: there is no other executor inside.
+    It computes plain experts itself: there is no `inner`.
     """
 
     cut, place = staticmethod(on_hidden), Parallel.place
