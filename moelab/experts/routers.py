@@ -73,29 +73,18 @@ class Groups:
 
 @dataclass(frozen=True)
 class TopK:
-    """The K experts of the highest score, weighted with their affinities.
-
-    activation : "softmax" or "sigmoid", from logits to affinities.
-    before : activation before selection, over all E logits; False applies it to the K chosen logits.
-    normalise : divide a token's weights by their sum (L1) plus `eps`.
-    scale : routed scaling factor, after normalisation.
-    groups : None, or the limit to groups.
-    dtype : of the affinities; None is the logits' own. The Neuron SDK's is float64, transformers' mostly float32.
-    narrow : return weights in the logits' dtype; False leaves them in `dtype`.
-    ordered : choices from the best down; False in any order, as DeepSeek's, which rounds their sum differently.
-    whole : with before=False, the sigmoid is still computed of all E logits, which rounds differently.
-    """
+    """The K experts of the highest score, weighted with their affinities."""
 
     K: int
-    activation: str = "softmax"
-    before: bool = True
-    normalise: bool = False
-    scale: float = 1.0
+    activation: str = "softmax"                 # or "sigmoid": from logits to affinities
+    before: bool = True                         # activation before selection, of all E logits; else of the K chosen
+    normalise: bool = False                     # divide a token's weights by their sum (L1) plus `eps`
+    scale: float = 1.0                          # routed scaling factor, after normalisation
     groups: Groups | None = None
-    dtype: torch.dtype | None = torch.float32
-    narrow: bool = True
-    ordered: bool = True
-    whole: bool = False
+    dtype: torch.dtype | None = torch.float32   # of the affinities; None is the logits' own; the SDK's is float64
+    narrow: bool = True                         # return weights in the logits' dtype; else in `dtype`
+    ordered: bool = True                        # from the best down; else in any order, summed so (DeepSeek)
+    whole: bool = False                         # with before=False, the sigmoid is still of all E logits
     eps: float = 1e-20
 
     def __post_init__(self) -> None:
@@ -165,14 +154,11 @@ class Sparsemixer:
 
 @dataclass(frozen=True)
 class Top1:
-    """Switch: the most probable expert, unless `capacity` earlier tokens of the sequence have chosen it already.
-
-    dtype : of the softmax; rounded : what its result is rounded to before the choice, None for no rounding.
-    """
+    """Switch: the most probable expert, unless `capacity` earlier tokens of the sequence have chosen it already."""
 
     capacity: int
-    dtype: torch.dtype = torch.float32
-    rounded: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32          # of the softmax
+    rounded: torch.dtype | None = None          # what its result is rounded to before the choice
     K: int = 1
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> Routing:
@@ -351,7 +337,7 @@ class LinearRouter:
         return logits.float() if self.wide else logits
 
     def __call__(self, x: Tensor) -> Routing:
-        """Route x [..., H]; where a rule counts along sequences, x is [..., S, H]."""
+        """Route x [..., H]; for a rule that counts along sequences [..., S, H]."""
         ids, weights = self.rule(self.logits(x), self.correction)
         return Routing(ids, weights.to(x.dtype) if self.back else weights)
 

@@ -92,14 +92,12 @@ def _refuse_norm(experts: Any) -> None:
 class Sharding:
     """How virtual cores share the work of `moelab.experts.blockwise.Blockwise`.
 
-    on : "H", "I" or "block".
-    cores : n.
     order : of blocks, for "block": "PING_PONG", core c takes blocks c, c + n, …; "HI_LO", each a run of consecutive
         ones, which keeps an expert's blocks together and so reloads fewer weights.
     """
 
-    on: str = "H"
-    cores: int = 2
+    on: str = "H"                   # or "I", "block"
+    cores: int = 2                  # n
     order: str = "PING_PONG"
 
     def __post_init__(self) -> None:
