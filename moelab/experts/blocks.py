@@ -52,25 +52,19 @@ def blocks_needed(counts: Sequence[int], B: int) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the slots of one routing go; overheads are fractions, as in the guide's worked example.
+    """Where the slots of one routing go; overheads are fractions, as in the guide's worked example."""
 
-    pairs : T·K, the work that was asked for.
-    B, needed, provisioned : block size, blocks that this routing fills, and blocks N that the graph has.
-    """
-
-    pairs: int
+    pairs: int              # T·K
     B: int
-    needed: int
-    provisioned: int
+    needed: int             # blocks that this routing fills
+    provisioned: int        # blocks N that the graph has
 
     @property
     def slots(self) -> int:
-        """Rows that are provided, N·B."""
         return self.provisioned * self.B
 
     @property
     def padded(self) -> int:
-        """Rows that hold no token, N·B − T·K."""
         return self.slots - self.pairs
 
     @property
@@ -85,12 +79,7 @@ class Padding:
 
 
 def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "code") -> Padding:
-    """The padding of a routing with `counts` [E] tokens an expert, T tokens and K experts a token.
-
-    Raises
-    ------
-    ValueError : an unknown provision, a block size below 1, or counts that T tokens with K experts do not have.
-    """
+    """The padding of a routing with `counts` [E] tokens an expert; ValueError for more than T·K of them."""
     if provision not in PROVISION or B < 1:
         raise ValueError(f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1")
     counts = [int(n) for n in counts]
@@ -101,20 +90,12 @@ def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "cod
 
 
 def intensity_factor(B: int, N: int, E: int, bytes_a_weight: float = 2) -> float:
-    """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), which is B·N/E for two bytes a weight.
-
-    Every expert's weights are read once and all N blocks are computed, padding included.
-    """
+    """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), B·N/E for two bytes a weight; padding counts as work."""
     return 2 * B * N / (bytes_a_weight * E)
 
 
 def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
-    """FLOPs/byte at which a device turns from memory-bound to compute-bound: peak compute / memory bandwidth.
-
-    Raises
-    ------
-    KeyError, ValueError : the card has no such rate, or the dtype is unknown.
-    """
+    """FLOPs/byte from which on a device is compute-bound: peak compute / memory bandwidth; KeyError without a rate."""
     if dtype not in RATES:
         raise ValueError(f"there is no dtype {dtype!r}; there are: {', '.join(RATES)}")
     return 1e3 * device[RATES[dtype][0]] / device["memory_bandwidth_gbs"]
@@ -122,15 +103,12 @@ def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
 
 @dataclass(frozen=True)
 class BlockSizeAdvice:
-    """Which block size, and why.
-
-    table : for every size that was looked at: (B, N, FLOPs/byte, share of the N·B slots that are padding).
-    """
+    """Which block size, and why."""
 
     block_size: int
     compute_bound: bool
     target: float
-    table: tuple[tuple[int, int, float, float], ...]
+    table: tuple[tuple[int, int, float, float], ...]        # B, N, FLOPs/byte, share of the N·B slots that are padding
     explanation: str
 
 
@@ -138,19 +116,9 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
                       sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> BlockSizeAdvice:
     """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
 
-    Parameters
-    ----------
-    device : a card with a compute rate of `dtype` and `memory_bandwidth_gbs`.
-    T, K, E : tokens of a step, experts a token, experts on this device.
     reuse : consecutive blocks of one expert share a load of its weights (weight skipping), so the intensity is the
         AIF; else each block reads them again, and it is 2·B / bytes.
-    sizes : block sizes that the hardware can do.
-
-    If no size is compute-bound, the one that pads least is advised, as padding then buys nothing.
-
-    Raises
-    ------
-    ValueError : T, K, E or a size below 1, no sizes, and what `intensity_target` objects to.
+    sizes : block sizes of the hardware. If none is compute-bound, the one that pads least is advised.
     """
     if min(T, K, E, *sizes, len(sizes)) < 1:
         raise ValueError(f"T={T}, K={K}, E={E} and the block sizes {list(sizes)} must be at least 1, and one size or "

@@ -28,7 +28,7 @@ from moelab.experts.sharding import Sharding
 
 @dataclass
 class Loads:
-    """Exact counts of what was loaded, and of what an algorithm without skipping would have loaded on top of it."""
+    """Exact counts of what was loaded, and of what was skipped: an algorithm without skipping loads that, too."""
 
     loaded: int = 0
     skipped: int = 0
@@ -37,11 +37,9 @@ class Loads:
 
     @property
     def savings(self) -> float:
-        """Share of the loads that was skipped; 0 before anything was loaded."""
         return self.skipped / max(self.loaded + self.skipped, 1)
 
     def add(self, loaded: int, skipped: int, size: int) -> None:
-        """Count loads of `size` bytes each."""
         self.loaded, self.skipped = self.loaded + loaded, self.skipped + skipped
         self.bytes_loaded, self.bytes_skipped = self.bytes_loaded + loaded * size, self.bytes_skipped + skipped * size
 
@@ -53,15 +51,11 @@ def nbytes(weights: dict[str, Tensor]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """The tokens of each block.
+    """The tokens of each block; int64."""
 
-    block_to_expert : int64 [N]; blocks that no token needs are the last expert's, as in the SDK.
-    tokens, choices : int64 [N, B], whose choice is in a slot, and which of its K; −1 in empty slots.
-    """
-
-    block_to_expert: Tensor
-    tokens: Tensor
-    choices: Tensor
+    block_to_expert: Tensor         # [N]; blocks that no token needs are the last expert's, as in the SDK
+    tokens: Tensor                  # [N, B], whose choice is in a slot; −1 in empty slots
+    choices: Tensor                 # [N, B], which of its K
 
     @property
     def live(self) -> Tensor:
@@ -70,10 +64,7 @@ class BlockMap:
 
 
 def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
-    """Map the choices ids [T, K] to blocks of B; within an expert, tokens keep their order.
-
-    provision : how N is chosen, a name of `moelab.experts.blocks.PROVISION`.
-    """
+    """Map the choices ids [T, K] to blocks of B; within an expert, tokens keep their order."""
     T, K = ids.shape
     d = dispatch(ids, E)
     N = PROVISION[provision](T, K, E, B) if T else 0
@@ -90,23 +81,16 @@ def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
 class Blockwise(Executor):
     """Experts in blocks of fixed size; lossless.
 
-    Parameters
-    ----------
     block_size : B. The SDK's is 512, for a machine that needs hundreds of rows a weight; a CPU needs tens.
     provision : "code" or "text", the formula of N.
     skip_tokens, skip_weights, skip_blocks : token skipping, weight skipping, dynamic block skipping.
     sharding : how the work is shared between virtual cores; None is one core.
 
-    Attributes
-    ----------
+    Attributes:
     blocks : blocks provisioned (N), summed over calls; live : of these, with a token; computed : of these, computed.
     row_loads, weight_loads : loads of token rows [H] and of experts' weights, done and skipped, relative to a load for
         each slot and for each block of those computed.
     reduced : values that cores exchanged to add up their partial results.
-
-    Raises
-    ------
-    ValueError : a block size below 1, or an unknown provision.
     """
 
     def __init__(self, block_size: int = 64, *, provision: str = "code", skip_tokens: bool = True,

@@ -27,15 +27,11 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """Exact counts of what an executor has done since it was made or `reset`.
+    """Exact counts of what an executor has done since it was made or `reset`."""
 
-    routed : choices of an expert by a token; executed and dropped add up to it.
-    slots : rows that were computed, padding included; never fewer than executed.
-    """
-
-    routed: int = 0
+    routed: int = 0         # choices of an expert by a token; executed and dropped add up to it
     executed: int = 0
-    slots: int = 0
+    slots: int = 0          # rows that were computed, padding included
 
     @property
     def dropped(self) -> int:
@@ -43,12 +39,10 @@ class Tally:
 
     @property
     def drop_rate(self) -> float:
-        """Dropped choices over routed ones; 0 before anything was routed."""
         return self.dropped / self.routed if self.routed else 0.0
 
     @property
     def padded_fraction(self) -> float:
-        """Share of the computed rows that were padding or masked out."""
         return 1 - self.executed / self.slots if self.slots else 0.0
 
     def add(self, routed: int, executed: int, slots: int) -> None:
@@ -61,14 +55,9 @@ class Tally:
 
 
 class Executor(ABC):
-    """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`.
+    """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`."""
 
-    Attributes
-    ----------
-    lossless : whether every routed choice is executed, with the weights as they are.
-    """
-
-    lossless = True
+    lossless = True         # whether every routed choice is executed, with the weights as they are
 
     def __init__(self) -> None:
         self.tally = Tally()
@@ -113,16 +102,12 @@ class Sorted(Executor):
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """All choices of one step, sorted by expert, and within an expert by token.
+    """All n choices of one step, sorted by expert, and within an expert by token; int64."""
 
-    tokens, choices : int64 [n], whose choice it is, and which of its K.
-    counts : int64 [E], choices of each expert; offsets : int64 [E + 1], where each expert's begin.
-    """
-
-    tokens: Tensor
-    choices: Tensor
-    counts: Tensor
-    offsets: Tensor
+    tokens: Tensor          # [n], whose choice it is
+    choices: Tensor         # [n], which of its K
+    counts: Tensor          # [E], choices of each expert
+    offsets: Tensor         # [E + 1], where each expert's begin
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -134,12 +119,7 @@ class Dispatch:
 
 
 def dispatch(ids: Tensor, E: int) -> Dispatch:
-    """Sort a step's choices by expert, then token, then choice; the id E ("no expert") is left out.
-
-    Raises
-    ------
-    ValueError : an id below 0 or above E.
-    """
+    """Sort a step's choices by expert, then token, then choice, without the id E; ValueError for an id beyond it."""
     T, K = ids.shape
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)                # token-major, so ties stay in token order
@@ -173,11 +153,8 @@ def local_experts(experts: Any) -> Sequence[int]:
 
 
 def plain(experts: Any) -> bool:
-    """Whether an expert is nothing but up, gate, down, and its output is weighted.
-
-    Not so where the seam knows another arithmetic (Llama 4 weighs the input, Switch has modules of its own) or where
-    a norm follows.
-    """
+    """Whether an expert is nothing but up, gate, down, and its output is weighted; unlike Llama 4's (the input is),
+    Switch's (modules of its own), and those that a norm follows."""
     return _usual(type(experts)) and not experts.has_post_expert_norm
 
 
@@ -187,12 +164,12 @@ def _usual(cls: type) -> bool:
 
 
 def names(experts: Any) -> tuple[str, str]:
-    """The parameters of up and down; their biases have `_bias` behind it."""
+    """The parameters of up and down; their biases' names end in `_bias`."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def banks(experts: Any, name: str) -> Tensor | None:
-    """All experts' weights of one name, [E, …], where the module holds them and no source is asked; else None."""
+    """All experts' weights of one name, [E, …], where the module holds them and there is no source; else None."""
     return experts._parameters.get(name) if experts.source is None else None
 
 
@@ -218,5 +195,5 @@ def silu_gated(experts: Any) -> bool:
 
 
 def wants_grad(*tensors: Tensor) -> bool:
-    """Whether a gradient may be asked of what is made of these, which compiled kernels do not record."""
+    """Whether what is computed from these may need a gradient, which compiled kernels do not record."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

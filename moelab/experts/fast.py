@@ -1,13 +1,14 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is measured on this machine.
 
 Source: "automatic choice" of the AWS Neuron MoE guide, by sizes alone (`moelab.experts.neuron`); here it is measured at
-run time. The first time that an expert's shape has more tokens than experts to go to, both ways compute one of its
+run time. The first time that an expert's shape has more tokens than experts to go to, both compute one of its
 experts with 8, 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both are
 lossless, so the choice changes no result beyond rounding.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,10 @@ from moelab.kernels.linear import crossover
 class Fast(Executor):
     """`GEMV` up to so many tokens an expert, then `Sorted` or `Packed`.
 
-    Parameters
-    ----------
     few : GEMV computes steps with at most so many tokens an expert (T·K / E) on average; None measures it.
     packed : compute many tokens with packed weights, which takes as much memory again as the weights.
 
-    Attributes
-    ----------
-    measured : (shape of an expert's weights, dtype, layout, threads) → what `few` was found to be.
+    `measured` is (shape of an expert's weights, dtype, layout, threads) → `few`.
     """
 
     def __init__(self, few: float | None = None, packed: bool = False) -> None:
@@ -40,8 +37,8 @@ class Fast(Executor):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         tokens = ids.numel() / experts.num_experts
-        way = self.gemv if tokens <= 1 or tokens <= self._few(x, ids, experts) else self.many
-        return way.run(x, ids, weights, experts)
+        executor = self.gemv if tokens <= 1 or tokens <= self._few(x, ids, experts) else self.many
+        return executor.run(x, ids, weights, experts)
 
     @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
@@ -55,9 +52,9 @@ class Fast(Executor):
         if key not in self.measured:
             before = vars(self.tally).copy()
 
-            def way(executor: Executor, size: int) -> Any:
+            def run(executor: Executor, size: int) -> Any:
                 rows = x[torch.arange(size) % len(x)]
                 return executor.run(rows, torch.full((size, 1), expert), x.new_ones(size, 1), experts)
-            self.measured[key] = crossover(*(lambda size, w=w: way(w, size) for w in (self.gemv, self.many)))
-            vars(self.tally).update(before)                 # what was computed for measuring counts for nothing
+            self.measured[key] = crossover(partial(run, self.gemv), partial(run, self.many))
+            vars(self.tally).update(before)                 # what was computed for measuring is not counted
         return self.measured[key]

@@ -7,7 +7,7 @@ expert are multiplied with the stacked weights [E, …]; offsets say where each 
 (`torch.ops.mkldnn._reorder_linear_weight` and `_linear_pointwise`, private to torch). An ordinary product packs the
 weights each time it is called, which for the few dozen rows of an expert costs as much as the product; here it is done
 once. The packed copy takes as much memory again as the weights. With many tokens the experts are shared out among
-threads, the busiest first, each computed by one.
+workers, those with most tokens first, each computed by one.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ class Packed(Sorted):
     gradients, bf16 and fp16 without the processor's instructions for them, and experts from a source, whose memory may
     be used again, unless they are `immutable`.
 
-    Parameters
-    ----------
     immutable : experts from a source are packed and kept too, by layer and number: the source must always give the
         same values for the same expert.
     """

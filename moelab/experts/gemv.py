@@ -98,8 +98,6 @@ def _table(experts: Any, name: str, places: dict[str, np.ndarray]) -> tuple[np.n
 class PlanesGEMV(GEMV):
     """`GEMV` on bf16 weights that stay split in their two bytes; experts it cannot do raise ValueError.
 
-    Parameters
-    ----------
     planes : (layer, expert) → parameter name → (exponents, sign-mantissa), uint8 arrays or CPU tensors, contiguous;
         `moelab.store.planes.StorePlanes(store)` is one.
     """

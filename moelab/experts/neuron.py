@@ -50,12 +50,7 @@ class AllExperts(Executor):
 
 
 class Selective(Executor):
-    """The unique experts of the step, each one's weights fetched once; lossless.
-
-    Attributes
-    ----------
-    loads : experts that were fetched; skipped are the others of the layer, so `loads.savings` is 1 − unique/E.
-    """
+    """The unique experts of the step, each one's weights loaded once; lossless. `loads.savings` is 1 − unique/E."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +72,7 @@ class Selective(Executor):
 
 
 def provisioned_savings(batch: int, K: int, E: int) -> float:
-    """What a static graph saves: it has room for min(batch · K, E) experts, the guide's "max unique experts"."""
+    """What a static graph for min(batch · K, E) experts, the guide's "max unique experts", saves of the loads."""
     return 1 - min(batch * K, E) / E
 
 
@@ -104,15 +99,10 @@ def neuron_choice(T: int, K: int, E: int, *, decode: bool, block_size: int = 512
 class NeuronRule(Executor):
     """Runs each step by `neuron_choice`; lossless without a capacity factor.
 
-    Parameters
-    ----------
     capacity_factor, block_size, alpha : the SDK's settings and their defaults.
     batch : sequences that decode together. An executor sees T tokens only: up to `batch` are taken for a decode step.
 
-    Attributes
-    ----------
-    chosen : how often each algorithm was chosen.
-    executors : name → its executor; they share this one's tally.
+    `chosen` counts how often each algorithm was chosen; the `executors` share this one's tally.
     """
 
     def __init__(self, capacity_factor: float | None = None, block_size: int = 512, alpha: float = 1.0,

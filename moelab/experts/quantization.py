@@ -60,11 +60,10 @@ class Plain(Kept):
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Kept):
-    """One scale a channel: codes (float8_e4m3fn or int8) in the tensor's shape; scale float32, of length 1 on one axis.
-    """
+    """One scale a channel."""
 
-    codes: Tensor
-    scale: Tensor
+    codes: Tensor           # float8_e4m3fn or int8, in the tensor's shape
+    scale: Tensor           # float32, of length 1 on the axis along which it is shared
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return (self.codes.float() * self.scale).to(dtype)
@@ -72,31 +71,18 @@ class Scaled(Kept):
 
 @dataclass(frozen=True, eq=False)
 class MXFP4(Kept):
-    """Blocks of 32 values and their scales, in the layout of GPT-OSS's checkpoints.
+    """Blocks of 32 values along one axis and their scales, in the layout of GPT-OSS's checkpoints."""
 
-    blocks : uint8 [..., n/32, 16], two codes a byte, the first in the low half; the blocks of the quantised axis stand
-        last, wherever that axis is in the tensor.
-    scales : uint8 [..., n/32], exponent + 127.
-    axis, length : the quantised axis of the tensor and its length n; the last block is filled up with zeros.
-    """
-
-    blocks: Tensor
-    scales: Tensor
-    axis: int
-    length: int
+    blocks: Tensor          # uint8 [..., n/32, 16], two codes a byte, the first in the low half
+    scales: Tensor          # uint8 [..., n/32], exponent + 127
+    axis: int               # of the tensor, last in blocks and scales
+    length: int             # n; the last block is filled up with zeros
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         codes = torch.stack([self.blocks & 15, self.blocks >> 4], dim=-1).flatten(-2)               # [..., n/32, 32]
         table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=codes.device)
         values = torch.ldexp(table[codes.int()], self.scales.int()[..., None] - 127)
         return values.flatten(-2)[..., :self.length].movedim(-1, self.axis).to(dtype).contiguous()
-
-
-# ---------------------------------------------------------------------------------------------------------- quantising
-
-def quantize_bf16(w: Tensor, axis: int = -1) -> Plain:
-    """Rounded to bf16, nearest even."""
-    return Plain(w.to(torch.bfloat16).clone())
 
 
 def quantize_fp8(w: Tensor, axis: int = -1) -> Scaled:
@@ -119,8 +105,8 @@ def _scale(w: Tensor, axis: int, largest: float) -> Tensor:
 def quantize_mxfp4(w: Tensor, axis: int = -1, saturate: bool = True) -> MXFP4:
     """MXFP4 in blocks of 32 along `axis`.
 
-    saturate : OCP's shared exponent, under which a block's largest values may be cut to 6; False takes one more where
-        the largest would be.
+    saturate : OCP's shared exponent, under which a block's largest values may be clipped to 6; False adds one to it
+        where they would be.
     """
     length = w.shape[axis]
     values = w.float().movedim(axis, -1).contiguous()
@@ -143,17 +129,12 @@ def _boundaries(device: torch.device) -> Tensor:
 
 #: format → (tensor, axis along which scales are shared) → quantised tensor
 FORMATS: dict[str, Callable[..., Kept]] = {
-    "bf16": quantize_bf16, "fp8": quantize_fp8, "int8": quantize_int8, "mxfp4": quantize_mxfp4,
-    "mxfp4-up": partial(quantize_mxfp4, saturate=False)}
+    "bf16": lambda w, axis: Plain(w.to(torch.bfloat16).clone()), "fp8": quantize_fp8, "int8": quantize_int8,
+    "mxfp4": quantize_mxfp4, "mxfp4-up": partial(quantize_mxfp4, saturate=False)}
 
 
 def quantize(w: Tensor, format: str, axis: int = -1) -> Kept:
-    """A tensor in one of `FORMATS`; scales are shared along `axis`.
-
-    Raises
-    ------
-    ValueError : no such format, a tensor that is not of floats, or one with infinite or undefined values.
-    """
+    """A tensor in one of `FORMATS`; ValueError unless it is of finite floats."""
     if format not in FORMATS:
         raise ValueError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
     if not w.is_floating_point() or not torch.isfinite(w).all():
@@ -170,8 +151,7 @@ class Quantized:
         with plugged(model, source=Quantized(plug(model), "mxfp4")):        # or plug(model, source=…)
             model.generate(…)
 
-    layers : MoE layers behind the seam; their experts' present weights, from wherever they come, are quantised. Their
-        own parameters stay in memory, unless the model was opened without them.
+    layers : MoE layers behind the seam, whose experts' present weights are quantised; own parameters stay in memory.
     """
 
     def __init__(self, layers: Sequence[Any], format: str) -> None:
@@ -207,9 +187,7 @@ class Int8(Sorted):
     of the rows, to which scales are rounded too. `Sorted`, which dequantises, where torch lacks the product, for
     sizes that are no multiples of 32, transposed layouts, experts that are not plain, and other devices.
 
-    Raises
-    ------
-    ValueError : when run, experts that come from anywhere else.
+    ValueError : when run on experts from another source.
     """
 
     lossless = False            # every choice is executed, but weights are rounded
@@ -244,15 +222,11 @@ def _int8_linear(x: Tensor, kept: dict[str, Any], name: str) -> Tensor:
 
 
 class LayerError(NamedTuple):
-    """Relative RMS errors ‖ŷ − y‖ / ‖y‖ of one layer.
+    """Relative RMS errors ‖ŷ − y‖ / ‖y‖ of one layer."""
 
-    weights : of the weights of the experts that are visited; experts : of what each returns for its tokens; layer : of
-    the layer's routed output, the weighted sum of these (shared experts left out).
-    """
-
-    weights: float
-    experts: float
-    layer: float
+    weights: float          # of the experts that are hit
+    experts: float          # of their outputs
+    layer: float            # of the layer's routed output, the weighted sum of these (shared experts left out)
 
 
 def layer_error(experts: Any, source: Callable[[int, int], dict[str, Tensor]], x: Tensor, ids: Tensor,

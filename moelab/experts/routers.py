@@ -3,16 +3,13 @@
 Sources: Neuron MoE guide, "Router" and "Router execution in sequence parallel mode"; the group limits are DeepSeek-V3
 §2.1.2 (arXiv 2412.19437) and DeepSeek-V2 §2.1.3 (2405.04434), sparsemixer is GRIN's (2409.12136), top-1 with capacity
 Switch's (2101.03961, §2.2). A *rule* is a pure function of the logits (and of a correction bias that acts on the
-choice alone); `LinearRouter` is a rule with a router's weights in front. `router_for` knows each architecture's rule by
-name, and the arithmetic, dtypes included, is transformers' own: `LinearRouter.of` compares ids and bits of the weights
-with the live router's when it is made, and refuses what differs.
+choice alone); `LinearRouter` is a rule with a router's weights in front. The arithmetic, dtypes included, is
+transformers' own: `LinearRouter.of` refuses what differs from the live router in any id or bit of the weights.
 
     x [..., H]  →  logits [..., E]  →  ids [T, K], E means "no expert"    weights [T, K]
 
-Ties: which of two experts with the same score is chosen is left to `torch.topk`, which promises nothing (argmax, in
-`Top1` and `Sparsemixer`, takes the lowest id on CPUs). It depends on the token's own scores only, and without a
-correction bias the weights do not depend on it. Left out: training (jitter, sampling, auxiliary losses) and Sinkhorn,
-whose inference is a plain top-1.
+Which of two experts with equal scores is chosen is left to `torch.topk`, which promises nothing (argmax, in `Top1` and
+`Sparsemixer`, takes the lowest id on CPUs). Left out: training (jitter, sampling, auxiliary losses).
 """
 
 from __future__ import annotations
@@ -30,22 +27,25 @@ from torch import Tensor
 from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
 
+#: names of the bias that acts on the choice alone
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+#: hidden states on which a rule is compared with the live router
+PROBE = 64
+
 
 class Routing(NamedTuple):
-    """ids int64 [T, K] and weights [T, K]; the id E means "no expert"."""
-
-    ids: Tensor
-    weights: Tensor
+    ids: Tensor             # int64 [T, K]; E means "no expert"
+    weights: Tensor         # [T, K]
 
 
 @dataclass(frozen=True)
 class Groups:
     """Only experts of the `best` of `n` groups can be chosen; a group is E/n neighbouring experts.
 
-    score : what a group is worth: "two best" (DeepSeek-V3: the sum of its two best scores) or "max" (DeepSeek-V2).
-    mask : the score that experts of other groups get. −inf bars them (transformers). 0.0 (the Neuron SDK's
-        `GroupLimitedRouter`) does not where scores can be negative: with a correction bias below −1 every barred
-        expert is better than any of the chosen groups.
+    score : a group's score: "two best" (DeepSeek-V3: the sum of its two best scores) or "max" (DeepSeek-V2).
+    mask : the score that experts of other groups get. −inf excludes them (transformers). 0.0 (the Neuron SDK's
+        `GroupLimitedRouter`) does not where scores can be negative: with a correction bias below −1 every masked
+        expert beats those of the chosen groups.
     """
 
     n: int
@@ -74,32 +74,18 @@ class Groups:
 
 @dataclass(frozen=True)
 class TopK:
-    """The K experts of the highest score, weighted with their affinities.
-
-    Attributes
-    ----------
-    K : experts a token.
-    activation : "softmax" or "sigmoid", from logits to affinities.
-    before : activation before selection, over all E logits; False applies it to the K chosen logits.
-    normalise : divide a token's weights by their sum (L1) plus `eps`.
-    scale : routed scaling factor, after normalisation.
-    groups : None, or the limit to groups.
-    dtype : of the affinities; None is the logits' own. The Neuron SDK's is float64, transformers' mostly float32.
-    narrow : return weights in the logits' dtype; False leaves them in `dtype`.
-    ordered : choices stand from the best down; False in any order, as DeepSeek's, which rounds their sum differently.
-    whole : with before=False, the sigmoid is still taken over all E logits, which rounds differently.
-    """
+    """The K experts of the highest score, weighted with their affinities."""
 
     K: int
-    activation: str = "softmax"
-    before: bool = True
-    normalise: bool = False
-    scale: float = 1.0
+    activation: str = "softmax"                 # or "sigmoid": from logits to affinities
+    before: bool = True                         # activation before selection, of all E logits; else of the K chosen
+    normalise: bool = False                     # divide a token's weights by their sum (L1) plus `eps`
+    scale: float = 1.0                          # routed scaling factor, after normalisation
     groups: Groups | None = None
-    dtype: torch.dtype | None = torch.float32
-    narrow: bool = True
-    ordered: bool = True
-    whole: bool = False
+    dtype: torch.dtype | None = torch.float32   # of the affinities; None is the logits' own; the SDK's is float64
+    narrow: bool = True                         # return weights in the logits' dtype; else in `dtype`
+    ordered: bool = True                        # from the best down; else in any order, summed so (DeepSeek)
+    whole: bool = False                         # with before=False, the sigmoid is still of all E logits
     eps: float = 1e-20
 
     def __post_init__(self) -> None:
@@ -109,7 +95,6 @@ class TopK:
             raise ValueError("groups are chosen by affinities, which before=False computes only for the chosen experts")
 
     def affinities(self, logits: Tensor) -> Tensor:
-        """Softmax or sigmoid of the last axis."""
         logits = logits if self.dtype is None else logits.to(self.dtype)
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
@@ -143,7 +128,7 @@ class TopK:
 class Sparsemixer:
     """Phi-3.5-MoE at inference: the two highest logits, each weighted by a softmax over the logits near it.
 
-    Near is within 2·jitter of it, relative to the larger of |logit| and it; the second is weighed without the first.
+    Near is within 2·jitter of it, relative to the larger of |logit| and it; the second is weighted without the first.
     The weights do not sum to one.
     """
 
@@ -155,7 +140,6 @@ class Sparsemixer:
             raise ValueError(f"sparsemixer chooses two experts a token, not {self.K}")
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> Routing:
-        """Route logits [..., E]."""
         _no_correction(correction)
         logits = logits.reshape(-1, logits.shape[-1])
         remaining, ids, weights = logits, [], []
@@ -171,14 +155,11 @@ class Sparsemixer:
 
 @dataclass(frozen=True)
 class Top1:
-    """Switch: the most probable expert, unless `capacity` earlier tokens of the sequence have chosen it already.
-
-    dtype : of the softmax; rounded : what its result is rounded to before the choice, None for no rounding.
-    """
+    """Switch: the most probable expert, unless `capacity` earlier tokens of the sequence have chosen it already."""
 
     capacity: int
-    dtype: torch.dtype = torch.float32
-    rounded: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32          # of the softmax
+    rounded: torch.dtype | None = None          # what its result is rounded to before the choice
     K: int = 1
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> Routing:
@@ -221,15 +202,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
 def router_for(source: Any, **facts: Any) -> Rule:
     """The rule by which an architecture routes.
 
-    Parameters
-    ----------
     source : a transformers config, or a `MoESpec`.
-    facts : fields of the rule that the source does not tell, or that are to differ: a spec knows neither `normalise`
-        nor `groups` nor `capacity`.
-
-    Raises
-    ------
-    ValueError : the architecture's router is none of these rules, or a spec lacks a fact; the message says which.
+    facts : fields of the rule that the source does not tell (a spec: `normalise`, `groups`, `capacity`), or that are
+        to differ.
+    ValueError : the architecture's router is none of these rules, or a spec lacks a fact.
     """
     if isinstance(source, MoESpec):
         if source.router not in ROUTERS:
@@ -246,18 +222,10 @@ def router_for(source: Any, **facts: Any) -> Rule:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How an architecture routes.
-
-    rule : (config, K) → its rule.
-    dtype : in what its logits are computed; None is the router weight's.
-    wide : the logits are float32 from then on.
-    back : the weights are rounded to the hidden states' dtype.
-    """
-
-    rule: Callable[[Any, int], Rule]
-    dtype: torch.dtype | None = None
-    wide: bool = False
-    back: bool = False
+    rule: Callable[[Any, int], Rule]            # (config, K) → its rule
+    dtype: torch.dtype | None = None            # in what its logits are computed; None is the router weight's
+    wide: bool = False                          # the logits are float32 from then on
+    back: bool = False                          # the weights are rounded to the hidden states' dtype
 
 
 def _deepseek_v2(c: Any, K: int) -> TopK:           # its config's norm_topk_prob is not used
@@ -336,7 +304,7 @@ REFUSED: dict[str, str] = {
     "inkling_text": "shares the softmax of its weights with the shared experts",
     "inkling2_text": "scores with an activation that is none of softmax and sigmoid",
     "jetmoe": "gathers tokens by expert, and routes attention too",
-    "longcat_flash": "chooses among experts that compute nothing, whose ids lie beyond the others",
+    "longcat_flash": "chooses among experts that compute nothing, with ids beyond the others",
     "muse_spark_text": "multiplies its logits and scores with an activation of its own",
     "nllb_moe": "drops the second expert by chance or by capacity over the whole batch",
     "zaya": "carries a state of its own from layer to layer",
@@ -356,39 +324,30 @@ def _architecture(config: Any) -> Architecture:
 
 @dataclass(frozen=True, eq=False)
 class LinearRouter:
-    """A router: its weight [E, H], the bias [E] of its logits, the correction bias [E] of its choice, and its rule.
-
-    dtype, wide, back : as of `Architecture`.
-    """
-
-    weight: Tensor
+    weight: Tensor                          # [E, H]
     rule: Rule
-    bias: Tensor | None = None
-    correction: Tensor | None = None
-    dtype: torch.dtype | None = None
+    bias: Tensor | None = None              # [E], of the logits
+    correction: Tensor | None = None        # [E], of the choice alone
+    dtype: torch.dtype | None = None        # these three as of `Architecture`
     wide: bool = False
     back: bool = False
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., E] of x [..., H]."""
         dtype = self.dtype or self.weight.dtype
         logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         return logits.float() if self.wide else logits
 
     def __call__(self, x: Tensor) -> Routing:
-        """Route x [..., H]; where a rule counts along sequences, x is [..., S, H]."""
+        """Route x [..., H]; for a rule that counts along sequences [..., S, H]."""
         ids, weights = self.rule(self.logits(x), self.correction)
         return Routing(ids, weights.to(x.dtype) if self.back else weights)
 
     @classmethod
     @torch.no_grad()
     def of(cls, layer: Any, config: Any, **facts: Any) -> LinearRouter:
-        """The same router as a live model's (a `moelab.models.MoELayer`); `config` and `facts` as of `router_for`.
+        """The router of a live model's `moelab.models.MoELayer`; `config` and `facts` as of `router_for`.
 
-        Raises
-        ------
-        ValueError : no rule for this architecture, or the rule's ids or weights for random hidden states are not, bit
-            for bit, those of the live router.
+        ValueError : no rule for this architecture, or one with another result for random hidden states, bit for bit.
         """
         inner = config.get_text_config() if hasattr(config, "get_text_config") else config
         known, rule, module = _architecture(inner), router_for(config, **facts), layer.router
@@ -423,19 +382,9 @@ def route_in_shards(shards: Sequence[Tensor], router: LinearRouter) -> Routing:
     Equal bit for bit to selecting from the ranks' gathered logits, and to one router over all T tokens wherever the
     logits are: products of other row counts may round fp32 logits differently, and so may torch's sigmoid on CPUs where
     E is no multiple of 32. `moelab.parallel.volumes.gather_volume` has the bytes.
-
-    Raises
-    ------
-    ValueError : the rule counts earlier tokens of the sequence (`Top1`), which a rank does not know.
     """
     if isinstance(router.rule, Top1):
         raise ValueError("a top-1 router with capacity cannot route shards of a sequence: who finds room depends on "
                          "the tokens before; split the batch by sequences instead")
     parts = [router(shard) for shard in shards]
     return Routing(torch.cat([part.ids for part in parts]), torch.cat([part.weights for part in parts]))
-
-
-#: names of the bias that acts on the choice alone
-CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-#: hidden states on which a rule is compared with the live router
-PROBE = 64

@@ -38,12 +38,7 @@ def share(n: int, parts: int) -> list[int]:
 
 
 def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weights:
-    """One of `parts` parts of an expert along "H" or "I"; a bias that cannot be cut is with part 0, and else zero.
-
-    Raises
-    ------
-    ValueError : a tensor of unknown meaning.
-    """
+    """One of `parts` parts of an expert along "H" or "I"; a bias that cannot be cut is with part 0, and else zero."""
     transposed, made = getattr(experts, "is_transposed", False), {}
     for name, tensor in weights.items():
         matrix = name.removesuffix("_bias")
@@ -79,12 +74,7 @@ def on_intermediate(weights: Weights, part: int, parts: int, experts: Any) -> We
 
 
 def on_hidden(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
-    """`cut` along H.
-
-    Raises
-    ------
-    ValueError : experts outside transformers' experts interface, or a norm behind them.
-    """
+    """`cut` along H; ValueError for experts outside transformers' experts interface or with a norm behind them."""
     _refuse_norm(experts)
     if not hasattr(experts, "is_concatenated"):
         raise ValueError(f"{type(experts).__name__} has a forward of its own, which cannot be stopped between its "
@@ -102,18 +92,12 @@ def _refuse_norm(experts: Any) -> None:
 class Sharding:
     """How virtual cores share the work of `moelab.experts.blockwise.Blockwise`.
 
-    on : "H", "I" or "block".
-    cores : n.
     order : of blocks, for "block": "PING_PONG", core c takes blocks c, c + n, …; "HI_LO", each a run of consecutive
         ones, which keeps an expert's blocks together and so reloads fewer weights.
-
-    Raises
-    ------
-    ValueError : an unknown way or order, or fewer than one core.
     """
 
-    on: str = "H"
-    cores: int = 2
+    on: str = "H"                   # or "I", "block"
+    cores: int = 2                  # n
     order: str = "PING_PONG"
 
     def __post_init__(self) -> None:
@@ -153,5 +137,5 @@ class Sharding:
             exchanged += sum(of.numel() for of in partial[1:])
             return experts.post_expert_norm(y) if experts.has_post_expert_norm else y
 
-        # How the architecture weighs an expert's input or output is its own business; only its FFN is replaced.
+        # The architecture's own weighting of an expert's input or output; only its FFN is replaced.
         return type(experts).weighted(SimpleNamespace(ffn=ffn), rows, w, weights), exchanged

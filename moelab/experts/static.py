@@ -12,10 +12,9 @@ NPUMoE's (§3.2) is saliency, the L2 norm of the token's attention output, lowes
     capacity [E]    a launch: experts of equal capacity, a zero-padded buffer [G, C, H], its valid rows scattered
     chunk: capacities hold for that many consecutive tokens; batch and sequence are flattened, in order
 
-An executor is not told which tokens of a batch are padding: they are routed and counted like others, and all sequences
-of a batch compete for the same places, with left padding the padding first. So the cost of dropping is evaluated at
-batch size 1 (`python -m moelab evaluate` does so by itself). A step of one token is never dropped by an expert that has
-any capacity. Left out: priority of first over second choices (GShard), spilling to another processor.
+Padding tokens are routed and counted like others, and all sequences of a batch compete for the same places, with left
+padding the padding first: so the cost of dropping is evaluated at batch size 1. A step of one token is never dropped by
+an expert that has any capacity. Left out: priority of first over second choices (GShard).
 """
 
 from __future__ import annotations
@@ -51,16 +50,9 @@ class Saliency:
     """Context manager: while it is open, `saliency[layer]` are the norms [T] of that layer's latest pass (NPUMoE §3.2).
 
     Forward hooks on the attention modules keep the L2 norm of each token's attention output [batch, S, H], before the
-    residual is added, flattened to T = batch·S. Each forward pass overwrites the last, so it works in chunked prefill
-    and in decode.
+    residual is added, flattened to T = batch·S.
 
-    Parameters
-    ----------
-    model : the model that the layers are of.
-    layers : its MoE layers, as `moelab.models.discover` or `plug` return them: objects with `index` and `name`.
-
-    Raises
-    ------
+    layers : the model's MoE layers (`moelab.models.discover`, `plug`).
     ValueError : a layer without an attention module beside its MoE block (Switch).
     """
 
@@ -81,7 +73,6 @@ class Saliency:
         self._norms.clear()
 
     def __getitem__(self, layer: int) -> Tensor:
-        """Norms [T], float32, of the layer's tokens in this forward pass; KeyError if none were recorded."""
         if layer not in self._norms:
             raise KeyError(f"no saliency was recorded for layer {layer}: run the model inside `with saliency:`")
         return self._norms[layer]
@@ -103,7 +94,7 @@ def _attention_beside(model: nn.Module, name: str) -> nn.Module:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ who is dropped
+# ------------------------------------------------------------------------------------------- which choices are dropped
 
 def experts_of(d: Dispatch) -> Tensor:
     """The expert of each choice: int64 [n]."""
@@ -127,33 +118,22 @@ def select(d: Dispatch, keep: Tensor) -> Dispatch:
 
 
 def rows_for(count: int, capacity: int) -> int:
-    """Rows of the launches that hold `count` tokens: whole multiples of the capacity, at least one.
-
-    An expert without capacity has no static graph; what it must do all the same (*pad*) it does unpadded.
-    """
+    """Rows of the launches that hold `count` tokens: multiples of the capacity, at least one; unpadded without any."""
     return max(-(-count // capacity), 1) * capacity if capacity else count
 
 
 # ---------------------------------------------------------------------------------------------------------- executors
 
 class StaticExecutor(Executor):
-    """Base of executors whose experts have static capacities. Subclasses say which, and what is launched together.
+    """Base of executors whose experts have static capacities: subclasses have `capacities`, and perhaps `launches`.
 
-    Parameters
-    ----------
     overflow : "prune" or "pad"; with "pad" the executor is lossless.
-    order : whom "prune" drops first, a name in `ORDERS`.
-    saliency : where the orders "saliency" and "strongest" find the tokens' norms: [layer] → [T].
+    order : which tokens "prune" drops first, a name in `ORDERS`.
+    saliency : the tokens' norms for the orders "saliency" and "strongest": [layer] → [T].
     chunk : tokens that the capacities are for; None takes each call as one chunk.
     seed : of the order "random".
 
-    Attributes
-    ----------
-    by_layer : {layer: Tally}, as `tally`, layer by layer.
-
-    Raises
-    ------
-    ValueError : an unknown overflow or order, an order without its saliency, or a chunk below 1.
+    `by_layer` is {layer: Tally}.
     """
 
     lossless = False
@@ -195,9 +175,9 @@ class StaticExecutor(Executor):
         capacity = self.capacities(layer, T, K, E)
         routed = kept = dispatch(ids, E)
         if self.overflow == "prune":
-            room = torch.as_tensor(capacity, device=x.device)
+            limit = torch.as_tensor(capacity, device=x.device)
             importance = ORDERS[self.order](routed, weights, saliency, self._rng)
-            keep = room[experts_of(routed)] > 0 if T == 1 else within_capacity(routed, room, importance)
+            keep = limit[experts_of(routed)] > 0 if T == 1 else within_capacity(routed, limit, importance)
             kept = select(routed, keep)
         w, offsets, slots = weights[kept.tokens, kept.choices], kept.offsets.tolist(), 0
         local = set(local_experts(experts))
@@ -236,10 +216,6 @@ class CapacityFactor(StaticExecutor):
     """One capacity for all experts, drops in token order; every expert is computed, with tokens or without.
 
     factor : cf > 0, of the T·K/E tokens of balanced routing (`capacity_of`); 1.25 is the guide's example.
-
-    Raises
-    ------
-    ValueError : a factor that is not above 0.
     """
 
     def __init__(self, factor: float = 1.25) -> None:
@@ -258,16 +234,8 @@ class CapacityFactor(StaticExecutor):
 class Tiered(StaticExecutor):
     """Experts with static capacities of their own; one without tokens is not launched. Lossless with overflow="pad".
 
-    Parameters
-    ----------
     capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that never runs
-        (with "pad": that runs unpadded).
-    overflow, order, saliency, chunk, seed : see `StaticExecutor`.
-
-    Raises
-    ------
-    ValueError : no layer, a negative capacity, and what `StaticExecutor` objects to; when run, a layer or a number of
-        experts that the capacities are not for.
+        (with "pad": that runs unpadded). The other parameters are those of `StaticExecutor`.
     """
 
     def __init__(self, capacities: Sequence[Sequence[int]], overflow: str = "prune", order: str = "saliency",
@@ -291,18 +259,9 @@ class Grouped(Tiered):
     A group runs if any of its experts has a token, and then with all its G·C rows (⌈max n_e/C⌉ times with "pad"). The
     slices of its buffer are computed one after the other: their weights are different matrices.
 
-    Parameters
-    ----------
     groups : [L][…], e.g. from `moelab.experts.tiers.form_groups`; each layer's hold every expert once.
-    overflow, order, saliency, chunk, seed : see `StaticExecutor`.
 
-    Attributes
-    ----------
-    launched : launches of groups.
-
-    Raises
-    ------
-    ValueError : as `Tiered`; a layer whose groups leave out an expert or name one twice.
+    `launched` counts launches of groups.
     """
 
     def __init__(self, groups: Sequence[Sequence[Group]], overflow: str = "prune", order: str = "saliency",

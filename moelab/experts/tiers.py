@@ -2,22 +2,19 @@
 
 A machine that only runs fixed shapes must know in advance how many tokens each expert may get in a chunk of B. One
 capacity for all wastes work on cold experts or drops tokens of hot ones, so each layer gets a few capacities (tiers),
-from the mean load up to the busiest expert's, and each expert the smallest that holds its expected load. Experts of
-equal tier are then put into groups of up to G that run as one graph, the popular together and the rare together.
+from the mean load up to the most popular expert's, and each expert the smallest that holds its expected load. Experts
+of equal tier form groups of up to G that run as one graph, the popular together and the rare together.
 
-The paper's estimate of the busiest expert's load is r_l · B/E, with the imbalance r_l = max_e n_e / mean_e n_e and a
-base capacity B/E. With K experts a token the mean load is K·B/E, so taken literally (`rule="paper"`) the capacities
-are K times too small; `rule="topk"` has the factor, and is the default. How the tiers lie between base and top the
-paper does not say, its example apart ("top quartile gets 4x base capacity", §1); here they are a geometric sequence,
-and with r_l = 4 the three are 1, 2 and 4 times the base. `slack` scales all capacities: less drops more tokens, more
-pads more. Where loads vary much from chunk to chunk, 1 gives the drops and padding of NPUMoE's Table 3 (10–22 %,
-32–37 %); the steadier loads of the shipped small model drop that much at 0.75.
+The paper's estimate of the highest load is r_l · B/E, with the imbalance r_l = max_e n_e / mean_e n_e and a base
+capacity B/E. With K experts a token the mean load is K·B/E, so taken literally (`rule="paper"`) the capacities are K
+times too small; `rule="topk"` has the factor, and is the default. How tiers lie in between the paper does not say, its
+example apart ("top quartile gets 4x base capacity", §1); here they are a geometric sequence, and with r_l = 4 the three
+are 1, 2 and 4 times the base. `slack` scales all capacities: less drops more tokens, more pads more. Where loads vary
+much from chunk to chunk, 1 gives the drops and padding of NPUMoE's Table 3 (10–22 %, 32–37 %); the steadier loads of
+the shipped small model drop that much at 0.75.
 
     counts [E] or [L, E]     tokens: how many tokens were counted     loads [n, L, E]: tokens in each of n chunks
     capacity [E], each one of `levels`, multiples of 16 (NPUMoE §3.2)
-
-Left out: where a group runs and what its graph weighs (`moelab.ane.plan`), and who is dropped when an expert
-overflows (`moelab.experts.static`).
 """
 
 from __future__ import annotations
@@ -33,14 +30,10 @@ RULES = ("topk", "paper")
 
 @dataclass(frozen=True)
 class Tiers:
-    """Static capacities of one layer.
+    """Static capacities of one layer."""
 
-    levels : the capacities there are, largest first; fewer than asked for where two coincide.
-    capacity : [E], each expert's, one of `levels`.
-    """
-
-    levels: tuple[int, ...]
-    capacity: tuple[int, ...]
+    levels: tuple[int, ...]         # the capacities there are, largest first; fewer than asked for where two coincide
+    capacity: tuple[int, ...]       # [E], each expert's, one of `levels`
 
 
 @dataclass(frozen=True)
@@ -60,20 +53,13 @@ def capacity_tiers(counts: Any, tokens: int, chunk: int, *, levels: int = 3, mul
                    slack: float = 1.0) -> list[Tiers]:
     """Tiers of every layer from calibrated counts (NPUMoE §4.1).
 
-    Parameters
-    ----------
     counts : [E] or [L, E], routings to each expert (numpy or torch), e.g. `calibration.counts(PREFILL)`.
     tokens : tokens that were counted.
     chunk : B, tokens of a prefill chunk; no capacity is larger than all of them need.
-    levels : tiers a layer.
-    multiple : capacities are rounded up to multiples of this.
+    levels, multiple : tiers a layer; capacities are rounded up to multiples of this.
     rule : "topk", levels from K·B/E to r·K·B/E; "paper", the literal B/E to r·B/E. Expected loads, which choose the
         tier, have the factor K in both, being counted; an expert above the largest level gets the largest.
     slack : factor of expected loads and levels.
-
-    Raises
-    ------
-    ValueError : counts of another form, nothing counted, or an option out of its range.
     """
     if rule not in RULES:
         raise ValueError(f"there is no rule {rule!r}; there are: {', '.join(RULES)}")
@@ -96,10 +82,6 @@ def capacity_tiers_of_loads(loads: Any, chunk: int, *, quantile: float = 0.9, le
 
     Not in the paper: the mean load says nothing about how much it varies from chunk to chunk. `loads` [n, L, E] is
     `calibration.chunk_loads(trace, chunk)`; levels lie between the mean and the largest of the loads wanted.
-
-    Raises
-    ------
-    ValueError : loads of another form, no chunk, or an option out of its range.
     """
     loads = np.asarray(loads)
     if loads.ndim != 3 or not len(loads):
@@ -114,21 +96,11 @@ def form_groups(tiers: Tiers, counts: Any, size: int, max_experts: int | None = 
                 experts: Iterable[int] | None = None) -> list[Group]:
     """Groups of experts of equal tier, the popular with the popular (NPUMoE §4.2, §4.3 "Grouping granularity").
 
-    Parameters
-    ----------
-    tiers : of the layer.
-    counts : [E], routings to each expert; equal ones are taken in order of their ids.
-    size : G, experts a group at most; what is left over of a tier is a smaller group, its coldest experts.
+    counts : [E], routings to each expert; equal ones in order of their ids.
+    size : G, experts a group at most; the coldest of a tier may be a smaller group.
     max_experts : how many experts' weights one graph can hold, if that is less.
     experts : which experts to group; None for all.
-
-    Returns
-    -------
-    Groups from the largest tier to the smallest, and within a tier from hot to cold.
-
-    Raises
-    ------
-    ValueError : counts of another form, or a size or limit below 1.
+    returns : groups from the largest tier to the smallest, and within a tier from hot to cold.
     """
     counts = _layers_of(counts)
     E = len(tiers.capacity)
@@ -147,7 +119,7 @@ def form_groups(tiers: Tiers, counts: Any, size: int, max_experts: int | None = 
 
 
 def round_up(n: float, multiple: int) -> int:
-    """The smallest positive multiple of `multiple` that is at least n."""
+    """The smallest positive multiple that is at least n."""
     return max(-int(-n // multiple), 1) * multiple
 
 

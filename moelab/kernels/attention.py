@@ -154,13 +154,13 @@ class _Past:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 @kernel
-def _project(kind, matrices, bounds, who, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k, v,
-             stride, work, team, threads):
+def _project(kind, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k,
+             v, stride, work, team, threads):
     """q fp32 [heads, D], scaled and in the order of `place`; k and v of the kind, `stride` numbers from head to head.
     Norms at address 0 are none."""
     M, heads, whole = len(matrices), len(q) // D, D - D % STEP
     kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
-    together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, who, D, y.ctypes.data))
+    together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, tokens, D, y.ctypes.data))
     flat = y.reshape(M * D)
     _normalise(kind, flat[:heads * D], q_norm, q_width, eps)
     _normalise(kind, flat[heads * D:(heads + kv_heads) * D], k_norm, k_width, eps)
@@ -197,15 +197,14 @@ def _normalise(kind, y, w, width, eps):
 
 
 @kernel
-def _attend(kind, matrices, bounds, who, q, k, v, kv_heads, S, stride, D, out, H, heads_work, work, team, threads):
-    """The output [H] of the kind from q of `_project` and the keys and values at k and v, [kv heads, S, D], `stride`
-    numbers from head to head."""
+def _attend(kind, matrices, bounds, tokens, q, k, v, kv_heads, S, stride, D, out, H, heads_work, work, team, threads):
+    """The output [H] from q of `_project` and keys and values [kv heads, S, D], `stride` numbers from head to head."""
     mixed, y = np.empty(len(q), np.float32), np.empty(H, np.float32)
     job = np.empty(10, np.int64)
     job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, len(q) // D // kv_heads, S, D
     job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, k, v, mixed.ctypes.data, stride * size_of(kind)
     together(team, heads_work, threads, job)
-    job = products.job_of(np.float32(0), kind, matrices, bounds, mixed.ctypes.data, 1, len(q), who, H, y.ctypes.data)
+    job = products.job_of(np.float32(0), kind, matrices, bounds, mixed.ctypes.data, 1, len(q), tokens, H, y.ctypes.data)
     kept(mixed)
     together(team, work, threads, job)
     for i in range(H):

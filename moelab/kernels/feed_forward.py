@@ -54,7 +54,7 @@ def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray, int], bounds: np.ndarray, x: Tensor,
-                 who: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
+                 tokens: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
     """Experts that are down(silu(gate) · up), weighted: [T, H], as `multiply`, `multiply`, `combine` in one call.
 
     up, down : (matrices, R) of [gate; up] and down.
@@ -62,7 +62,7 @@ def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray,
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[1], dtype=x.dtype)
     _feed_forward(KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), *up, *down, bounds, x.data_ptr(), T, n,
-                  who, rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
+                  tokens, rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
                   entry(kind, transposed), TEAM, torch.get_num_threads())
     return out
 
@@ -88,15 +88,15 @@ def _combine(w_kind, kind, y, rows, w, out):
 
 
 @kernel
-def _feed_forward(x_kind, order, up, two_I, down, H, bounds, x, T, n, who, rows, w_kind, w, out, outputs, work, team,
-                  threads):
+def _feed_forward(x_kind, order, up, two_I, down, H, bounds, x, T, n, tokens, rows, w_kind, w, out, outputs, work,
+                  team, threads):
     N, I = bounds[-1], two_I // 2
     h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
-    together(team, work, threads, job_of(x_kind, order, up, bounds, x, T, n, who, two_I, h.ctypes.data, outputs))
+    together(team, work, threads, job_of(x_kind, order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data, outputs))
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + np.exp(-h[j, i])) * h[j, I + i]
-    together(team, work, threads, job_of(np.float32(0), order, down, bounds, a.ctypes.data, N, I, who[:0], H,
+    together(team, work, threads, job_of(np.float32(0), order, down, bounds, a.ctypes.data, N, I, tokens[:0], H,
                                          y.ctypes.data, outputs))
     kept(a)
     _combine(w_kind, x_kind, y, rows, w, out)

@@ -34,22 +34,29 @@ LARGE = 1 << 16                 # weights of a layer below which there is nothin
 class FastLinears:
     """Gives linear layers another forward, up to so many rows; None measures how many.
 
-    Attributes
-    ----------
+    Attributes:
     rows : dtype → up to how many rows it is used.
     """
 
     def __init__(self, rows: float | None = None) -> None:
         self._given, self.rows = rows, {}
 
-    def __call__(self, module: nn.Module) -> _Forward | None:
+    def __call__(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         """The forward for a module; None where the module's own is as good, or another."""
         if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias):
             return None
         dtype = module.weight.dtype
         if dtype not in self.rows:
             self.rows[dtype] = _measured(module.weight) if self._given is None else self._given
-        return _Forward(module, self.rows[dtype])
+        rows = self.rows[dtype]
+
+        def forward(x: Tensor) -> Tensor:
+            w, b = module.weight, module.bias                       # asked each time: they may be replaced or moved
+            ours = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
+                and 0 < x.numel() <= rows * w.shape[1] and _fits(w, b) \
+                and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
+            return linear(x, w, b) if ours else F.linear(x, w, b)
+        return forward
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,18 +68,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     matrix = np.array([[weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), 0]])
     y = products.multiply(kind, matrix, np.array([0, len(rows)]), rows, None, weight.shape[0], False, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
-
-
-class _Forward:
-    def __init__(self, module: nn.Linear, rows: float) -> None:
-        self.module, self.rows = module, rows
-
-    def __call__(self, x: Tensor) -> Tensor:
-        w, b = self.module.weight, self.module.bias                 # asked each time: they may be replaced or moved
-        ours = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
-            and 0 < x.numel() <= self.rows * w.shape[1] and _fits(w, b) \
-            and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
-        return linear(x, w, b) if ours else F.linear(x, w, b)
 
 
 def _fits(w: Tensor, b: Tensor | None) -> bool:

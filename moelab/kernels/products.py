@@ -6,7 +6,7 @@ they need not be one bank. With several tokens a matrix, tiles of `moelab.kernel
 of them while it is in a register; no weight is packed, converted or copied, which for the dozens of rows that an expert
 has in prefill is most of a GEMM's cost.
 
-    x [T, n], who [N] rows of x, matrices [M] with first…last of who    →    y fp32 [N, R]
+    x [T, n], tokens [N] rows of x, matrices [M] with first…last of tokens    →    y fp32 [N, R]
 
 Threads are numba's, as many as torch's. Needs numba; importing it without raises ImportError.
 """
@@ -28,8 +28,6 @@ from moelab.kernels.compile import c_function, kernel
 
 #: torch's types of weights → numba's kinds; split bytes are np.uint8
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-#: columns of a table of matrices: addresses, `other`s of split bytes, or 0; bias 0 for none
-COLUMNS = ("w", "other", "bias", "other bias")
 #: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
 HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
@@ -42,21 +40,20 @@ AHEAD = 4096                    # bytes to ask for before they are needed; the h
 _ONE = threading.Lock()         # numba's simplest pool of threads, where there is no OpenMP, must not be shared
 
 
-def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, who: np.ndarray | None, R: int,
+def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, tokens: np.ndarray | None, R: int,
              transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
     """All products: [N, R] of `dtype`, summed in fp32.
 
-    Parameters
-    ----------
     kind : how weights are stored: a value of `KINDS`, or np.uint8 for split bytes.
-    matrices : int64 [M, 4], see `COLUMNS`; each [R, n], or [n, R] if `transposed`.
+    matrices : int64 [M, 4], addresses of w, other, bias, other bias (`other`s of split bytes, else 0; bias 0 for
+        none); each [R, n], or [n, R] if `transposed`.
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
-    x : [T, n] of a type in `KINDS`. who : int64 [N], the row of x of each row of the result; None for one after the
+    x : [T, n] of a type in `KINDS`. tokens : int64 [N], the row of x of each row of the result; None for one after the
         other.
     """
     x, y, threads = x.contiguous(), torch.empty(int(bounds[-1]), R, dtype=dtype), torch.get_num_threads()
     given = (KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), matrices, bounds, x.data_ptr(), *x.shape,
-             _IN_ORDER if who is None else who, R)
+             _IN_ORDER if tokens is None else tokens, R)
     outputs = OUTPUTS if transposed else PIECE
     if TEAM or threads == 1:
         _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, entry(kind, transposed), TEAM, threads)
@@ -82,7 +79,7 @@ def widen(kind, order, x, n, out):
 
 
 @kernel
-def job_of(x_kind, order, matrices, bounds, x, T, n, who, R, y, outputs=PIECE):
+def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs=PIECE):
     """All arguments of a kernel behind one address; of each matrix also its first and last row of the result.
 
     A thread takes `outputs` of R at a time. At the end the inputs, in fp32 and in `place`'s order for weights of the
@@ -97,18 +94,18 @@ def job_of(x_kind, order, matrices, bounds, x, T, n, who, R, y, outputs=PIECE):
         job[at + 4], job[at + 5] = bounds[m], bounds[m + 1]
     wide = job.ctypes.data + 8 * (HEADER + 6 * M + N)
     for j in range(N):
-        job[HEADER + 6 * M + j] = wide + 4 * n * (who[j] if len(who) > 0 else j)
+        job[HEADER + 6 * M + j] = wide + 4 * n * (tokens[j] if len(tokens) > 0 else j)
     for t in range(T):
         widen(x_kind, order, x + t * n * size_of(x_kind), n, wide + 4 * t * n)
     return job
 
 
 @kernel
-def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, who, R, outputs, work, team, threads):
+def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R, outputs, work, team, threads):
     N, pieces = bounds[-1], len(matrices) * ((R + outputs - 1) // outputs)
     wide = size_of(out_kind) == 4
     y = np.empty(0 if wide else N * R, np.float32)
-    together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, who, R,
+    together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R,
                                                       out if wide else y.ctypes.data, outputs))
     for i in range(len(y)):
         write(out_kind, out, i, y[i])
@@ -117,7 +114,7 @@ def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, who, R, o
 
 @kernel
 def _rows(kind, job):
-    """Pieces of the rows layout until there are none left."""
+    """Pieces of the rows layout until none is left."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
     whole, size, inputs = n - n % STEP, size_of(kind), job + 8 * (HEADER + 6 * M)
     while True:
@@ -131,7 +128,7 @@ def _rows(kind, job):
         for group in range(first, last, GROUP):
             group_end, r = min(group + GROUP, last), begin
             while r < end:
-                # few tokens wait for memory, which likes to be read from front to back: one row at a time
+                # few tokens are memory-bound: one row at a time, read from front to back
                 rows = TILE if group_end - group > 2 and r + TILE <= end else 1
                 at, second = w + r * n * size, other + r * n
                 ahead = max(AHEAD, rows * n * size)
@@ -183,7 +180,7 @@ def _add_rest(kind, x, tokens, w, other, whole, n, bias, other_bias, r, rows, to
 
 @kernel
 def _columns(kind, job):
-    """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights run past."""
+    """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights are read."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
     size, sums, inputs = size_of(kind), np.empty((8, OUTPUTS), np.float32), job + 8 * (HEADER + 6 * M)
     while True:

@@ -1,10 +1,10 @@
 """Products of a few tokens with a few weight rows in vector registers, for numba kernels; weights stay as they are.
 
 Source: the register blocking of every BLAS (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication",
-TOMS 2008), turned so that nothing need be packed: sums run along the vectors, as a checkpoint keeps an output's
-weights next to each other. Sums stay in registers; a weight is loaded once for all tokens of the tile and widened to
-fp32 there. bf16 comes in pairs, the upper half of a 32-bit word masked, the lower one shifted: one instruction each,
-so inputs lie in the order of `place`, of each 2·WIDTH the even ones first, then the odd ones.
+TOMS 2008), turned so that nothing need be packed: sums run along the vectors, as an output's weights are contiguous.
+Sums stay in registers; a weight is loaded once for all tokens of the tile and widened to fp32 there. bf16 comes in
+pairs, the upper half of a 32-bit word masked, the lower one shifted, so inputs lie in the order of `place`: of each
+2·WIDTH the even ones first, then the odd ones.
 
 A *kind* is a numba type that says how weights are stored: float32 as they are, uint16 bf16, int16 fp16, and uint8 the
 two bytes of `moelab.store.bits`, exponents at one address and `mantissa << 1 | sign` at another. Addresses are int64.
@@ -97,7 +97,7 @@ def _shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
 
 
 def _four_sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """The sums of four vectors, as a vector of four: a transposition by halves, with an addition for each half."""
+    """The sums of four vectors, as a vector of four: transposed by halves, with an addition for each half."""
     ones = [i for lane in range(0, WIDTH, 4) for i in (lane, lane + WIDTH, lane + 1, lane + 1 + WIDTH)]
     twos = [i for lane in range(0, WIDTH, 4) for i in (lane, lane + 1, lane + WIDTH, lane + 1 + WIDTH)]
 
@@ -188,18 +188,14 @@ def add_rows(typing, rows, kind, x, w, other, stride, n, sums):
 @intrinsic
 def spread(typing, kind, order, x, n, out):
     """Write n numbers, a multiple of STEP, of a kind as fp32 in `place`'s order for weights of the kind `order`."""
-    even, odd = list(range(0, STEP, 2)), list(range(1, STEP, 2))
-
     def code(context, builder, signature, args):
         x, n, out = args[2:]
         with _steps(builder, n) as (i, _):
             pair = _vectors(builder, kind, _at(builder, x, i, SIZES[kind]), None)
             if (kind in PAIRED) != (order in PAIRED):
-                if order in PAIRED:
-                    pair = [_shuffle(builder, *pair, half) for half in (even, odd)]
-                else:
-                    both = [i + half for i in range(WIDTH) for half in (0, WIDTH)]
-                    pair = [_shuffle(builder, *pair, both[:WIDTH]), _shuffle(builder, *pair, both[WIDTH:])]
+                mixed = [i + half for i in range(WIDTH) for half in (0, WIDTH)]
+                orders = (range(0, STEP, 2), range(1, STEP, 2)) if order in PAIRED else (mixed[:WIDTH], mixed[WIDTH:])
+                pair = [_shuffle(builder, *pair, list(of)) for of in orders]
             for half, vector in enumerate(pair):
                 _store(builder, vector, _at(builder, _at(builder, out, i, 4), WIDTH * half, 4))
         return context.get_dummy_value()
@@ -244,7 +240,7 @@ def size_of(typing, kind):
 
 @intrinsic(prefer_literal=True)
 def prefetch(typing, near, address):
-    """Ask for a cache line, into the first level (near 3) or the second (2); any address will do."""
+    """Prefetch a cache line, into the first level (near 3) or the second (2); any address is valid."""
     def code(context, builder, signature, args):
         kinds = [_I8.as_pointer(), _I32, _I32, _I32]
         f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
@@ -256,7 +252,7 @@ def prefetch(typing, near, address):
 
 @intrinsic
 def take(typing, counter):
-    """Add one to the int64 at an address, as no other thread does at the same time; what it was before."""
+    """Add one to the int64 at an address, atomically; returns what it was before."""
     def code(context, builder, signature, args):
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), _all(_I64, 1), "monotonic")
     return types.int64(types.int64), code
@@ -264,14 +260,14 @@ def take(typing, counter):
 
 @intrinsic
 def kept(typing, array):
-    """A use of an array: numba frees its memory after the last one, whoever still has its address."""
+    """A use of an array: numba frees its memory after the last one, even if its address is still used."""
     return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
 
 
 @intrinsic
 def together(typing, team, function, threads, job):
     """Call the C function at an address with that of the array `job` in so many threads, by OpenMP's GOMP_parallel at
-    `team`; where that is 0, or with one thread, once, here."""
+    the address `team`; once, in this thread, where that is 0 or threads 1."""
     def code(context, builder, signature, args):
         team, function, threads, job = args
         body = ir.FunctionType(ir.VoidType(), [_I64]).as_pointer()
@@ -299,7 +295,7 @@ def read(typing, address, i):
 
 @intrinsic
 def write(typing, kind, address, i, value):
-    """Set the i-th number at an address, of a kind that is no split bytes, to an fp32 value, rounded to the nearest."""
+    """Set the i-th number of a kind (not split bytes) at an address to an fp32 value, rounded to the nearest."""
     def code(context, builder, signature, args):
         _, address, i, value = args
         if kind == types.int16:

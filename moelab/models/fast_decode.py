@@ -23,37 +23,26 @@ except ModuleNotFoundError as error:
     KERNELS = {}                        # nothing is replaced then
 
 
-class FastDecode:
+class FastDecode(Patches):
     """A model that uses the fused decode kernels; undone by `close`, or at the end of a `with` block.
 
-    Parameters
-    ----------
     rows : up to how many rows linear layers use them; None measures it.
 
-    Attributes
-    ----------
-    norms, routers, attentions, linears : how many modules have another forward. A module that has been given another
-        forward already is left alone.
+    `norms`, `routers`, `attentions`, `linears` count the modules with another forward. A module that has been given
+    another forward already is left alone.
     """
 
     def __init__(self, model: nn.Module, rows: float | None = None) -> None:
+        super().__init__()
         self.norms = self.routers = self.attentions = self.linears = 0
         find_linear = FastLinears(rows)
         self.rows = find_linear.rows
-        with Patches() as patches:
+        try:
             for what, find in (KERNELS | {"linears": find_linear}).items():
                 for module in model.modules():                  # attention's probe is of the norms in it, too
                     if bare(module) and (fast := find(module)) is not None:
-                        patches.wrap(module, "forward", lambda _, fast=fast: fast)
+                        self.wrap(module, "forward", lambda _, fast=fast: fast)
                         setattr(self, what, getattr(self, what) + 1)
-            self._patches = patches.pop_all()
-
-    def close(self) -> None:
-        """Give the model its own forwards back."""
-        self._patches.close()
-
-    def __enter__(self) -> FastDecode:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        except BaseException:
+            self.close()
+            raise

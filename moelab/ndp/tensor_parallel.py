@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch
-from moelab.parallel.sharding import on_intermediate
+from moelab.experts.sharding import on_intermediate
 
 
 class NDPTensorParallel(Executor):

@@ -21,12 +21,7 @@ VARIANTS = {"ep": AllGather, "ep-a2a": AllToAll, "ep-dedup": Deduplicated, "tp":
 
 
 def degree(variant: str, W: int, tp: int | None = None) -> int:
-    """How many of W ranks share an expert: all for "tp" and "hidden", `tp` (2 if None) for "tp-ep", 1 for the others.
-
-    Raises
-    ------
-    ValueError : an unknown variant, or a `tp` that is not its.
-    """
+    """How many of W ranks share an expert: all for "tp" and "hidden", `tp` (or 2) for "tp-ep", 1 for the others."""
     if variant not in VARIANTS:
         raise ValueError(f"there is no variant {variant!r}; there are: {', '.join(VARIANTS)}")
     if variant == "tp-ep":

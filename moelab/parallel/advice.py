@@ -43,15 +43,8 @@ class Advice:
 def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> Advice:
     """How to spread a model's experts over devices.
 
-    Parameters
-    ----------
-    spec : E and I decide.
-    devices : how many.
     load : tokens of each expert [E] of the most skewed layer, from a calibration; None assumes even routing.
-
-    Raises
-    ------
-    ValueError : fewer than one device, a load for another number of experts, or more devices than parts to give them.
+    ValueError : e.g. more devices than parts of experts.
     """
     if devices < 1:
         raise ValueError(f"devices is {devices}; there must be at least one")

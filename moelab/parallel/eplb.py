@@ -22,20 +22,15 @@ from moelab.parallel.sharding import Placement
 
 @dataclass(frozen=True)
 class Balance:
-    """A placement and how even it is.
-
-    placement : which experts each device holds.
-    replicas : [E], how often each expert is held.
-    device_load : load of each device if replicas share their expert's load equally.
-    ratio : the fullest device over the mean, max/mean; the layer takes that much longer than it should.
-    """
+    """A placement and how even it is."""
 
     placement: Placement
-    replicas: tuple[int, ...]
-    device_load: tuple[float, ...]
+    replicas: tuple[int, ...]               # [E], how often each expert is held
+    device_load: tuple[float, ...]          # of each device if replicas share their expert's load equally
 
     @property
     def ratio(self) -> float:
+        """Max/mean of the devices' loads."""
         mean = sum(self.device_load) / len(self.device_load)
         return max(self.device_load) / mean if mean else 1.0
 
@@ -50,16 +45,10 @@ def measure(load: Sequence[float], placement: Placement) -> Balance:
 def balance(load: Sequence[float], devices: int, spare: int = 0, nodes: int = 1, groups: int = 1) -> Balance:
     """Place E experts and `spare` replicas on devices, as many on each.
 
-    Parameters
-    ----------
     load : tokens of each expert [E], as a calibration counted them.
     devices, spare : devices must divide E + spare.
     nodes, groups : with more than one node, experts come in `groups` of consecutive ones that stay on a node; where
         the nodes do not divide the groups, all devices are balanced as one.
-
-    Raises
-    ------
-    ValueError : numbers that do not divide each other, a load that is missing or no number from 0 up.
     """
     E = len(load)
     if not E or not all(0 <= value < inf for value in load):
@@ -98,12 +87,12 @@ def replicate(load: Sequence[float], places: int) -> list[int]:
 
 def pack(weights: Sequence[float], bins: int) -> list[list[int]]:
     """The items of each bin, equally many in each: heaviest first, to the lightest bin that has a place left."""
-    room = len(weights) // bins
+    size = len(weights) // bins
     packed: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0.0, b) for b in range(bins)]
     for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
         total, b = heapq.heappop(heap)
         packed[b].append(item)
-        if len(packed[b]) < room:
+        if len(packed[b]) < size:
             heapq.heappush(heap, (total + weights[item], b))
     return packed

@@ -26,21 +26,19 @@ from moelab.parallel.launch import PeerLost
 
 @dataclass
 class Traffic:
-    """What one rank has sent to others: rows, and their bytes."""
+    """What one rank has sent to others."""
 
     rows: int = 0
     bytes: int = 0
 
+    def add(self, rows: int, bytes: int) -> None:
+        self.rows, self.bytes = self.rows + rows, self.bytes + bytes
+
 
 class Exchange:
-    """The collectives of one process group.
+    """The collectives of one process group; `alone`, of this rank only, it exchanges nothing.
 
-    Attributes
-    ----------
-    rank, size : of this process in the group; size 1 exchanges nothing.
-    traffic : label → `Traffic` of this rank.
-
-    alone : a group of this rank only, which needs no process group.
+    `traffic` is label → `Traffic` of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False) -> None:
@@ -51,8 +49,6 @@ class Exchange:
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
         """`send[r]` of the rows, in order, go to rank r; returns what arrives, `receive[r]` rows of rank r in order.
 
-        Raises
-        ------
         PeerLost : another rank died or did not answer in time.
         """
         if self.size == 1:
@@ -60,8 +56,7 @@ class Exchange:
         if sum(send) != len(rows):
             raise ValueError(f"{sum(send)} rows are to be sent, but there are {len(rows)}")
         away = sum(send) - send[self.rank]
-        self.traffic[label].rows += away
-        self.traffic[label].bytes += away * rows.shape[1:].numel() * rows.element_size()
+        self.traffic[label].add(away, away * rows.shape[1:].numel() * rows.element_size())
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         try:
             dist.all_to_all_single(arrived, rows.contiguous(), list(receive), list(send), group=self.group)
@@ -105,15 +100,7 @@ class Exchange:
 class Grid:
     """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a part of its experts.
 
-    tp : ranks that share an expert; the rest of the world is ep.
-
-    Attributes
-    ----------
-    world, ep, tp : the `Exchange` of all ranks, of those with the same part of other experts, of this row.
-
-    Raises
-    ------
-    ValueError : tp does not divide the number of ranks.
+    `world`, `ep`, `tp` are the `Exchange` of all ranks, of those with the same part of other experts, of this row.
     """
 
     def __init__(self, tp: int = 1) -> None:
@@ -131,17 +118,12 @@ class Grid:
             self.ep, self.tp = Exchange(mesh.get_group("ep")), Exchange(mesh.get_group("tp"))
 
     def traffic(self) -> dict[str, Traffic]:
-        """What this rank sent, by label."""
+        """What this rank has sent, by label."""
         total: defaultdict[str, Traffic] = defaultdict(Traffic)
         for exchange in {self.world, self.ep, self.tp}:
-            for label, t in exchange.traffic.items():
-                total[label].rows += t.rows
-                total[label].bytes += t.bytes
+            for label, sent in exchange.traffic.items():
+                total[label].add(sent.rows, sent.bytes)
         return dict(total)
-
-    def reset(self) -> None:
-        for exchange in (self.world, self.ep, self.tp):
-            exchange.traffic.clear()
 
 
 def pack(*parts: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""Executors whose experts are on several ranks: all-gather, all-to-all-v, deduplicated; and cut on H or by blocks.
+"""Executors with experts on several ranks: all-gather, all-to-all-v, deduplicated; and cut on H or by blocks.
 
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Sharding strategies" and "Communication
-Optimization for Expert Parallelism with All-to-All-v". Tokens are spread over the ranks: rank r owns the r-th of W
-consecutive parts. They are sent to where their experts are, computed by `inner`, any executor that runs on one machine,
-and the results come back to the owner (`run_own`). A model that computes all else on every rank calls `run`: each rank
-takes its part and all gather the result, which is one all-gather more.
+Optimization for Expert Parallelism with All-to-All-v". Rank r owns the r-th of W consecutive parts of the tokens. They
+are sent to where their experts are, computed by `inner`, any executor of one process, and the results come back to the
+owner (`run_own`). A model that computes all else on every rank calls `run`, which all-gathers the result.
 
     AllGather       rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both
     AllToAll        a row for every choice on another rank, its contribution back; summed by the owner in eager's order
@@ -29,25 +28,21 @@ from torch import Tensor
 
 from moelab.experts.executor import Executor, activate, dispatch, names, plain, zeros
 from moelab.experts.sharding import on_hidden, on_intermediate, share
-from moelab.parallel.exchange import Grid, pack, unpack
-from moelab.parallel.sharding import Placement
+from moelab.parallel.exchange import Exchange, Grid, pack, unpack
+from moelab.parallel.sharding import Placement, turns
 
 
 class Parallel(Executor):
-    """What the executors share: whose tokens are whose, and where experts are.
+    """Base: the ownership of tokens, and where experts are.
 
-    grid : the ranks.
     placements : which experts each ep rank holds, for all layers or for each; see `eplb` for redundant ones.
-    inner : runs this rank's rows: (x, ids, weights, experts) → [T, H].
+    inner : runs this rank's rows: (x, ids, weights, experts) → [T, H]; ValueError if it drops tokens where no rank sees
+        all of a step's.
 
-    The tally counts what this rank computed; ranks that share an expert each count it. `cut` is how they cut it.
-
-    Raises
-    ------
-    ValueError : an `inner` that drops tokens where no rank sees all of a step's.
+    The tally counts what this rank computed; ranks that share an expert each count it.
     """
 
-    cut = staticmethod(on_intermediate)
+    cut = staticmethod(on_intermediate)         # how ranks that share an expert cut it
 
     def __init__(self, grid: Grid, placements: Placement | Sequence[Placement], inner: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -72,15 +67,20 @@ class Parallel(Executor):
 
     def run_own(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """For the tokens that this rank owns, each rank its own: [T_own, H]."""
-        tp = self.grid.tp
-        sizes = tp.sizes(len(x), x.device) if tp.size > 1 else [len(x)]
-        rows = tp.all_gather(pack(x, ids.int(), weights), sizes, "dispatch")
+        peers = self.peers
+        sizes = peers.sizes(len(x), x.device) if peers.size > 1 else [len(x)]
+        rows = peers.all_gather(pack(x, ids.int(), weights), sizes, "dispatch")
         x, ids, weights = unpack(rows, (x, ids.int(), weights))
-        return tp.reduce_scatter(self.run_row(x, ids.long(), weights, experts), sizes, "combine")
+        return peers.reduce_scatter(self.run_row(x, ids.long(), weights, experts), sizes, "combine")
+
+    @property
+    def peers(self) -> Exchange:
+        """The ranks that gather each other's tokens before `run_row`."""
+        return self.grid.tp
 
     @abstractmethod
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """For the tokens of this rank's row of the grid, by exchange with the other rows; parts of sums if tp > 1."""
+        """For the tokens of all `peers`, by exchange with the others; parts of sums if they share experts."""
 
     def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
         """The ep rank of each choice [T, K]; replicas take turns."""
@@ -101,22 +101,17 @@ class AllGather(Parallel):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         sizes = share(len(x), self.grid.world.size)         # the rows are here already: nothing to dispatch
-        partial = self.run_here(x, ids, weights, experts)
+        partial = self.run_row(x, ids, weights, experts)
         return self.grid.world.all_gather(self.grid.world.reduce_scatter(partial, sizes, "combine"), sizes, "result")
 
-    def run_own(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        world = self.grid.world
-        sizes = world.sizes(len(x), x.device)
-        rows = world.all_gather(pack(x, ids.int(), weights), sizes, "dispatch")
-        x, ids, weights = unpack(rows, (x, ids.int(), weights))
-        return world.reduce_scatter(self.run_here(x, ids.long(), weights, experts), sizes, "combine")
+    @property
+    def peers(self) -> Exchange:
+        return self.grid.world
 
-    def run_here(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+    def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """This rank's part of the sum of every token: [T, H]."""
         mine = self.ranks(ids, experts) == self.grid.ep.rank
         return self.compute(x, torch.where(mine, ids, experts.num_experts), weights, experts)
-
-    run_row = run_here
 
 
 class Blocks(AllGather):
@@ -135,14 +130,10 @@ class Blocks(AllGather):
         return Placement((tuple(range(E)),) * ep, E)
 
     def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
-        d = dispatch(ids, experts.num_experts)
-        blocks = -(-d.counts // self.block)                                     # [E]
-        expert = ids[d.tokens, d.choices]
-        place = torch.arange(len(d), device=ids.device) - d.offsets[expert]     # which of its expert's tokens
-        block = (blocks.cumsum(0) - blocks)[expert] + place // self.block
-        ranks = torch.full_like(ids, self.grid.ep.size)
-        ranks[d.tokens, d.choices] = block % self.grid.ep.size
-        return ranks
+        E, W = experts.num_experts, self.grid.ep.size
+        blocks = -(-torch.bincount(ids.flatten(), minlength=E + 1) // self.block)               # [E + 1]
+        block = (blocks.cumsum(0) - blocks)[ids] + turns(ids, E) // self.block
+        return torch.where(ids < E, block % W, W)
 
 
 class AllToAll(Parallel):
@@ -194,7 +185,7 @@ class Deduplicated(Parallel):
 class Hidden(Executor):
     """Each expert cut along H (`on_hidden`): sums over H are completed before the activation, columns gathered after.
 
-    Works on experts of transformers' experts interface, which it computes itself: there is no other executor inside.
+    It computes plain experts itself: there is no `inner`.
     """
 
     cut, place = staticmethod(on_hidden), Parallel.place

@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+#: what takes seconds to import: ranks are forked from a process that has imported those of them that this one has
 HEAVY = ("torch.distributed", "numba", "transformers.modeling_utils", "transformers.generation.utils")
 
 
@@ -42,9 +42,6 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
     """Join the processes that torchrun or `launch` started; yields this rank's device.
 
     timeout : seconds that an exchange may wait for a rank that is alive but silent; a dead one is noticed at once.
-
-    Raises
-    ------
     RuntimeError : this process was not started as one of several.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -62,7 +59,7 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
     try:
         yield device
         try:
-            dist.barrier()          # nobody takes its connections away while others still use them
+            dist.barrier()          # no rank closes its connections while others still use them
         except RuntimeError as error:
             raise PeerLost(f"rank {rank} was done, but another rank is gone") from error
     except BaseException as error:
@@ -83,12 +80,8 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float
 
     function : of a module that can be imported; not one defined in a notebook cell.
     timeout : seconds that an exchange may wait for a silent rank.
-    threads : of torch in each rank; by default the cores are shared out.
-
-    Raises
-    ------
+    threads : torch's in each rank; None shares the cores out.
     RuntimeError : a rank raised or was killed; the message says which and why. The others are ended.
-    ValueError : n is no number of processes, or the function cannot be sent to them.
     """
     if n < 1:
         raise ValueError(f"n is {n}; at least one process must run")
@@ -97,7 +90,10 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"{function!r} and its arguments cannot be sent to other processes ({error}); put the "
                          f"function into a .py file") from error
-    context = _context()
+    # elsewhere than on Linux a process that was forked may not use the system's libraries
+    context = get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        context.set_forkserver_preload([name for name in HEAVY if name in sys.modules])
     with tempfile.TemporaryDirectory(prefix="moelab-", ignore_cleanup_errors=True) as folder:
         ranks, pipes = [], []
         for rank in range(n):
@@ -118,18 +114,7 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float
                 process.join()
 
 
-def _context() -> BaseContext:
-    """How ranks are started: on Linux forked from one process that has imported the `HEAVY` packages that this one has.
-    """
-    if sys.platform != "linux":         # elsewhere a process that was forked may not use the system's libraries
-        return get_context("spawn")
-    context = get_context("forkserver")
-    context.set_forkserver_preload([name for name in HEAVY if name in sys.modules])
-    return context
-
-
 def _collect(ranks: list[Any], pipes: list[Any]) -> list[Any]:
-    """Every rank's result, or the error that came first."""
     results: dict[int, Any] = {}
     errors: dict[int, tuple[int, str]] = {}     # rank → (how sure it is the cause, what happened)
     waiting, until = dict(enumerate(pipes)), None
@@ -152,11 +137,10 @@ def _collect(ranks: list[Any], pipes: list[Any]) -> list[Any]:
 
 
 def _death(code: int) -> str:
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
-    return f"ended with exit status {code} before it had a result"
+    if code >= 0:
+        return f"ended with exit status {code} before it had a result"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + ("; the system does that when memory runs out" if name == "SIGKILL" else "")
 
 
 def _rank(function: Callable[..., Any], arguments: tuple, rank: int, n: int, rendezvous: Path, timeout: float,

@@ -20,17 +20,9 @@ from moelab.progress import progress
 
 @dataclass(frozen=True)
 class Placement:
-    """Which experts each rank holds; an expert may be on several ranks, or twice on one.
+    """Which experts each rank holds; an expert may be on several ranks, or twice on one."""
 
-    devices : the experts of each rank.
-    E : number of experts.
-
-    Raises
-    ------
-    ValueError : an expert is nowhere, or there is no such expert.
-    """
-
-    devices: tuple[tuple[int, ...], ...]
+    devices: tuple[tuple[int, ...], ...]        # the experts of each rank
     E: int
 
     def __post_init__(self) -> None:
@@ -66,28 +58,28 @@ class Placement:
         table = self.table.to(ids.device)
         if table.shape[1] == 1:
             return table[ids, 0]
-        flat = ids.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=self.E + 1)
-        turn = torch.empty_like(flat)
-        turn[order] = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[flat[order]]
         replicas = torch.cat([self.replicas, self.replicas.new_ones(1)]).to(ids.device)
-        return table[flat, (turn + start) % replicas[flat]].view_as(ids)
+        return table[ids, (turns(ids, self.E) + start) % replicas[ids]]
+
+
+def turns(ids: Tensor, E: int) -> Tensor:
+    """How many choices of the same expert (0 … E) come before each choice [T, K], by token and then choice."""
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=E + 1)
+    turn = torch.empty_like(flat)
+    turn[order] = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[flat[order]]
+    return turn.view_as(ids)
 
 
 class ShardedExperts:
-    """A source for the seam that holds this rank's experts, or its part of each.
+    """A source for the seam that holds this rank's experts, or its part of each, loaded one at a time.
 
-    They are loaded one at a time, so that no more than one whole expert is in memory beside them.
-
-    Parameters
-    ----------
     layers : the experts module of each layer (`moelab.models.MoELayer.experts`), for the layout.
     source : (layer, expert) → that expert's whole tensors.
     placements : one for all layers, or one a layer.
     device : which of a placement's devices this rank is.
-    part, parts : which part of every expert.
-    cut : how an expert is cut: `on_intermediate` or `on_hidden`.
+    part, parts, cut : which part of every expert, cut by `on_intermediate` or `on_hidden`.
     """
 
     def __init__(self, layers: Sequence[Any], source: Callable[[int, int], Weights],
@@ -107,8 +99,7 @@ class ShardedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that are held."""
-        return sum(t.numel() * t.element_size() for weights in self._held.values() for t in weights.values())
+        return sum(t.nbytes for weights in self._held.values() for t in weights.values())
 
     def __call__(self, layer: int, expert: int) -> Weights:
         if (layer, expert) not in self._held:

@@ -29,12 +29,7 @@ def deduplicated(E: int, K: int, W: int) -> float:
 
 
 def expected(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
-    """Expected rows a token, one way, for a name of `VARIANTS`.
-
-    Raises
-    ------
-    ValueError : there is no such variant.
-    """
+    """Expected rows a token, one way, for a name of `VARIANTS`."""
     made = {"ep": W - 1.0, "tp": W - 1.0, "ep-a2a": K * (1 - 1 / W), "ep-dedup": deduplicated(E, K, W),
             # gathered in the row of tp ranks, each of which sends its copy to its peers
             "tp-ep": tp - 1.0 + tp * deduplicated(E, K, W // tp)}
@@ -82,18 +77,15 @@ def pairs(deduplicate: bool, ranks: Tensor, own: Sequence[int]) -> list[list[int
 
 @dataclass(frozen=True)
 class GatherVolume:
-    """Bytes that all ranks together receive in an all-gather of T tokens' routing.
+    """Bytes that all ranks together receive in an all-gather of T tokens' routing."""
 
-    logits : gathered before selection; weights and ids : gathered after it.
-    """
-
-    logits: int
-    weights: int
+    logits: int         # gathered before selection
+    weights: int        # these two after it
     ids: int
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes the gather after selection takes; not a number for one rank."""
+        """Bytes before selection over those after it; nan for one rank."""
         return self.logits / (self.weights + self.ids) if self.logits else nan
 
 

@@ -1,7 +1,7 @@
 """The byte planes of a store's bf16 experts, for the executor that multiplies with them (`gemv_planes`).
 
     store = ExpertStore(folder)
-    plug(model, executor=moelab.experts.make("gemv_planes", planes=StorePlanes(store)))
+    plug(model, executor=moelab.registry.make("executor", "gemv_planes", planes=StorePlanes(store)))
 
 Source: ZipMoE §3.3: an expert is stored as its exponents, compressed, and its signs and mantissas, mostly as they are.
 Here exponents are decompressed and signs and mantissas stay where they were read, so the bf16 weights are never formed:
