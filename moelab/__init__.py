@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "MoESpec": "moelab.specs", "DeviceSpec": "moelab.specs", "ExpertKey": "moelab.specs",
     "open_model": "moelab.models", "prompts": "moelab.datasets", "record": "moelab.recording",
-    "convert": "moelab.models.convert", "restore": "moelab.models.convert", "ExpertStore": "moelab.store.layout",
+    "convert": "moelab.models.convert", "restore": "moelab.models.restore", "ExpertStore": "moelab.store.layout",
     "StoreExperts": "moelab.store.reader", "offload": "moelab.offloading.offload", "Pools": "moelab.cache.pools",
     "profile": "moelab.offloading.profile", "simulate": "moelab.offloading.simulator",
     "RoutingTrace": "moelab.trace", "calibrate": "moelab.calibration", "Calibration": "moelab.calibration",

@@ -14,11 +14,12 @@ HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
 COMMON = {"specs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
-          "registry"}
+          "registry", "journal"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
     "kernels": set(), "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
+    "journal": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models"},
@@ -52,7 +53,7 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "lab", "__main__", "__init__"}
+WITHOUT_TORCH = {"specs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal", "lab", "__main__", "__init__"}
 
 
 def part_of(path):

@@ -34,7 +34,8 @@ from moelab.offloading.delays import quick_delays, same_bits_on_one_thread
 from moelab.offloading.loads import Fetched
 from moelab.offloading.slots import Sizes, Slots
 from moelab.schedule.requests import Delays
-from moelab.store.layout import DTYPES, ExpertStore
+from moelab.store.headers import NAMES
+from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
 
@@ -101,7 +102,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         unless_open.callback(engine.close)
         engine.one_thread = same_bits_on_one_thread(store, model)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
-        cast = stored != {DTYPES[str(model.dtype).removeprefix("torch.")]}
+        cast = stored != {NAMES[model.dtype]}
         plug(model, executor=engine, source=EngineSource(engine, model.dtype, cast) if executor else None)
         model.moelab = Offloading(model, engine, store, pools, staging, room)
         unless_open.pop_all()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moelab.cache.planning import plan
 from moelab.models import discover, open_model
 from moelab.offloading import profile as profiling
-from moelab.models.convert import convert, open_store
+from moelab.models.convert import convert
 from moelab.offloading.limits import Rates
 from moelab.offloading.profile import MeasuredDelays, Profile, profile
 from moelab.offloading.microbenchmarks import EXPERT_TOKENS, FORWARD_TOKENS, Rounds
@@ -24,6 +24,7 @@ from moelab.store.layout import run
 from moelab.store.reader import Reader, StoreExperts
 
 from tests.models import tiny
+from tests.models.stores import open_store
 from tests.models.test_seam import generate
 
 
