@@ -2,15 +2,12 @@
 
 The weights have the statistics that compression depends on: Gaussian with σ 0.02, every row scaled by a lognormal
 of 0.25 and every column by one of 0.10, a tenth of them Student-t with 4 degrees of freedom; their exponents have
-2.64 bits of entropy, trained ones 2.55–2.65 (ZipMoE Fig. 2). Drawing them would be slower than any disk, so a pool
-of 64 MB is drawn once and every tensor is a piece of it, from a random place on: experts differ from each other,
-but not in what they are made of, so only codecs that match far back would gain from it. Norms are ones.
+2.64 bits of entropy, trained ones 2.55–2.65 (ZipMoE Fig. 2). A pool of 64 MB is drawn once, and every tensor is a piece
+of it from a random place on, so a codec that matches far back would gain. Norms are ones; what the model computes is
+noise. Experts are stacked as in transformers ([E, …]), in bf16 whatever the card's type.
 
-`scale` shortens the model and leaves its layers as they are: an expert has the size that the card says. The tokenizer
-is the small model's, whose ids are the first 1,024: no text becomes one of the others, and those that the model
-generates decode to nothing. A vocabulary below that has no tokenizer.
-Left out: sense. The model opens and computes, and what it computes is noise; its experts are laid out as transformers
-holds them ([E, …]), always in bf16, whatever the card's type.
+`scale` removes layers and leaves the others as they are. The tokenizer is the small model's, whose ids are the first
+1,024; others decode to nothing, and a smaller vocabulary has no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,14 +31,13 @@ from moelab.cards import load_model
 from moelab.configs import spec_from_config
 from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
-from moelab.models.checkpoint import Checkpoint
+from moelab.models.direct import expert_parameters, store_layers
 from moelab.models.seam import discover
 from moelab.files import small_model
 from moelab.progress import progress
-from moelab.models.convert import other_weights
 from moelab.specs import MoESpec
 from moelab.store import codecs
-from moelab.store.layout import WEIGHT_MAP
+from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
@@ -146,19 +142,15 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
         experts = tuple(layer.name + ".experts." for layer in layers)
         _write_checkpoint(folder, {k: t for k, t in twin.state_dict().items() if not k.startswith(experts)}, pool, rng)
         name = sha256(f"synthetic {config.to_json_string()} {seed}".encode()).hexdigest()[:16]
-        writer = StoreWriter(destination, spec, name, [(layer.name + ".experts", layer.E, not
-                             isinstance(layer.experts, torch.nn.ModuleDict)) for layer in layers], codec)
+        writer = StoreWriter(destination, spec, name, store_layers(layers), codec)
         try:
             with progress(total=spec.experts_bytes, desc="synthesizing", unit="B") as bar:
                 for layer, expert in writer.missing():
-                    module, stacked = layers[layer].experts, writer.layers[layer][2]
-                    shapes = {n: p.shape[1:] for n, p in module.named_parameters()} if stacked else {
-                        n: p.shape for n, p in module[f"expert_{expert}"].named_parameters()}
-                    tensors = {n: torch.cat([*_pieces(shape.numel(), pool, rng)]).view(shape)
-                               for n, shape in shapes.items()}
+                    tensors = {n: torch.cat([*_pieces(p.numel(), pool, rng)]).view(p.shape)
+                               for n, p in expert_parameters(layers[layer]).items()}
                     bar.update(sum(t.nbytes for t in tensors.values()))
                     writer.add(layer, expert, tensors)
-            writer.finish(other_weights(Checkpoint.at(folder), set()),
+            writer.finish(dict(sorted(read_folder(folder)[1].items())),
                           [(file, (folder / file).read_bytes())
                            for file in ("config.json", *(file.name for file in tokenizer))])
             verify(writer.folder)
@@ -184,22 +176,15 @@ def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], pool: torc
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > 4e9:
             shards.append({})
         shards[-1][key] = tensor
+    if odd := [f"{key} is {t.dtype}" for key, t in tensors.items() if t.dtype not in (torch.bfloat16, torch.float32)]:
+        raise ValueError(f"{odd[0]}; only bf16 and fp32 weights are synthesized")
     weight_map, total = {}, sum(t.nbytes for t in tensors.values())
     with progress(total=total, desc="synthesizing", unit="B") as bar:
         for i, shard in enumerate(shards):
             file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             weight_map.update(dict.fromkeys(shard, file))
-            header, at = {"__metadata__": {"format": "pt"}}, 0
-            for key, t in shard.items():
-                dtype = "BF16" if t.dtype == torch.bfloat16 else "F32" if t.dtype == torch.float32 else None
-                if dtype is None:
-                    raise ValueError(f"{key} is {t.dtype}; only bf16 and fp32 weights are synthesized")
-                header[key] = {"dtype": dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
-                at += t.nbytes
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
             with open(folder / file, "wb") as f:
-                f.write(len(text).to_bytes(8, "little") + text)
+                f.write(header_bytes({key: (NAMES[t.dtype], t.shape) for key, t in shard.items()}))
                 for key, t in shard.items():
                     if t.dtype != torch.bfloat16 or t.dim() < 2:        # norms, biases and corrections
                         value = torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)

@@ -42,7 +42,8 @@ from moelab.configs import spec_from_config
 from moelab.files import write_text
 from moelab.journal import Journal
 from moelab.models import compat, opening, plug
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.direct import CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 
