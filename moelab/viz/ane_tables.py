@@ -242,7 +242,7 @@ def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> l
             for of in [found[setting]]]
 
 
-def knob(card: str, setting: Setting, of: Outcome, device: DeviceModel) -> str:
+def caption(card: str, setting: Setting, of: Outcome, device: DeviceModel) -> str:
     """One setting in a sentence."""
     errors = [f"{device.fit_error(quantity):.0%}" for quantity in ("latency", "energy")]
     return (f"{card}, chunks of {setting.chunk}, {setting}: {of.dropped:.1%} of the choices dropped, {of.padded:.1%} "

@@ -47,7 +47,7 @@ def blocks(counted: Sequence[BlockCount]) -> list[Row]:
              "row loads skipped": percent(one.rows_skipped)} for one in counted]
 
 
-def knob(p: Padding, T: int, E: int, K: int, skew: float) -> str:
+def caption(p: Padding, T: int, E: int, K: int, skew: float) -> str:
     """One block size in a sentence: blocks, padding and the intensity factor of T tokens, top-K of E."""
     return (f"B = {p.B}, {T} tokens, Zipf {skew:g}: {p.provisioned} blocks provided, {p.needed} filled; "
             f"{percent(1 - p.pairs / (p.needed * p.B), 0)} of the filled slots are padding, "

@@ -139,7 +139,7 @@ def prefetching(rows: Mapping[str, Mapping[str, Mapping[str, Interval]]],
     return made
 
 
-def knob(model: str, N: int, machine: str, system: str, found: OneLayer) -> str:
+def caption(model: str, N: int, machine: str, system: str, found: OneLayer) -> str:
     """One layer in a sentence."""
     return (f"{system}, {SHORT[model]} on {N} units ({machine}): this layer {1e3 * found.seconds:.3f} ms (simulated); "
             f"mean of {len(found.closed)} layers {1e3 * sum(found.closed) / len(found.closed):.3f} ms (closed form, "

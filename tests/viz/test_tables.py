@@ -62,7 +62,7 @@ def test_of_static_shapes(costs):
     assert [of["needle, points (95 %)"] for of in rows[:2]] == ["50.0 % right", "-2.0 (-4.0 to +0.0)"]
     assert rows[4]["accuracy in the paper, fp16 → NPUMoE"] == "88.57 → 87.62 %"                 # HellaSwag's
     assert row(shown(expert_tables.orders(costs), 2), "dropped first", "2")["against random, nats"] == "+0.0000"
-    assert expert_tables.knob(static.block_paddings(16, 4, 2)[8], 16, 4, 2, 0).startswith("B = 8, 16 tokens, Zipf 0:")
+    assert expert_tables.caption(static.block_paddings(16, 4, 2)[8], 16, 4, 2, 0).startswith("B = 8, 16 tokens, Zipf 0:")
     times = ExpertTimes({"transformers eager": [0.004], "gemv": [0.002]}, 0, 1e6, 1e9, 1e9)
     assert shown(expert_tables.executors({"decode": times}), 1)[0] == {
         "phase": "decode", "best of transformers, ms": "4.00 (eager)", "best here, ms": "2.00 (gemv)",
@@ -108,7 +108,7 @@ def test_of_the_neural_engine():
     found = settings("Phi-tiny-MoE", levels=(3,), slacks=(1.0,), groups=(8,), chunks=(256,))
     best = fastest(found, 1.0)
     shown(ane_tables.settings(found, best), 2)
-    assert "fit error" in ane_tables.knob("Phi", Setting(), found[Setting()], device)
+    assert "fit error" in ane_tables.caption("Phi", Setting(), found[Setting()], device)
     stars = [trace for trace in ane_figures.around(found, Setting()).data if trace.name == str(Setting())]
     assert [trace.marker.symbol for trace in stars] == ["star", "star"]
 
