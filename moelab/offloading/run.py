@@ -132,9 +132,8 @@ class EngineRun:
         self.guesses: list[list[tuple[int, list[int]]]] = []
         self._in_forward = False
 
-    # An interruption may leave out any of the calls below: so what begins removes what was left unfinished.
-
     def begin_forward(self) -> None:
+        """Also removes what an interrupted forward has left."""
         del self.steps[len(self.forwards):], self.guesses[len(self.forwards):]
         self.steps.append([])
         self.guesses.append([])
