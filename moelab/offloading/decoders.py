@@ -66,5 +66,4 @@ class CudaDecoder:
 
 
 def decoder(device: torch.device) -> CpuDecoder | CudaDecoder:
-    """A decoder for tensors on this device."""
     return CudaDecoder(device) if device.type == "cuda" else CpuDecoder()

@@ -91,7 +91,7 @@ class Profile:
     machine: str
 
     def median(self, name: str) -> float:
-        """Seconds of one measurement; KeyError for an unknown name, saying which there are."""
+        """Seconds of one measurement; KeyError for an unknown name."""
         if name not in self.seconds:
             raise KeyError(f"nothing called {name!r} was measured; there are {', '.join(self.seconds)}")
         return statistics.median(self.seconds[name])
@@ -111,7 +111,7 @@ class Profile:
         return max(once - token * first, 0.0), token            # rounding can leave less than nothing
 
     def fit_error(self, kind: str) -> float:
-        """The largest relative error of the fit."""
+        """Its largest relative error."""
         base, token = self.fit(kind)
         return max(abs((base + token * n) / seconds - 1) for n, seconds in self.points(kind).items())
 
@@ -230,6 +230,7 @@ class Microbenchmarks:
         self.store, self.model, self.reader, self.pool = store, model, reader, pool
         self.workers, self.rng = workers, rng
         self.seconds: dict[str, list[float]] = {}
+        self.timed = partial(_timed, self.seconds)
         self.done, self.calls = -1, []                          # rounds; when each layer's experts were called
         experts = sum(len(layer.experts) for layer in store.layers)
         self.kept = max(workers, min(experts, ROUND_TRIP // Sizes.of(store).full))
@@ -251,9 +252,6 @@ class Microbenchmarks:
         self.copied = torch.zeros(COPY // 4), torch.zeros(COPY // 4)
         self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
         self.experts = [layer.experts for layer in discover(model)]
-
-    def timed(self, *what: Any) -> Any:
-        return _timed(self.seconds, *what)
 
     def once(self) -> None:
         """Every measurement once."""

@@ -137,9 +137,8 @@ class EngineRun:
         for kept in (self.forwards, self.steps, self.guesses):
             del kept[:forwards]
 
-    # An interruption may leave out any of the calls below: so what begins removes what was left unfinished.
-
     def begin_forward(self) -> None:
+        """Also removes what an interrupted forward has left."""
         del self.steps[len(self.forwards):], self.guesses[len(self.forwards):]
         self.steps.append([])
         self.guesses.append([])

@@ -138,7 +138,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
             step = residency.begin(layer, experts)
             gate.came(layer, experts)
             left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
-            machine.demand(left, scheduler(left, delays, workers))
+            machine.queue.demand(left, scheduler(left, delays, workers))
             prefetch = gate.requests(residency, layer + distance, announced.get(layer + distance, ()),
                                      machine.read_s / max(1, machine.reads))
             machine.queue.prefetch(layer + distance, prefetch, given_order(prefetch))

@@ -1,10 +1,9 @@
 """Cache-affinity scheduling: ZipMoE §3.3, Algorithm 1 and Definition A.1.
 
 Tasks whose SM-chunk must be read (type I) keep the disk busy, those whose SM-chunk is in memory (type II) only the
-workers, so one kind hides behind the other. Blocks are built around a type-I task: type-II tasks, then further
-type-I tasks are inserted until the workers lag so far behind the disk that the next block's E-chunks arrive before
-a worker runs dry. Within a block all E-chunks are read before all SM-chunks; blocks follow each other, and disk and
-workers always take the first operation of this order that is ready.
+workers. Blocks are built around a type-I task: type-II tasks, then further type-I tasks are inserted until the workers
+lag so far behind the disk that the next block's E-chunks arrive before a worker runs dry. Within a block all E-chunks
+are read before all SM-chunks; disk and workers always take the first operation of this order that is ready.
 
 Where the listing has gaps:
 - All chunks of a layer have the same delays, so when workers idle depends on how many there are, not on their order:
@@ -33,12 +32,8 @@ Block = list[Task]
 
 
 class Order(NamedTuple):
-    """The order of one layer's operations, by expert id.
-
-    io : what the disk reads: (expert, "E" or "SM").
-    decode : in which order of priority workers take experts.
-    blocks : the same, block by block.
-    """
+    """The order of one layer's operations, by expert id: what the disk reads, (expert, "E" or "SM"); in which order of
+    priority workers take experts; the same, block by block."""
 
     io: list[tuple[int, str]]
     decode: list[int]
@@ -112,12 +107,8 @@ SCHEDULERS = {
 
 
 def schedule(tasks: Sequence[Task], workers: int) -> list[Block]:
-    """Algorithm 1: the tasks as blocks, in order of execution.
-
-    Raises
-    ------
-    ValueError : no workers, a task in state FULL, or tasks that differ in u, v, c or K.
-    """
+    """Algorithm 1: the tasks as blocks, in order of execution. ValueError without workers, for a task in state FULL, or
+    for tasks that differ in u, v, c or K."""
     if workers < 1:
         raise ValueError(f"{workers} workers; decompression needs at least 1")
     if not tasks:

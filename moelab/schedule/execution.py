@@ -81,23 +81,15 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
             ) -> tuple[list[Event], float]:
     """One layer's step in simulated time, with slots for all its experts, as the engine executes it.
 
-    Parameters
-    ----------
     requests : objects with `.key`, `.tokens`, `.state` and `.keep`.
     start : seconds on the clock of the timeline; disk, workers and compute are all free then.
-
-    Returns
-    -------
-    The events in order of their start, and the time at which the last expert is computed.
-
-    Raises
-    ------
-    ValueError : no workers, or an order that was made for other requests.
+    Returns the events in order of their start, and the time at which the last expert is computed. ValueError without
+    workers, or for an order that was made for other requests.
     """
     requests = list(requests)
     machine = SimulatedMachine(delays, workers, dict.fromkeys(KINDS, 2 * len(requests)),
                                ((request.key, request.state) for request in requests), start=start)
-    machine.demand(machine.begin(layer, requests), order)
+    machine.queue.demand(machine.begin(layer, requests), order)
     machine.run()
     return machine.timeline(), machine.now
 
@@ -110,17 +102,8 @@ class SimulatedMachine:
     in `run` and `spend` only, and what is under way goes on from layer to layer, so the disk reads for the next layer
     while this one is computed. Left out: that reads and decompression slow each other down, and threads' handshakes.
 
-    Parameters
-    ----------
-    slots : of each kind.
-    resident : (key, state) of what is in memory.
-    ahead : how many experts may be prefetched.
-    start : seconds on the clock of the timeline.
-
-    Attributes
-    ----------
-    now : seconds.
-    read_s, reads : seconds and number of the reads that have ended.
+    slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
+    prefetched.    start, now : seconds.    read_s, reads : seconds and number of the reads that have ended.
     """
 
     def __init__(self, delays: Delays, workers: int, slots: Mapping[str, int],
@@ -152,17 +135,13 @@ class SimulatedMachine:
             self.run()
 
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()) -> list[Any]:
-        """Begin a layer's step (`LoadQueue.begin`); returns the requests left for `demand`."""
+        """`LoadQueue.begin` for all requests of a layer's step; returns those left for the queue's `demand`."""
         requests = sorted(requests, key=lambda request: request.key.expert)
         self._layer, self._left = layer, len(requests)
         self._requests = {request.key: request for request in requests}
         self._ready.extend(request.key for request in requests if request.state is State.FULL)
         return self.queue.begin(layer, [request for request in requests if request.state is not State.FULL], evicted,
                                 self._ready.append)
-
-    def demand(self, requests: Iterable[Any], order: Order) -> None:
-        """Load the rest of the step's experts, in this order."""
-        self.queue.demand(requests, order)
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""

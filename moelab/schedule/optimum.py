@@ -75,12 +75,7 @@ def critical_path_printed(task: Task, workers: int) -> float:
 
 
 def optimum(tasks: Sequence[Task], workers: int) -> float:
-    """The least makespan of all schedules, in seconds; 0 for no tasks.
-
-    Raises
-    ------
-    ValueError : tasks that are FULL or differ in u, v, c or K, no workers.
-    """
+    """The least makespan of all schedules, in seconds; 0 for no tasks. Raises what `schedule` does."""
     incumbent = makespan(schedule(tasks, workers), workers)         # also checks the input
     return _Search(tasks, workers, incumbent).best if tasks else 0.0
 
@@ -191,7 +186,7 @@ def ratio_study(n: int = 10_000, seed: int = 0) -> dict[str, Any]:
     Returns
     -------
     "n", "seed"; "mean", "worst": of makespan / optimum, and "optimal", the share of instances that reach it;
-    "largest_share": the worst of ratio / (3 − 1/L), at most 1 if Theorem 3.1 holds; "violations": how often it
+    "largest_share": the worst of ratio / (3 − 1/workers), at most 1 if Theorem 3.1 holds; "violations": how often it
     doesn't; "worst_instance": {"tasks", "workers", "makespan", "optimum"}.
     """
     rng = random.Random(seed)

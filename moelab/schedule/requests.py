@@ -89,8 +89,6 @@ def operations(task: Task) -> dict[Operation, tuple[Operation, ...]]:
 class Delays:
     """What the operations of one expert cost on a machine, in seconds; measured, or taken from a device card.
 
-    Attributes
-    ----------
     e_read, sm_read : reading all its E-chunks, all its SM-chunks.
     decompress : all its exponents, in one thread.
     recover : joining exponents with signs and mantissas, all its tensors, in one thread.
@@ -150,10 +148,8 @@ class Delays:
         return max(low + (high - low) * (tokens - n0) / (n1 - n0), 0.0)
 
     def tasks(self, request: Any) -> list[Task]:
-        """The N tasks of a request in the paper's terms; recovery is free there, as it is no thread's work.
-
-        `request` has `.key.expert`, `.tokens` and `.state`.
-        """
+        """The N tasks of a request, which has `.key.expert`, `.tokens` and `.state`, in the paper's terms; recovery is
+        free there, as it is no thread's work."""
         N, K, p = self.N, self.K, self.expert(request.tokens)
         return [Task(request.key.expert, tensor, request.state, self.sm_read / N, self.e_read / (N * K),
                      self.decompress / (N * K), K, p) for tensor in range(N)]

@@ -144,7 +144,7 @@ def limited(asked, plan, machine, workers, in_flight, start=0.0):
     slots = {kind: max(sum(kind in HOLDS[state] for state in states) for states in (
         [r.state for r in asked], [r.keep for r in asked])) + in_flight for kind in KINDS}
     pipeline = SimulatedMachine(machine, workers, slots, ((r.key, r.state) for r in asked), start=start)
-    pipeline.demand(pipeline.begin(2, asked), plan)
+    pipeline.queue.demand(pipeline.begin(2, asked), plan)
     pipeline.run()
     return pipeline.timeline(), pipeline.now
 
