@@ -53,7 +53,7 @@ OWN_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConversionSettings:
     """How a model is converted.
 
     context : P, positions of the KV caches. layout : of the expert graphs, see `ffn_graph`.
@@ -81,7 +81,7 @@ class Settings:
 
 
 def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPlan | None = None,
-                  settings: Settings = Settings(), *, validate: bool = True) -> ConvertedModel:
+                  settings: ConversionSettings = ConversionSettings(), *, validate: bool = True) -> ConvertedModel:
     """Convert a model, or resume an interrupted conversion.
 
     model : a checkpoint folder or a hub id; None for the shipped small model.
@@ -128,7 +128,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
         return ConvertedModel(work.publish(manifest, destination))
 
 
-def _possible(plan: ANEPlan, config: Any, settings: Settings) -> ANEPlan:
+def _possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
     """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan")
@@ -153,7 +153,7 @@ Task = tuple[dict[str, Any], str, Callable[[Path], None], Callable[[Path], float
 class _Source:
     """A checkpoint and what the plan wants of it."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: Settings) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings) -> None:
         self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
         self.tensors = CheckpointExperts(checkpoint, config)
         self.modules = [layer.experts for layer in plug(compat.meta_twin(config))]
