@@ -10,21 +10,23 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-#: public name → the module that defines it
+#: public name → the module that defines it, and its name there if that is another
 _HOMES = {
+    "open_model": "moelab.opening", "using": "moelab.opening", "prompts": "moelab.datasets",
+    "record": "moelab.recording", "calibrate": "moelab.calibration", "convert": "moelab.models.convert",
+    "restore": "moelab.models.restore", "simulate": "moelab.offloading.simulator:replay",
+    "profile": "moelab.offloading.profile", "names": "moelab.registry", "describe": "moelab.registry",
     "MoESpec": "moelab.specs", "DeviceSpec": "moelab.specs", "ExpertKey": "moelab.specs",
-    "open_model": "moelab.models", "prompts": "moelab.datasets", "record": "moelab.recording",
-    "convert": "moelab.models.convert", "restore": "moelab.models.convert", "ExpertStore": "moelab.store.layout",
-    "StoreExperts": "moelab.store.reader", "offload": "moelab.offloading.offload", "Pools": "moelab.cache.pools",
-    "profile": "moelab.offloading.profile", "simulate": "moelab.offloading.simulator",
-    "RoutingTrace": "moelab.trace", "calibrate": "moelab.calibration", "Calibration": "moelab.calibration",
+    "ExpertStore": "moelab.store.layout", "StoreExperts": "moelab.store.reader", "Pools": "moelab.cache.pools",
+    "RoutingTrace": "moelab.trace", "Calibration": "moelab.calibration",
 }
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        module, _, there = _HOMES[name].partition(":")
+        return getattr(import_module(module), there or name)
     try:
         return import_module(f"moelab.{name}")
     except ModuleNotFoundError as error:

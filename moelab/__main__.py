@@ -13,21 +13,31 @@ import sys
 
 from moelab import __version__
 
-#: name → (module, what it does)
+#: name → (module, what it does, an example of its arguments)
 COMMANDS = {
-    "reproduce": ("moelab.lab.reproduce", "run the notebooks and write the report"),
-    "run": ("moelab.lab.runner", "run one notebook, with parameters"),
-    "check": ("moelab.lab.check", "compare the newest runs with results/baseline"),
-    "convert": ("moelab.models.convert", "turn a checkpoint into a compressed expert store"),
-    "verify": ("moelab.store.verify", "re-read a store and check every byte"),
-    "inspect": ("moelab.store.inspect", "show what a store holds"),
-    "synthesize": ("moelab.models.synthesize", "write a synthetic checkpoint or store of a card's geometry"),
-    "profile": ("moelab.offloading.profile", "measure what reading, decoding and computing experts costs here"),
-    "generate": ("moelab.generate", "generate text, in one process or with the experts on several"),
-    "bench": ("moelab.bench", "measure on this machine"),
-    "calibrate": ("moelab.evaluation.calibrate", "count which experts a model's tokens visit, and keep the counts"),
-    "evaluate": ("moelab.evaluation.evaluate", "score a model's answers and language loss, mode by mode"),
-    "ane": ("moelab.ane.commands", "plan, convert, lint and check models for the Apple Neural Engine"),
+    "reproduce": ("moelab.lab.reproduce", "run the notebooks and write the report", "-p smoke=true"),
+    "run": ("moelab.lab.runner", "run one notebook, with parameters", "01 -p smoke=true -p seed=3"),
+    "list": ("moelab.lab.runs", "list the notebooks and their finished runs", ""),
+    "compare": ("moelab.lab.compare", "put the metrics of two runs side by side", "01"),
+    "check": ("moelab.lab.check", "compare the newest runs with results/baseline", "01 02"),
+    "report": ("moelab.lab.report", "write the newest runs into one page, results/report.html", ""),
+    "generate": ("moelab.generate", "generate text: in memory, within a memory budget, or on several processes",
+                 "Qwen/Qwen3-30B-A3B --memory 8GB --executor fast --prefetch quasi"),
+    "convert": ("moelab.models.convert", "turn a checkpoint into a compressed expert store",
+                "Qwen/Qwen3-30B-A3B qwen.store"),
+    "verify": ("moelab.store.verify", "re-read a store and check every byte", "qwen.store"),
+    "inspect": ("moelab.store.inspect", "show what a store holds", "qwen.store"),
+    "synthesize": ("moelab.models.synthesize", "write a synthetic checkpoint or store of a card's geometry",
+                   "folder --model Mixtral-8x7B --scale 0.1"),
+    "profile": ("moelab.offloading.profile", "measure what reading, decoding and computing experts costs here",
+                "qwen.store"),
+    "calibrate": ("moelab.evaluation.calibrate", "count which experts a model's tokens visit, and keep the counts",
+                  "Qwen/Qwen3-30B-A3B qwen.safetensors"),
+    "evaluate": ("moelab.evaluation.evaluate", "score a model's answers and language loss, mode by mode",
+                 "--modes speculative:quasi,executor:fast"),
+    "ane": ("moelab.ane.commands", "plan, convert, lint and check models for the Apple Neural Engine",
+            "plan Qwen3-30B-A3B --chunk 256"),
+    "bench": ("moelab.bench", "measure on this machine", "engine --quick"),
 }
 
 
@@ -39,8 +49,10 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
-    for name, (module, purpose) in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+    for name, (module, purpose, example) in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".",
+                                      epilog=f"example: python -m moelab {name} {example}".rstrip(),
+                                      formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if name == chosen:
             implementation = importlib.import_module(module)

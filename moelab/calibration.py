@@ -185,7 +185,7 @@ def overlap_at_k(offline: torch.Tensor, runtime: torch.Tensor, k: int) -> torch.
 # --------------------------------------------------------------------------- what needs the order of the tokens
 
 def chunk_loads(trace: RoutingTrace, B: int) -> torch.Tensor:
-    """Tokens that each expert gets in each whole chunk of B consecutive prefill tokens, prompts packed: int64 [n, L, E].
+    """Tokens of each expert in each whole chunk of B consecutive prefill tokens, prompts packed: int64 [n, L, E].
 
     ValueError : B is below 1, or the trace has fewer than B prefill tokens.
     """

@@ -1,7 +1,7 @@
-"""`python -m moelab generate [MODEL]`: text from a model, in one process or with its experts on several.
+"""`python -m moelab generate [MODEL]`: text from a model, in memory, within a budget or on several processes.
 
     moelab generate --prompt "the red fox" --max-new-tokens 40
-    torchrun --nproc-per-node 2 -m moelab generate --parallel ep-a2a
+    moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
     torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --parallel tp-ep --tp 2
 
 Under torchrun every rank holds the model without its routed experts, and its share of those: 1/N of their bytes. The
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moelab import datasets
+from moelab import datasets, registry
 from moelab.arguments import number, whole
-from moelab.experts import EXECUTORS
-from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
-from moelab.experts.quantization import Quantized
-from moelab.models import discover, eager, open_model, plug
+from moelab.calibration import Calibration
+from moelab.models import discover, eager, open_checkpoint, plug
 from moelab.models.opening import require_tokenizer
-from moelab.registry import make
+from moelab.offloading.session import Session
+from moelab.opening import open_model
+from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -40,19 +41,24 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class Generation:
     """What was generated, and what it took.
 
-    tokens : the new ones; text : decoded, None without a tokenizer.
+    tokens : the new ones; text : decoded.
     parallel, ranks : how the experts were spread; None and 1 in one process.
     seconds : of prefill and decoding, without opening the model.
+    ttft, tpot, hit_rate, read_bytes_per_token : as of `moelab.offloading.metrics.Metrics`.
     expert_bytes : of routed experts held, for each rank; empty in one process.
     sent : label → bytes that each rank sent to others.
     """
 
     prompt: str
     tokens: list[int]
-    text: str | None
+    text: str
     parallel: str | None
     ranks: int
     seconds: float
+    ttft: float | None
+    tpot: float | None
+    hit_rate: float | None
+    read_bytes_per_token: float | None
     expert_bytes: list[int]
     sent: dict[str, list[int]]
 
@@ -62,45 +68,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="a checkpoint folder, a store or a hub id; if not given, the small model")
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
+                        "(default: all in memory)")
+    parser.add_argument("--cache", choices=registry.names("cache"), default="lru", metavar="NAME",
+                        help="with --memory, who is evicted (default: %(default)s)")
+    parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
+                        help="with --memory, what predicts which experts to load ahead")
+    parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
+                        help="with --memory, decode workers (default: %(default)s)")
+    parser.add_argument("--executor", choices=registry.names("executor"), default="exact", metavar="NAME",
+                        help="what computes the experts (default: %(default)s)")
+    parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with capacities")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
                         f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "
                         f"in blocks (default: {DEFAULT})")
     parser.add_argument("--tp", type=whole(1), metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")
-    parser.add_argument("--executor", choices=EXECUTORS, help="what computes the experts; if not given, "
-                        "transformers' eager arithmetic; int8 quantises them first")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)")
     parser.add_argument("--timeout", type=number(above=0), default=600, metavar="SECONDS",
                         help="how long a rank waits for another that is silent (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.epilog = "\n\n".join([parser.epilog or "", *map(_listed, ("executor", "cache", "predictor"))])
+
+
+def _listed(kind: str) -> str:
+    """The names of a kind with what each is for, those for teaching apart."""
+    found = registry.describe(kind)
+    lines = [f"  {name:<12} {purpose}" for name, (purpose, of) in found.items() if of == "use"]
+    if teaching := [f"  {name:<12} {purpose}" for name, (purpose, of) in found.items() if of == "teaching"]:
+        lines += [f"{kind}s for teaching and comparison:", *teaching]
+    return "\n".join([f"{kind}s:", *lines])
 
 
 def main(args: argparse.Namespace) -> int:
     options = {"model": args.model, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
-               "executor": args.executor, "dtype": args.dtype}
+               "executor": args.executor, "dtype": args.dtype, "stream": not args.json}
     if "RANK" in os.environ:
+        if args.memory is not None:
+            raise ValueError("--memory is for one process; under torchrun each rank holds its share of the experts")
         with connect(args.timeout) as device:
             result = generate(**options, parallel=args.parallel or DEFAULT, tp=args.tp, device=device)
     elif args.parallel:
         raise ValueError(f"--parallel {args.parallel} needs several processes: "
                          f"torchrun --nproc-per-node 2 -m moelab generate --parallel {args.parallel} …")
     else:
-        result = generate(**options)
+        calibration = Calibration.load(args.calibration) if args.calibration else None
+        result = generate(**options, memory=args.memory, cache=args.cache, prefetch=args.prefetch,
+                          workers=args.workers, calibration=calibration)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result), ensure_ascii=False) if args.json else _told(result))
     return 0
 
 
 def generate(model: str | None = None, prompt: str | None = None, max_new_tokens: int = 32,
-             parallel: str | None = None, tp: int | None = None, executor: str | None = None, dtype: str = "auto",
-             device: torch.device | str | None = None) -> Generation:
+             parallel: str | None = None, tp: int | None = None, executor: str = "exact", dtype: str = "auto",
+             device: torch.device | str | None = None, stream: bool = False, **opening: Any) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
-    Parameters are those of the command line; see also `open_parallel`.
+    Parameters
+    ----------
+    stream : print the prompt and the text as it comes; only the first rank does.
+    opening : memory, cache, prefetch, workers, calibration of `moelab.open_model`.
+    Others are those of the command line; see also `open_parallel`.
 
     Raises
     ------
     ValueError : fewer than one token, an empty prompt, a model without a tokenizer, a variant that does not fit, an
-        executor that needs options or more than a rank has.
+        executor that needs more than a rank has; and what `moelab.open_model` raises.
     PeerLost : another rank died.
     """
     if max_new_tokens < 1:
@@ -109,29 +142,45 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
     require_tokenizer(model)
-    inner = make("executor", executor) if executor else eager
+    stream = stream and int(os.environ.get("RANK", 0)) == 0
+    start = time.perf_counter()
+    if stream:
+        print(f"opening {model or 'the small model'} …", file=sys.stderr, end=" ", flush=True)
     if parallel is None:
-        network = open_model(model, dtype=_dtype(dtype), device=device)
-        if executor:
-            source = Quantized(plug(network), "int8") if executor == "int8" else None
-            plug(network, executor=inner, source=source)
+        network = open_model(model, executor=executor, dtype=_dtype(dtype), device=device, **opening)
     elif executor == "int8":
         raise ValueError("the executor int8 quantises a whole model, in one process: leave out torchrun and --parallel")
     else:
+        inner = eager if executor == "exact" else registry.make("executor", executor)
         network = open_parallel(model, parallel, tp, inner, _dtype(dtype), device)
+        Session(network)
+    if stream:
+        print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
+    with network:
+        return _generate(network, prompt, max_new_tokens, parallel, stream)
+
+
+def _generate(network: Any, prompt: str, max_new_tokens: int, parallel: str | None, stream: bool) -> Generation:
+    from transformers import TextStreamer
     inputs = network.tokenizer(prompt, return_tensors="pt").to(network.device)
     length = 0 if network.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     same = [lambda _, scores: network.grid.world.broadcast(scores, "scores")] if parallel else None
-
+    if stream:
+        print(prompt, end="\033[1m" if os.isatty(1) else "", flush=True)
     start = time.perf_counter()
     with torch.inference_mode():
         out = network.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
-                               max_new_tokens=max_new_tokens, do_sample=False, logits_processor=same)
+                               max_new_tokens=max_new_tokens, do_sample=False, logits_processor=same,
+                               streamer=TextStreamer(network.tokenizer, skip_prompt=True, skip_special_tokens=True)
+                               if stream else None)
     seconds = time.perf_counter() - start
-    tokens = out[0, length:].tolist()
-    text = network.tokenizer.decode(tokens, skip_special_tokens=True)
+    if stream and os.isatty(1):
+        print("\033[0m", end="")
+    tokens, found = out[0, length:].tolist(), network.moelab.metrics()
     spread = _spread(network) if parallel else {"ranks": 1, "expert_bytes": [], "sent": {}}
-    return Generation(prompt, tokens, text, parallel, seconds=seconds, **spread)
+    return Generation(prompt, tokens, network.tokenizer.decode(tokens, skip_special_tokens=True), parallel,
+                      seconds=seconds, ttft=found.ttft, tpot=found.tpot, hit_rate=found.hit_rate,
+                      read_bytes_per_token=found.read_bytes_per_token, **spread)
 
 
 def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: int | None = None,
@@ -141,7 +190,7 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
 
     Parameters
     ----------
-    name_or_path, dtype, device : see `moelab.models.open_model`.
+    name_or_path, dtype, device : see `moelab.models.open_checkpoint`.
     parallel : a key of `moelab.parallel.VARIANTS`.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank.
@@ -160,7 +209,7 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
     grid = Grid(degree(parallel, dist.get_world_size(), tp))
-    model = open_model(name_or_path, experts="external", dtype=dtype, device=device)
+    model = open_checkpoint(name_or_path, experts="external", dtype=dtype, device=device)
     layers, way = [layer.experts for layer in discover(model)], VARIANTS[parallel]
     if placements is None:
         placements = [way.place(experts.num_experts, grid.ep.size) for experts in layers]
@@ -187,8 +236,12 @@ def _dtype(name: str) -> Any:
 
 
 def _told(result: Generation) -> str:
-    lines = [result.prompt + f"\033[1m{result.text}\033[0m" if os.isatty(1) else result.prompt + (result.text or ""),
-             "", f"{len(result.tokens)} tokens in {result.seconds:.2f} s"]
+    told = [f"{len(result.tokens)} tokens in {result.seconds:.2f} s: TTFT {result.ttft:.3f} s"]
+    if result.tpot is not None:
+        told += [f"TPOT {1e3 * result.tpot:.1f} ms"]
+    if result.hit_rate is not None:
+        told += [f"hit rate {result.hit_rate:.0%}", f"{(result.read_bytes_per_token or 0) / 1e6:.2f} MB read a token"]
+    lines = ["", ", ".join(told)]
     if result.parallel:
         held = ", ".join(f"{n / 1e6:,.1f}" for n in result.expert_bytes)
         sent = sum(map(sum, result.sent.values()))

@@ -165,23 +165,6 @@ class MoESpec:
     def from_dict(cls, fields: dict[str, Any]) -> MoESpec:
         return cls(**{**fields, "moe_layers": tuple(fields["moe_layers"])})
 
-    @classmethod
-    def from_config(cls, config: Any, name: str | None = None) -> MoESpec:
-        """The spec of any transformers MoE config.
-
-        Raises
-        ------
-        ValueError : the config describes a dense model, or names its experts in a way unknown here.
-        """
-        from moelab.models.configs import spec_from_config
-        return spec_from_config(config, name)
-
-    @classmethod
-    def from_card(cls, name: str) -> MoESpec:
-        """The spec of a model card by its file name; `moelab.cards.models()` lists them."""
-        from moelab.cards import load_model
-        return load_model(name)
-
 
 @dataclass(frozen=True)
 class Figure:

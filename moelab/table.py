@@ -1,7 +1,9 @@
-"""Plain text tables for the terminal, and one way to write a number."""
+"""One way to write a number, and tables as plain text or Markdown."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -19,8 +21,36 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
+def percent(share: float | str, digits: int = 1) -> str:
+    """A share from 0 to 1 in per cent; words that stand for one as they are."""
+    return share if isinstance(share, str) else f"{100 * share:.{digits}f} %"
+
+
+def ms(seconds: float) -> str:
+    """Seconds in milliseconds, without the unit."""
+    return f"{1e3 * seconds:.2f}"
+
+
+def span(low: float, high: float) -> str:
+    """A range in three significant digits, or one number where both ends read the same."""
+    low, high = f"{low:.3g}", f"{high:.3g}"
+    return low if low == high else f"{low}–{high}"
+
+
+def slug(name: str) -> str:
+    """A name as part of a metric's: "groups of 8, prune" → "groups_of_8_prune"."""
+    return "_".join(re.findall(r"[\w-]+", name))
+
+
+def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """A table of dictionaries, column → cell: the columns of all, by their first occurrence, and the cells or None."""
+    dictionaries = list(dictionaries)
+    head = list(dict.fromkeys(column for row in dictionaries for column in row))
+    return head, [[row.get(column) for column in head] for row in dictionaries]
+
+
 def text_table(head: list[str], rows: list[list[str]]) -> str:
-    """Columns aligned under their heads."""
+    """Columns aligned under their heads, for the terminal."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
@@ -33,3 +63,8 @@ def html_table(caption: str, rows: dict[str, str]) -> str:
     cells = "".join(f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(text)}</td></tr>"
                     for name, text in rows.items())
     return f"<table><caption>{escape(caption)}</caption>{cells}</table>"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; cells are written by `format_value`."""
+    return "\n".join(f"| {' | '.join(map(format_value, line))} |" for line in [head, ["---"] * len(head), *rows])

@@ -12,7 +12,7 @@ import pytest
 
 from moelab.__main__ import main
 from moelab.parallel import launch
-from moelab.models import open_model
+from moelab import open_model
 from moelab.generate import generate, open_parallel
 
 ROOT = Path(__file__).parents[1]
@@ -56,17 +56,18 @@ def test_the_command_prints_text_and_json(capsys):
     assert made["text"] == " fox 37\n"[:len(made["text"])]
 
 
-@pytest.mark.parametrize("parallel, executor", [("hidden", None), ("blocks", "gemv"), ("ep", "neuron")])
+@pytest.mark.parametrize("parallel, executor", [("hidden", "exact"), ("blocks", "gemv"), ("ep", "neuron")])
 def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, executor):
     alone = generate(max_new_tokens=8, dtype="float32")
     made = launch(generate, 2, None, None, 8, parallel, None, executor, "float32")
-    assert made[0] == replace(made[1], seconds=made[0].seconds)
+    timed = {name: getattr(made[0], name) for name in ("seconds", "ttft", "tpot")}
+    assert made[0] == replace(made[1], **timed)
     assert made[0].tokens == alone.tokens and min(made[0].sent["result"]) > 0
 
 
 def test_the_executor_int8_quantises_and_needs_a_whole_model():
     ids = []
-    for executor in (None, "int8"):
+    for executor in ("exact", "int8"):
         ids.append(generate(prompt="the red fox 37\nthe red", max_new_tokens=2, executor=executor).tokens)
     assert ids[0] == ids[1]                         # rounded, but alive
     with pytest.raises(ValueError, match="in one process"):
@@ -74,8 +75,9 @@ def test_the_executor_int8_quantises_and_needs_a_whole_model():
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--executor", "tiered"], "capacities, overflow='prune'"), (["--executor", "grouped"], "'groups'"),
-    (["--parallel", "ep"], "torchrun"), (["--prompt", ""], "empty"),
+    (["--prefetch", "router"], "give memory="), (["--memory", "1kB"], "the least that works"),
+    (["--memory", "50%", "--prefetch", "oracle"], "trace"), (["--parallel", "ep"], "torchrun"),
+    (["--prompt", ""], "empty"),
     (["nowhere/at/all"], "no checkpoint folder")])
 def test_bad_input_is_explained(arguments, said, capsys):
     assert main(["generate", *arguments]) == 2
@@ -85,3 +87,14 @@ def test_bad_input_is_explained(arguments, said, capsys):
 def test_a_process_that_is_alone_is_told():
     with pytest.raises(RuntimeError, match="alone"):
         open_parallel(parallel="ep")
+
+
+def test_within_a_memory_budget_the_text_is_the_same_and_the_cost_is_told(alone, capsys):
+    assert main(["generate", "--max-new-tokens", "12", "--memory", "50%", "--prefetch", "router", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["tokens"] == alone.tokens and 0 < made["hit_rate"] < 1 and made["read_bytes_per_token"] > 0
+    short = ["generate", "--prompt", "the red", "--max-new-tokens", "3"]
+    assert main([*short, "--memory", "50%", "--executor", "fast"]) == 0
+    captured = capsys.readouterr()
+    assert "opening the small model" in captured.err
+    assert all(word in captured.out for word in ("TTFT", "TPOT", "hit rate", "MB read a token"))

@@ -1,3 +1,4 @@
+import shlex
 import subprocess
 import sys
 
@@ -16,10 +17,20 @@ def test_the_list_of_commands_imports_nothing_heavy(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command):
+def test_every_command_has_help_with_an_example_that_can_be_read(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0
+    example = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("example: python -m moelab "))
+    arguments = shlex.split(example.removeprefix("example: python -m moelab "))
+    assert arguments[0] == command and build_parser(arguments).parse_args(arguments)
+
+
+def test_generate_says_what_each_executor_is_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    use, teaching = capsys.readouterr().out.split("executors for teaching and comparison:")
+    assert "exact        transformers' own arithmetic, bit for bit" in use and "  capacity " in teaching
 
 
 def test_errors_are_one_line_and_status_2(capsys):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.models import discover, open_model, plug
+from moelab import recording
+from moelab import open_model
+from moelab.models import discover, plug
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL, RoutingTrace

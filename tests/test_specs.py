@@ -1,4 +1,4 @@
-"""MoESpec.from_config against the modules that transformers builds from the same config, on the meta device."""
+"""spec_from_config against the modules that transformers builds from the same config, on the meta device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelab.configs import spec_from_config
 from moelab.models import deepseek
 from moelab.specs import DTYPE_BYTES, DeviceSpec, ExpertKey, Figure, MoESpec
 
@@ -113,7 +114,7 @@ def check(spec: MoESpec, config: transformers.PretrainedConfig) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_spec_is_what_transformers_builds(name):
     config = transformers.AutoConfig.for_model(name, **ARCHITECTURES[name])
-    check(MoESpec.from_config(config), config)
+    check(spec_from_config(config), config)
 
 
 @pytest.mark.parametrize("name", NESTED)
@@ -122,9 +123,9 @@ def test_multimodal_configs_count_by_their_language_model(name):
     config.text_config.num_hidden_layers = 2
     if name == "llama4":
         config.text_config.moe_layers = [1]
-    spec = MoESpec.from_config(config)
+    spec = spec_from_config(config)
     assert spec.model_type == config.text_config.model_type
-    assert spec == MoESpec.from_config(config.text_config)
+    assert spec == spec_from_config(config.text_config)
     check(spec, config.text_config)
 
 
@@ -132,10 +133,10 @@ def test_multimodal_configs_count_by_their_language_model(name):
 def test_size_of_the_dense_layers(name):
     config = transformers.AutoConfig.for_model(name, **ARCHITECTURES[name])
     layers = build(config).layers
-    spec = MoESpec.from_config(config)
+    spec = spec_from_config(config)
     dense = layers[next(i for i in range(len(layers)) if i not in spec.moe_layers)]
     assert spec.dense_I == down_in(getattr(dense, "mlp", None) or dense.feed_forward)
-    assert MoESpec.from_config(transformers.MixtralConfig()).dense_I == 0
+    assert spec_from_config(transformers.MixtralConfig()).dense_I == 0
 
 
 DEEPSEEK_16B = dict(
@@ -146,11 +147,11 @@ DEEPSEEK_16B = dict(
 
 
 def test_deepseek_moe_16b_from_its_original_config():
-    spec = MoESpec.from_config(SimpleNamespace(**DEEPSEEK_16B))
+    spec = spec_from_config(SimpleNamespace(**DEEPSEEK_16B))
     assert spec.moe_layers == tuple(range(1, 28))
     assert (spec.E, spec.K, spec.H, spec.I, spec.shared_I, spec.dense_I) == (64, 6, 2048, 1408, 2816, 10944)
     assert (spec.router, spec.gated, spec.bias, spec.head_dim) == ("softmax", True, False, 128)
-    every_other = MoESpec.from_config(SimpleNamespace(**{**DEEPSEEK_16B, "moe_layer_freq": 2}))
+    every_other = spec_from_config(SimpleNamespace(**{**DEEPSEEK_16B, "moe_layer_freq": 2}))
     assert every_other.moe_layers == tuple(range(2, 28, 2))
 
 
@@ -158,7 +159,7 @@ def test_deepseek_moe_16b_from_its_original_config():
 def test_deepseek_moe_16b_against_the_model_that_is_built_for_it(every):
     deepseek.register()
     config = transformers.AutoConfig.for_model("deepseek", num_hidden_layers=5, moe_layer_freq=every)
-    spec = MoESpec.from_config(config)
+    spec = spec_from_config(config)
     assert spec.router == "softmax"
     check(spec, config)
 
@@ -168,14 +169,14 @@ def test_deepseek_moe_16b_against_the_model_that_is_built_for_it(every):
     ("glm4_moe_lite", "sigmoid-group"), ("gpt_oss", "topk-softmax"), ("llama4_text", "sigmoid"),
     ("switch_transformers", "top1"), ("granitemoe", "topk-softmax"), ("mistral4", "softmax"), ("afmoe", "sigmoid")])
 def test_router(name, router):
-    assert MoESpec.from_config(transformers.AutoConfig.for_model(name)).router == router
+    assert spec_from_config(transformers.AutoConfig.for_model(name)).router == router
 
 
 def test_router_of_deepseek_v2_follows_its_method():
     make = transformers.DeepseekV2Config
-    assert MoESpec.from_config(make(num_experts_per_tok=6)).router == "softmax"
+    assert spec_from_config(make(num_experts_per_tok=6)).router == "softmax"
     grouped = make(num_experts_per_tok=6, topk_method="group_limited_greedy", n_group=8, topk_group=3)
-    assert MoESpec.from_config(grouped).router == "softmax-group"
+    assert spec_from_config(grouped).router == "softmax-group"
 
 
 @pytest.mark.parametrize("settings, dtype", [
@@ -183,25 +184,25 @@ def test_router_of_deepseek_v2_follows_its_method():
     ({"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
     ({"quantization_config": {"quant_method": "fp8"}}, "float8_e4m3fn")])
 def test_dtype(settings, dtype):
-    assert MoESpec.from_config(transformers.GptOssConfig(**settings)).dtype == dtype
+    assert spec_from_config(transformers.GptOssConfig(**settings)).dtype == dtype
 
 
 def test_an_unknown_quantisation_is_refused():
     config = transformers.MixtralConfig(quantization_config={"quant_method": "gptq"})
     with pytest.raises(ValueError, match="'gptq'.*unquantised checkpoint"):
-        MoESpec.from_config(config)
+        spec_from_config(config)
 
 
 @pytest.mark.parametrize("config", [transformers.LlamaConfig(), transformers.Qwen2Config(), transformers.GPT2Config(),
                                     transformers.Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=[0, 1])])
 def test_a_dense_model_is_refused(config):
     with pytest.raises(ValueError, match="is a dense model.*looked (for|at).*Open"):
-        MoESpec.from_config(config)
+        spec_from_config(config)
 
 
 def test_a_missing_fact_is_named():
     with pytest.raises(ValueError, match="K should be a whole number.*num_experts_per_tok"):
-        MoESpec.from_config(transformers.DeepseekV2Config(num_experts_per_tok=None))
+        spec_from_config(transformers.DeepseekV2Config(num_experts_per_tok=None))
 
 
 # ------------------------------------------------------------------------------------------- the records themselves

@@ -20,6 +20,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from moelab import cards
+from moelab.configs import spec_from_config
 from moelab.arguments import number, several, whole
 from moelab.specs import MoESpec
 
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return one
 
     one = command("plan", plan, "tiers, groups, graphs and residency of a model, from a card or a checkpoint's config")
-    one.add_argument("model", help="a model card (moelab.cards.models() lists them), a checkpoint folder or "
+    one.add_argument("model", help="a model card (moelab.names('model') lists them), a checkpoint folder or "
                                   "a hub id; 'small' is the shipped model")
     _planning(one)
     one.add_argument("--layers", type=several(whole()), help="MoE layers to print, such as 0,1,47 (default: all)")
@@ -246,18 +248,17 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""
-    from moelab import cards
-    if model in cards.models():
-        return MoESpec.from_card(model), None
+    if model in cards.MODELS:
+        return cards.load_model(model), None
     from moelab.models import find, identity, opening
     try:
         folder = find(model)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}. Model cards are: {', '.join(cards.models())}") from None
+        raise FileNotFoundError(f"{error}. Model cards are: {', '.join(cards.MODELS)}") from None
     if with_identity:
-        opened = opening.open_model(model, experts="external")
+        opened = opening.open_checkpoint(model, experts="external")
         return opened.spec, identity(opened)
-    return MoESpec.from_config(opening.load_config(folder), name=opening.model_name(model, folder)), None
+    return spec_from_config(opening.load_config(folder), name=opening.model_name(model, folder)), None
 
 
 def _memory(args: argparse.Namespace) -> float | None:
@@ -307,8 +308,8 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
     """The model whose other parts run on the CPU, in float32."""
     import torch
 
-    from moelab.models import open_model
-    return open_model(converted.checkpoint(checkpoint), dtype=torch.float32)
+    from moelab.models import open_checkpoint
+    return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
 
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:

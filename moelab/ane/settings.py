@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from moelab.cards import load_model
 from moelab.ane.device.accounting import count
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.plan import CHUNKS, Plan, make_plan
 from moelab.ane.device.synthetic_popularity import assumed_counts, assumed_loads
 from moelab.progress import progress
-from moelab.specs import MoESpec
 
 PROMPT = 1024
 LEVELS, SLACKS, GROUPS = (1, 2, 3, 4), (0.75, 1.0, 1.25), (1, 2, 4, 8, 16)
@@ -53,7 +53,7 @@ class Outcome:
 def settings(card: str, levels: Sequence[int] = LEVELS, slacks: Sequence[float] = SLACKS,
              groups: Sequence[int] = GROUPS, chunks: Sequence[int] = CHUNKS, seed: int = 0) -> dict[Setting, Outcome]:
     """Plan and cost every combination."""
-    spec, device, found = MoESpec.from_card(card), DeviceModel.of(), {}
+    spec, device, found = load_model(card), DeviceModel.of(), {}
     for chunk in progress(chunks, "settings", unit="chunk size"):
         counts, tokens = assumed_counts(spec, chunk, seed=seed)
         unseen = assumed_loads(spec, chunk, 80, seed=seed)[64:]

@@ -11,6 +11,7 @@ import argparse
 import time
 from typing import Any
 
+from moelab.cards import load_model
 from moelab.ane.device.accounting import count
 from moelab.ane.device.comparison import METRICS, compare_with_paper, order, ratio, study
 from moelab.ane.device.device_model import DeviceModel
@@ -18,7 +19,6 @@ from moelab.ane.plan import Plan, make_plan
 from moelab.ane.device.published import FITTED
 from moelab.ane.device.synthetic_popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
-from moelab.specs import MoESpec
 
 PLANNED = ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B")
 
@@ -53,7 +53,7 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
 
 def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int = 0) -> tuple[Plan, float]:
     """A card's plan for chunks of 256, and the seconds of CPU time that it took."""
-    spec = MoESpec.from_card(name)
+    spec = load_model(name)
     counts, tokens = assumed_counts(spec, 256, skew=skew, seed=seed)
     start = time.process_time()
     plan = make_plan(spec, counts, tokens, group_size=group_size, popularity=f"assumed: {skew}")

@@ -26,7 +26,7 @@ from moelab.ane.runtime import LayerCount, prefill_through
 from moelab.arguments import number, whole
 from moelab.evaluation import accuracy
 from moelab.calibration import calibrate
-from moelab.models import open_model
+from moelab import open_model
 from moelab.recording import record
 from moelab.trace import PREFILL, RoutingTrace
 

@@ -29,7 +29,8 @@ from moelab.arguments import whole
 from moelab.cache.pools import Pools
 from moelab.datasets import prompts
 from moelab.intervals import Interval, interval
-from moelab.models import discover, open_model
+from moelab import open_model
+from moelab.models import discover
 from moelab.ndp.prefetch import most_used
 from moelab.progress import progress
 from moelab.recording import record

@@ -1,15 +1,11 @@
-"""The offloading engine beside its peers and its limits: one interleaved run on a synthetic model of 5 GB.
+"""The offloading engine beside other engines and its limits: one interleaved run on a synthetic model of 5 GB.
 
-24 layers of 64 experts, 8 a token, H 1024, I 512, bf16. Every contender runs in a process of its own, in the same
-control group of memory, from the same file system with a read-ahead of 128 KB, on the same tokens: drawn at random
-and given, not generated, because a random model repeats one token and its routing freezes. Rounds go through all
-contenders, every second one backwards; medians are over all tokens of all rounds, ratios over rounds. Everything
-that computes as transformers does must give the same logits, bit for bit. "The limit" is `on_demand_limit`: Σ over
-layers of (attention and router + max(read, decompress, expert compute)), from the run's own bytes and times and from
-the best rate at which the same process read whole experts: before and after with nothing else running, at several queue
-depths, and in any forward between. A limit that is beaten all the same is said to be invalid (`moelab.bench.limit`).
-
-Left out: batches, other devices, output quality (the model is random).
+24 layers of 64 experts, 8 a token, H 1024, I 512, bf16, batch size 1, CPU. Every engine runs in a process of its own,
+in the same memory control group, from the same file system with a read-ahead of 128 KB, on the same random tokens;
+see `moelab.bench.harness` and `moelab.bench.peers`. "The limit" is `on_demand_limit`: Σ over layers of (attention and
+router + max(read, decompress, expert compute)), from the run's own bytes and times and from the best rate at which the
+same process read whole experts: before and after with nothing else running, at several queue depths, and in any forward
+between. A limit that is beaten is reported as invalid (`moelab.bench.measure`).
 """
 
 from __future__ import annotations
@@ -24,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from moelab.arguments import one_of, several, whole
-from moelab.bench.harness import Arm, Bench
-from moelab.bench.limit import multiple
+from moelab.bench.harness import Arm, EngineBenchmark
 from moelab.bench.machine import disk
+from moelab.bench.measure import load_average, multiple
 from moelab.bench.peers import FOUND
 from moelab.specs import MoESpec
 
@@ -34,13 +30,13 @@ SPEC = MoESpec("synthetic-5GB", "qwen3_moe", 24, tuple(range(24)), 64, 8, 1024, 
                head_dim=64)
 #: memory limits of `peers`, as shares of the checkpoint: 3.06 and 1.85 GB
 SHARES = (0.613, 0.371)
-#: what a limit leaves for the interpreter and its libraries; accelerate brings whole layers to memory on top
+#: part of a limit for the interpreter and its libraries; accelerate also loads whole layers
 PROCESS, ACCELERATE = 450e6, 650e6
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 
 
-def resident(bench: Bench) -> dict[str, Any]:
+def resident(bench: EngineBenchmark) -> dict[str, Any]:
     """Everything in memory."""
     arms: dict[str, Arm] = {"moelab": bench.moelab("raw", 1.0), "eager": ("eager", {}, None),
                             "moelab fast": ("moelab fast", *bench.moelab("raw", 1.0)[1:]),
@@ -55,7 +51,7 @@ def resident(bench: Bench) -> dict[str, Any]:
     return {"everything resident": rows}
 
 
-def limit(bench: Bench) -> dict[str, Any]:
+def limit(bench: EngineBenchmark) -> dict[str, Any]:
     """Budgets of 25 % and 50 % against the on-demand limit; TTFT against reading the experts once."""
     arms = {f"{codec}, {share:.0%}": bench.moelab(codec, share)
             for share in (0.25, 0.5) for codec in ("huffman", "raw")}
@@ -80,8 +76,8 @@ def limit(bench: Bench) -> dict[str, Any]:
     return {"budgets": rows, "against the limit": against}
 
 
-def peers(bench: Bench) -> dict[str, Any]:
-    """The same memory for everyone, page cache included: about 60 % and 37 % of the checkpoint."""
+def peers(bench: EngineBenchmark) -> dict[str, Any]:
+    """All engines in the same memory, page cache included: about 60 % and 37 % of the checkpoint."""
     whole = sum(path.stat().st_size for path in (bench.folder / "model").iterdir())
     stride = json.loads((bench.folder / "experts.json").read_text())["stride"]
     layer, sections = bench.spec.experts_bytes / bench.spec.L, {}
@@ -94,8 +90,9 @@ def peers(bench: Bench) -> dict[str, Any]:
                              "alone; compare peers on a larger model")
         arms: dict[str, Arm] = {
             "moelab": bench.moelab("raw", budget, memory), "moelab, huffman": bench.moelab("huffman", budget, memory),
-            "moelab, guessing": bench.moelab("raw", budget, memory, guess="router", ahead=bench.spec.K),
-            "bare probe": ("probe", {"experts": str(bench.folder / "experts.bin"), "slots": budget // stride}, memory),
+            "moelab, prefetching": bench.moelab("raw", budget, memory, predictor="router", ahead=bench.spec.K),
+            "LRU baseline": ("lru baseline", {"experts": str(bench.folder / "experts.bin"), "slots": budget // stride},
+                             memory),
             "llama.cpp mmap": ("llama.cpp", {"gguf": str(bench.folder / "model.gguf")}, memory),
             "transformers mmap": ("mapped", {}, memory),
             "accelerate disk": ("accelerate", {"layers": max(0, int((memory - others - ACCELERATE) // layer)),
@@ -104,34 +101,34 @@ def peers(bench: Bench) -> dict[str, Any]:
         title = f"peers in {memory / 1e9:.2f} GB"
         reports = bench.interleave(title, arms)
         rows = sections[title] = bench.table(title, arms, reports, "moelab")
-        for name, aim in (("llama.cpp mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("bare probe", 1)):
+        for name, aim in (("llama.cpp mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("LRU baseline", 1)):
             bench.aim(f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False)
     return sections
 
 
-def throttled(bench: Bench) -> dict[str, Any]:
-    """Reads slowed down to 500 MB/s: there bytes are all that counts, those that are read and those that are kept."""
+def throttled(bench: EngineBenchmark) -> dict[str, Any]:
+    """Reads throttled to 500 MB/s, so that time follows the bytes that are read."""
     sections = {}
     for share in (0.25, 0.5):
         arms = {"raw": bench.moelab("raw", share, bandwidth=SLOW),
                 "huffman": bench.moelab("huffman", share, bandwidth=SLOW),
                 "huffman, kept compressed": bench.moelab("huffman", share, compressed=True, bandwidth=SLOW, staging=3)}
-        arms |= {f"{name}, guessing": bench.moelab(name, share, guess="router", ahead=bench.spec.K, bandwidth=SLOW)
-                 for name in ("raw", "huffman")}
+        arms |= {f"{name}, prefetching": bench.moelab(name, share, predictor="router", ahead=bench.spec.K,
+                                                      bandwidth=SLOW) for name in ("raw", "huffman")}
         title = f"reads of {SLOW / 1e6:.0f} MB/s, budget {share:.0%}"
         reports = bench.interleave(title, arms)
         rows = sections[title] = bench.table(title, arms, reports, "raw")
         for name in ("huffman", "huffman, kept compressed"):
             bench.aim(f"{title}: TPOT of {name} ÷ raw", rows[name].get("÷ raw"), 0.72)
-        raw, coded = (rows[f"{name}, guessing"].get("÷ raw") for name in ("raw", "huffman"))
+        raw, coded = (rows[f"{name}, prefetching"].get("÷ raw") for name in ("raw", "huffman"))
         if raw and coded:
-            bench.aim(f"{title}: both guessing, TPOT of huffman ÷ raw", coded / raw, 0.72)
+            bench.aim(f"{title}: both prefetching, TPOT of huffman ÷ raw", coded / raw, 0.72)
     return sections
 
 
-def memory(bench: Bench, tokens: int = 64) -> dict[str, Any]:
-    """Peak memory of a long run: VmHWM of the process, mapped libraries included; at the end, what is its own alone."""
-    report = bench.contend(bench.moelab("huffman", 0.25), tokens)
+def memory(bench: EngineBenchmark, tokens: int = 64) -> dict[str, Any]:
+    """Peak memory of a long run: VmHWM of the process, mapped libraries included; and anonymous memory at the end."""
+    report = bench.report(bench.moelab("huffman", 0.25), tokens)
     title = f"memory over {tokens:,} tokens"
     if "result" in report:
         return {title: report}
@@ -147,7 +144,7 @@ def memory(bench: Bench, tokens: int = 64) -> dict[str, Any]:
                             "major faults while decoding": report["decode_major_faults"]}}
 
 
-def simulated(bench: Bench) -> dict[str, Any]:
+def simulated(bench: EngineBenchmark) -> dict[str, Any]:
     """The simulator on the engine's own steps: equal decisions, and its time beside the measured."""
     from moelab.cache.pools import Pools
     from moelab.cache.residency import Residency
@@ -160,7 +157,7 @@ def simulated(bench: Bench) -> dict[str, Any]:
         name, profiled, store = f"{codec}, {share:.0%}", profiles[codec], ExpertStore(bench.folder / codec)
         with tempfile.TemporaryDirectory() as temporary:
             trace = Path(temporary) / "trace.json"
-            report = bench.contend(bench.moelab(codec, share, trace=trace))
+            report = bench.report(bench.moelab(codec, share, trace=trace))
             if "result" in report:
                 rows[name] = report
                 continue
@@ -170,13 +167,13 @@ def simulated(bench: Bench) -> dict[str, Any]:
                           profiled.delays(), workers=run_of["workers"], staging=run_of["staging"],
                           other=profiled.other, head=profiled.head)
         said = played.metrics()
-        equal = [key for key, value in zip(FOUND, run_of["found"]) if said[key] == value]
+        equal = [key for key, value in zip(FOUND, run_of["found"]) if getattr(said, key) == value]
         measured = statistics.median(report["tpot_s"])
         rows[name] = {
-            "measured TPOT s": measured, "simulated TPOT s": said["tpot_s"], "simulated ÷ measured":
-            said["tpot_s"] / measured, "measured TTFT s": report["ttft_s"][-1], "simulated TTFT s": said["ttft_s"],
+            "measured TPOT s": measured, "simulated TPOT s": said.tpot, "simulated ÷ measured":
+            said.tpot / measured, "measured TTFT s": report["ttft_s"][-1], "simulated TTFT s": said.ttft,
             "hit rate": report["decode_hit_rate"], "equal": ", ".join(equal) or "nothing"}
-        bench.aim(f"simulator, {name}: off the measured TPOT", abs(said["tpot_s"] / measured - 1), 0.15)
+        bench.aim(f"simulator, {name}: off the measured TPOT", abs(said.tpot / measured - 1), 0.15)
         bench.aim(f"simulator, {name}: decisions that differ", len(FOUND) - len(equal), 0)
     return {"simulated": rows}
 
@@ -195,14 +192,14 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
         raise ValueError(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     malformed = [given for given in python if "=" not in given]
     if malformed:
-        raise ValueError(f"--python {malformed[0]}: write CONTENDER=INTERPRETER, such as llama.cpp=/opt/bin/python")
+        raise ValueError(f"--python {malformed[0]}: write ENGINE=INTERPRETER, such as llama.cpp=/opt/bin/python")
     if quick:
         rounds, decode = 1, 8
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    load = load_average()
     with tempfile.TemporaryDirectory() as temporary:
         with disk(Path(folder or temporary).expanduser().resolve(), 7 * spec.experts_bytes + 3e9) as (place, words):
-            bench = Bench(spec, place, prompt, decode, rounds, dict(given.split("=", 1) for given in python))
-            bench.prepare(foreign=bool({"resident", "peers"} & set(only)))
+            bench = EngineBenchmark(spec, place, prompt, decode, rounds, dict(given.split("=", 1) for given in python))
+            bench.prepare(external=bool({"resident", "peers"} & set(only)))
             found: dict[str, Any] = {"conditions": {
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds, "load average before": load, "cores": os.cpu_count()}}
@@ -216,10 +213,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=several(one_of(SECTIONS)), default=list(SECTIONS), metavar="SECTIONS",
                         help=f"some of {','.join(SECTIONS)} (default: all)")
     parser.add_argument("--folder", help="where the model is kept, 30 GB, for the next time; else it is temporary")
-    parser.add_argument("--rounds", type=whole(1), default=3, help="of every contender (default: 3)")
+    parser.add_argument("--rounds", type=whole(1), default=3, help="of every engine (default: 3)")
     parser.add_argument("--prompt", type=whole(1), default=128, help="tokens of a prompt (default: 128)")
     parser.add_argument("--decode", type=whole(1), default=32, help="tokens after it (default: 32)")
     parser.add_argument("--quick", action="store_true", help="one round of 8 tokens: whether all of it runs")
     parser.add_argument("--long", action="store_true", help="watch the memory over 1,000 tokens instead of 64")
-    parser.add_argument("--python", action="append", default=[], metavar="CONTENDER=INTERPRETER",
-                        help="the Python that has a peer installed, such as llama.cpp=/opt/peers/bin/python")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=INTERPRETER",
+                        help="the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python")

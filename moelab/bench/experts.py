@@ -1,27 +1,25 @@
-"""How fast executors run a layer's routed experts here, beside transformers' own and beside what the machine allows.
+"""Executors of a layer's routed experts, timed beside transformers' own and the roofline of this machine.
 
 Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same steps
 in interleaved rounds: a prompt, and single tokens whose experts are cold, as several layers with more weights than any
-cache take turns, and neighbours in a round compute other steps. Each runs twice, on two steps, and the second time
-counts, when the memory that it allocates is there. Rates are of the weights that a step must read, beside the rate at
-which as many threads read memory; the roofline is the time that memory or arithmetic alone would take, whichever is
-longer. Both limits are the best of several readers and of several products, in the experts' type and in fp32, in the
-same rounds (`moelab.bench.limit`). Ratios are medians over rounds, to the best of transformers' three.
+cache take turns, and neighbours in a round compute other steps. Each runs twice, on two steps, and the second run
+counts, when the memory that it allocates is pre-faulted. Rates are of the weights that a step must read; the roofline
+is the time that memory or arithmetic alone would take, whichever is longer. Both limits are the best of several readers
+and products, in the experts' type and in fp32, in the same rounds (`moelab.bench.measure`). Ratios are medians over
+rounds, to the best of transformers' three. CPU only.
 
-Source: AWS Neuron's MoE guide (executors), Williams et al. 2009 (roofline). Left out: GPUs, executors that drop tokens.
+Source: AWS Neuron's MoE guide (executors), Williams et al. 2009 (roofline).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import os
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -29,13 +27,12 @@ import torch
 from torch import Tensor
 
 from moelab.arguments import number, whole
-from moelab.bench import limit
-from moelab.bench.store import Samples, speed_up
+from moelab.bench import measure
+from moelab.bench.measure import Samples
 from moelab.experts import EXECUTORS
 from moelab.experts.gemm import Packed
 from moelab.experts.gemv import PlanesGEMV
 from moelab.models.seam import seam_class
-from moelab.progress import progress
 from moelab.registry import make
 from moelab.store import bits
 
@@ -95,7 +92,7 @@ class Layers:
                       for seam in self.seam]
             run = PlanesGEMV(lambda layer, e: planes[layer][e])
             arms[PLANES] = lambda i: run(*steps[i][1:], self.seam[steps[i][0]])
-        read = statistics.fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
+        read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
 
     def _arm(self, run: Any, steps: list[tuple[int, Tensor, Tensor, Tensor]]) -> Callable[[int], Tensor]:
@@ -125,31 +122,27 @@ def lossless() -> list[str]:
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
-    """Seconds of each arm in each round, every second round backwards; round 0, step 0, warms up and does not count.
+    """Seconds of each arm in each round; round 0, step 0, warms up and does not count.
 
     Arms that follow each other compute different steps, so that none finds its weights in a cache; and each has run
-    another step just before, so that what it allocates is memory that it has had already.
+    another step just before, so that it allocates memory that it has had already.
     """
     samples: Samples = {name: [] for name in arms}
     steps = range(1, rounds)
-    for i in progress(range(rounds), title, unit="rounds"):
-        for place, name in list(enumerate(arms))[::-1 if i % 2 else 1]:
-            if not i:
-                arms[name](0)
-                continue
-            arms[name](steps[(i + place + len(steps) // 2) % len(steps)])
-            start = time.perf_counter()
-            arms[name](steps[(i + place) % len(steps)])
-            samples[name].append(time.perf_counter() - start)
+    for i, (place, name) in measure.turns(list(enumerate(arms)), rounds, title):
+        if not i:
+            arms[name](0)
+            continue
+        arms[name](steps[(i + place + len(steps) // 2) % len(steps)])
+        samples[name].append(measure.seconds(arms[name], steps[(i + place) % len(steps)]))
     return samples
 
 
 class Limits:
-    """Arms that show what memory and arithmetic allow, to be timed in the same rounds as what they bound.
+    """Arms that measure memory bandwidth and arithmetic, to be timed in the same rounds as what they bound.
 
-    Readers: two loops, one of which asks for what comes 4 KB later, and torch's own sum, all with torch's number of
-    threads. Products: a square and the layer's own shape, in the experts' type and in fp32, each `REPEAT` times in a
-    turn.
+    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum, all with torch's number of threads.
+    Products: a square and the layer's own shape, in the experts' type and in fp32, each `REPEAT` times in a turn.
     """
 
     REPEAT, SQUARES, ROWS = 2, (1024,), 2048
@@ -215,15 +208,15 @@ def _loops() -> dict[str, Callable[[np.ndarray], int]]:
 
 def table(samples: Samples, read: int, flops: float, bandwidth: float, peak: float) -> dict[str, dict[str, Any]]:
     """A row for each arm, of a step's seconds."""
-    medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
+    medians = {name: median(seconds) for name, seconds in samples.items()}
     best = min((name for name in medians if name.startswith("transformers")), key=medians.get)
     roofline, rows = max(read / bandwidth, flops / peak), {}
     for name, seconds in samples.items():
-        tenths = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
-        rows[name] = {"ms": 1e3 * medians[name], "10 %": 1e3 * tenths[0], "90 %": 1e3 * tenths[-1],
-                      "× transformers' best": speed_up(samples, name, best), "GB/s": read / medians[name] / 1e9,
-                      "of bandwidth": limit.share(read / medians[name] / bandwidth),
-                      "GFLOP/s": flops / medians[name] / 1e9, "of roofline": limit.share(roofline / medians[name])}
+        low, high = measure.tenths(seconds)
+        rows[name] = {"ms": 1e3 * medians[name], "10 %": 1e3 * low, "90 %": 1e3 * high,
+                      "× transformers' best": measure.speed_up(samples, name, best), "GB/s": read / medians[name] / 1e9,
+                      "of bandwidth": measure.share(read / medians[name] / bandwidth),
+                      "GFLOP/s": flops / medians[name] / 1e9, "of roofline": measure.share(roofline / medians[name])}
     return rows
 
 
@@ -241,8 +234,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,
         dtypes: list[str] | None = None) -> dict[str, dict[str, Any]]:
     """Sections of figures; what is aimed at, and the samples in seconds, come last."""
-    threads, load = torch.get_num_threads(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    found: dict[str, dict[str, Any]] = {"conditions": {"threads": threads, "load average before": load}}
+    threads = torch.get_num_threads()
+    found: dict[str, dict[str, Any]] = {"conditions": {"threads": threads,
+                                                       "load average before": measure.load_average()}}
     aims: dict[str, dict[str, Any]] = {}
     every: Samples = {}
     with ThreadPoolExecutor(threads) as pool:
@@ -267,9 +261,9 @@ def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, 
     best = min(own, key=lambda name: own[name]["ms"])
     ratio = own[best]["× transformers' best"]
     if phase == "prefill":
-        return {f"{label} prefill, {best} × transformers' best": limit.aim(ratio, 1.0 if label == "bf16" else 1.6)}
+        return {f"{label} prefill, {best} × transformers' best": measure.aim(ratio, 1.0 if label == "bf16" else 1.6)}
     if label != "bf16":
         return {}
-    return {f"bf16 decode, {best} × transformers' best": limit.aim(ratio, 1.8),
-            f"bf16 decode, {best}: share of memory bandwidth": limit.aim(own[best]["of bandwidth"], 0.8),
-            "rate of split planes ÷ bf16 GEMV's": limit.aim(rows["gemv"]["ms"] / rows[PLANES]["ms"], 0.8)}
+    return {f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
+            f"bf16 decode, {best}: share of memory bandwidth": measure.aim(own[best]["of bandwidth"], 0.8),
+            "rate of split planes ÷ bf16 GEMV's": measure.aim(rows["gemv"]["ms"] / rows[PLANES]["ms"], 0.8)}

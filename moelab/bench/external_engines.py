@@ -1,13 +1,13 @@
-"""Engines that are no part of transformers: llama.cpp on a mapped GGUF file, and ftllm with its disk cache.
+"""External engines: llama.cpp on a mapped GGUF file, and ftllm with its disk cache; CPU, bf16, Qwen3-MoE only.
 
-Nothing of moelab's own is needed here, not even torch, so these run in whatever interpreter they are installed in.
-`write_gguf` writes a Qwen3-MoE checkpoint, bf16 as it is, with a vocabulary that stands for nothing: tokens are given
-by their numbers. llama.cpp normalises the routers' weights, which a checkpoint may ask not to be done; then its
-logits differ, but not what it costs. Left out: GPUs, quantised weights, other architectures.
+The engines and `write_gguf` need neither torch nor transformers, so they run in the interpreter that they are
+installed in. Both files have a placeholder vocabulary: tokens are given by their numbers. llama.cpp always normalises
+routing weights, even where a checkpoint says not to; then its logits differ, but not what it costs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -16,22 +16,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moelab.bench.peers import Contender
+from moelab.bench.peers import BenchmarkedEngine
+from moelab.files import atomic
+
+#: CPU cores that this process may use
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Llama(Contender):
+class Llama(BenchmarkedEngine):
     """llama.cpp through llama-cpp-python; options: "gguf", a file."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import llama_cpp
         self.api = llama_cpp
         self.model = llama_cpp.Llama(
-            options["gguf"], n_gpu_layers=0, n_threads=cores(), n_threads_batch=cores(), use_mmap=True, verbose=False,
+            options["gguf"], n_gpu_layers=0, n_threads=CORES, n_threads_batch=CORES, use_mmap=True, verbose=False,
             n_ctx=len(options["tokens"]) + 64, n_batch=max(options["prompts"]), n_ubatch=max(options["prompts"]))
 
     def restart(self) -> None:
@@ -44,7 +43,7 @@ class Llama(Contender):
         return np.ctypeslib.as_array(logits, (self.model.n_vocab(),)).astype(np.float32)
 
 
-class Ftllm(Contender):
+class Ftllm(BenchmarkedEngine):
     """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory.
 
     It cannot be told its tokens, so it samples them, all about equally likely; there are no logits to compare.
@@ -54,7 +53,7 @@ class Ftllm(Contender):
         import ftllm
         sys.path.append(str(Path(ftllm.__file__).parent))       # its modules import each other by bare names
         from ftllm import llm
-        llm.set_cpu_threads(cores())
+        llm.set_cpu_threads(CORES)
         llm.set_device_map("cpu")
         if options["cache"]:
             llm.set_device_map("disk", True)
@@ -68,8 +67,6 @@ class Ftllm(Contender):
 
     def feed(self, ids: list[int]) -> Any:
         """One more token; a new sequence begins with `ids`, later ones are its own."""
-        import ctypes
-
         import numpy as np
         library = self.api.fastllm_lib
         if self.handle is None:
@@ -84,7 +81,7 @@ class Ftllm(Contender):
         return np.zeros(1, np.float32)
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
-        """As all others, but a sequence goes on by itself as soon as its prompt is there, so it must be left time."""
+        """As all others, but each sequence is told its length, as it continues by itself once its prompt is there."""
         first = sum(prompts[:-1])
         self.new = 1
         alone = super().measure(tokens[:first], prompts[:-1]) if first else {"ttft_s": []}
@@ -113,46 +110,44 @@ def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     import gguf
     import numpy as np
     folder, path = Path(checkpoint), Path(path)
-    config = json.loads((folder / "config.json").read_text())
-    part = path.with_name(path.name + ".part")
-    out = gguf.GGUFWriter(part, "qwen3moe")
-    out.add_context_length(config["max_position_embeddings"])
-    out.add_embedding_length(config["hidden_size"])
-    out.add_block_count(config["num_hidden_layers"])
-    out.add_feed_forward_length(config["intermediate_size"])
-    out.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    out.add_expert_count(config.get("num_experts") or config["num_local_experts"])
-    out.add_expert_used_count(config["num_experts_per_tok"])
-    out.add_head_count(config["num_attention_heads"])
-    out.add_head_count_kv(config["num_key_value_heads"])
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    out.add_key_length(head)
-    out.add_value_length(head)
-    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre("gpt-2")
-    words = _words(config["vocab_size"])
-    out.add_token_list(words)
-    out.add_token_types([gguf.TokenType.NORMAL] * len(words))
-    out.add_token_merges([f"{words[0]} {words[1]}"])
-    tensors = {name: words for key, found in _tensors(folder) for name, words in _renamed(key, found).items()}
-    for name, bits in tensors.items():
-        if bits.ndim == 1 or "ffn_gate_inp" in name:
-            out.add_tensor_info(name, bits.shape, np.dtype(np.float32), 4 * bits.size)
-        else:
-            out.add_tensor_info(name, (*bits.shape[:-1], 2 * bits.shape[-1]), np.dtype(np.uint8),
-                                2 * bits.size, gguf.GGMLQuantizationType.BF16)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_ti_data_to_file()
-    for name, bits in tensors.items():
-        wide = bits.ndim == 1 or "ffn_gate_inp" in name
-        out.write_tensor_data((bits.astype(np.uint32) << 16).view(np.float32) if wide else
-                              np.ascontiguousarray(bits).view(np.uint8))
-    out.close()
-    os.replace(part, path)
+    config = _config(folder)
+    words = _vocabulary(config["vocab_size"])
+    tensors = {name: bits for key, found in _tensors(folder) for name, bits in _renamed(key, found).items()}
+    fp32 = {name for name, bits in tensors.items() if bits.ndim == 1 or "ffn_gate_inp" in name}
+    with atomic(path) as part:
+        out = gguf.GGUFWriter(part, "qwen3moe")
+        out.add_context_length(config["max_position_embeddings"])
+        out.add_embedding_length(config["hidden_size"])
+        out.add_block_count(config["num_hidden_layers"])
+        out.add_feed_forward_length(config["intermediate_size"])
+        out.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        out.add_expert_count(config["num_experts"])
+        out.add_expert_used_count(config["num_experts_per_tok"])
+        out.add_head_count(config["num_attention_heads"])
+        out.add_head_count_kv(config["num_key_value_heads"])
+        out.add_key_length(config["head_dim"])
+        out.add_value_length(config["head_dim"])
+        out.add_rope_freq_base(config["rope_theta"])
+        out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+        out.add_tokenizer_model("gpt2")
+        out.add_tokenizer_pre("gpt-2")
+        out.add_token_list(words)
+        out.add_token_types([gguf.TokenType.NORMAL] * len(words))
+        out.add_token_merges([f"{words[0]} {words[1]}"])
+        for name, bits in tensors.items():
+            if name in fp32:
+                out.add_tensor_info(name, bits.shape, np.dtype(np.float32), 4 * bits.size)
+            else:
+                out.add_tensor_info(name, (*bits.shape[:-1], 2 * bits.shape[-1]), np.dtype(np.uint8), 2 * bits.size,
+                                    gguf.GGMLQuantizationType.BF16)
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.write_ti_data_to_file()
+        for name, bits in tensors.items():
+            out.write_tensor_data((bits.astype(np.uint32) << 16).view(np.float32) if name in fp32 else
+                                  np.ascontiguousarray(bits).view(np.uint8))
+        out.close()
     return path
 
 
@@ -161,7 +156,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     import numpy as np
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as f:
-            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         header = int.from_bytes(data[:8], "little")
         for key, entry in json.loads(data[8:8 + header]).items():
             if key != "__metadata__":
@@ -170,69 +165,65 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
                 yield key, bits.reshape(entry["shape"])
 
 
-def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
-    """Write a Qwen3-MoE checkpoint with stacked experts as the hub has it: three weights for each expert."""
-    source, folder = Path(checkpoint), Path(folder)
-    part = folder.with_name(folder.name + ".part")
-    part.mkdir(exist_ok=True)
-    files: dict[str, dict[str, Any]] = {}
-    for key, bits in _tensors(source):
-        layer = key.split(".")[2] if ".layers." in key else "rest"
-        files.setdefault(f"model-{layer}.safetensors", {}).update(_unstacked(key, bits))
-    for file, tensors in files.items():
-        header, at = {"__metadata__": {"format": "pt"}}, 0
-        for key, bits in tensors.items():
-            header[key] = {"dtype": "BF16", "shape": list(bits.shape), "data_offsets": [at, at + bits.nbytes]}
-            at += bits.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with open(part / file, "wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
-            for bits in tensors.values():
-                f.write(bits.tobytes())
-    (part / "model.safetensors.index.json").write_text(json.dumps(
-        {"metadata": {}, "weight_map": {key: file for file, tensors in files.items() for key in tensors}}))
-    config = json.loads((source / "config.json").read_text())
-    config |= {"num_experts": config.get("num_experts") or config["num_local_experts"],
-               "rope_theta": config["rope_parameters"]["rope_theta"],
-               "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
-    (part / "config.json").write_text(json.dumps(config))
-    words = _words(config["vocab_size"])
-    (part / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
-        "decoder": None, "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)},
-                                   "merges": [f"{words[0]} {words[1]}"]}}))
-    (part / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    os.replace(part, folder)
-    return folder
-
-
-def _words(n: int) -> list[str]:
-    """A vocabulary of n words that stand for nothing; the last is a merge, without which a byte-pair one is none."""
-    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(n - 1)]
-    return [*words, words[0] + words[1]]
-
-
-def _unstacked(key: str, bits: Any) -> dict[str, Any]:
-    stem, _, name = key.rpartition(".")
-    if name == "gate_up_proj":
-        half = bits.shape[1] // 2
-        return {f"{stem}.{e}.{part}_proj.weight": rows for e, expert in enumerate(bits)
-                for part, rows in (("gate", expert[:half]), ("up", expert[half:]))}
-    if name == "down_proj":
-        return {f"{stem}.{e}.down_proj.weight": expert for e, expert in enumerate(bits)}
-    return {key: bits}
-
-
-def _renamed(key: str, words: Any) -> dict[str, Any]:
+def _renamed(key: str, bits: Any) -> dict[str, Any]:
     """GGUF's tensors of one of the checkpoint's."""
     parts = key.split(".")
     if parts[1] != "layers":
-        return {_REST[key.removesuffix(".weight")] + ".weight": words}
+        return {_REST[key.removesuffix(".weight")] + ".weight": bits}
     inner, block = ".".join(parts[3:]).removesuffix(".weight"), f"blk.{parts[2]}."
     if inner == "mlp.experts.gate_up_proj":
-        half = words.shape[1] // 2
-        return {f"{block}ffn_gate_exps.weight": words[:, :half], f"{block}ffn_up_exps.weight": words[:, half:]}
+        half = bits.shape[1] // 2
+        return {f"{block}ffn_gate_exps.weight": bits[:, :half], f"{block}ffn_up_exps.weight": bits[:, half:]}
     if inner == "mlp.experts.down_proj":
-        return {f"{block}ffn_down_exps.weight": words}
-    return {block + _LAYER[inner] + ".weight": words}
+        return {f"{block}ffn_down_exps.weight": bits}
+    return {block + _LAYER[inner] + ".weight": bits}
+
+
+def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
+    """Write a Qwen3-MoE checkpoint with stacked experts as the hub has it: three weights for each expert."""
+    import torch
+    from safetensors.torch import save_file
+    source, files = Path(checkpoint), {}
+    for key, bits in _tensors(source):
+        layer = key.split(".")[2] if ".layers." in key else "rest"
+        tensor = torch.frombuffer(bits, dtype=torch.bfloat16).view(bits.shape)
+        files.setdefault(f"model-{layer}.safetensors", {}).update(_unstacked(key, tensor))
+    config = _config(source)
+    words = _vocabulary(config["vocab_size"])
+    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
+                 "post_processor": None, "decoder": None,
+                 "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)},
+                           "merges": [f"{words[0]} {words[1]}"]}}
+    with atomic(folder) as part:
+        part.mkdir(exist_ok=True)
+        for file, tensors in files.items():
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part / file, {"format": "pt"})
+        weight_map = {key: file for file, tensors in files.items() for key in tensors}
+        for file, content in (("model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map}),
+                              ("config.json", config), ("tokenizer.json", tokenizer),
+                              ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})):
+            (part / file).write_text(json.dumps(content))
+    return Path(folder)
+
+
+def _unstacked(key: str, tensor: Any) -> dict[str, Any]:
+    stem, _, name = key.rpartition(".")
+    if name not in ("gate_up_proj", "down_proj"):
+        return {key: tensor}
+    parts = {"gate": 0, "up": 1} if name == "gate_up_proj" else {"down": 0}
+    return {f"{stem}.{e}.{part}_proj.weight": expert.chunk(len(parts))[i]
+            for e, expert in enumerate(tensor) for part, i in parts.items()}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's config with the fields that other programs read."""
+    config = json.loads((folder / "config.json").read_text())
+    return config | {"num_experts": config.get("num_experts") or config["num_local_experts"],
+                     "rope_theta": config["rope_parameters"]["rope_theta"],
+                     "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+
+
+def _vocabulary(n: int) -> list[str]:
+    """n placeholder words, of which the last is a merge of two, as byte-pair encoding needs at least one."""
+    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(n - 1)]
+    return [*words, words[0] + words[1]]

@@ -1,9 +1,8 @@
-"""A contest: the same model and tokens for every contender, a process each, in interleaved rounds; and its tables.
+"""The engine benchmark: the same model and tokens for every engine, a process each, in interleaved rounds; its tables.
 
-Everything lies in one folder: the checkpoint, its stores, and the files that other engines want; what is there is not
-written again. Before each process the system is asked to forget all of it. Rounds go through all contenders, every
-second one backwards, so that heat and order favour none. Medians are over all tokens of all rounds, ratios over
-rounds. Who computes as transformers does must give its logits bit for bit.
+Everything lies in one folder: the checkpoint, its stores, and the files of external engines; what exists is not
+written again. The system is asked to drop all of it from its cache before each process. Medians are over all tokens of
+all rounds, ratios over rounds. The logits of engines that compute as transformers does must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -11,30 +10,30 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from moelab.bench import limit
-from moelab.bench.machine import forget, memory_limit
+from moelab.bench import measure
+from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
-from moelab.progress import progress
+from moelab.bench.machine import drop_cached, memory_limit
 from moelab.specs import MoESpec
 
-Arm = tuple[str, dict[str, Any], int | None]                    # contender, options, memory limit
-EXACT = ("moelab", "eager", "mapped", "accelerate", "probe")    # these must agree on every bit
-#: contender → what must be importable, what writes the model for it, and where
-PEER_FILES = (("llama.cpp", "gguf, llama_cpp", "write_gguf", "model.gguf"),
-              ("ftllm", "ftllm", "write_unstacked", "hub"))
-TIMEOUT = 1800                          # seconds that a contender may take
+Arm = tuple[str, dict[str, Any], int | None]                    # engine, options, memory limit in bytes
+EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")     # these must agree on every bit
+TIMEOUT = 1800                          # seconds that an engine may take
 
 
 @dataclass
-class Bench:
-    """Where everything lies, and how much of it is run. `tokens`: two prompts and what follows the second."""
+class EngineBenchmark:
+    """Where everything lies, and how much is run.
+
+    prompt, decode : tokens of each of two prompts, and after the second. python : engine → its interpreter.
+    """
 
     spec: MoESpec
     folder: Path
@@ -46,39 +45,41 @@ class Bench:
     aims: dict[str, dict[str, Any]] = field(default_factory=dict)
     reference: dict[str, Any] | None = None
 
-    # ------------------------------------------------------------------------------------------------- what is run
-
-    def prepare(self, foreign: bool) -> None:
-        """Write the model in every form that is not there yet; what was interrupted goes on."""
+    def prepare(self, external: bool) -> None:
+        """Write the model in every form that is missing; what was interrupted goes on."""
         from moelab.models.convert import convert
         from moelab.models.synthesize import synthesize
-        model = self.folder / "model"
+        model, gguf, hub = (self.folder / name for name in ("model", "model.gguf", "hub"))
         if not model.exists():
             synthesize(model, self.spec)
-        for name, codec in (("huffman", "huffman"), ("raw", "raw")):
-            if not (self.folder / name).exists():
-                convert(model, self.folder / name, codec)
+        for codec in ("huffman", "raw"):
+            if not (self.folder / codec).exists():
+                convert(model, self.folder / codec, codec)
         if not (self.folder / "experts.bin").exists():
             lay_out(model, self.folder / "experts.bin")
-        for peer, needs, function, path in PEER_FILES if foreign else ():
-            program = (f"import sys, {needs}; from moelab.bench.external_engines import {function}; "
-                       f"{function}(*sys.argv[1:])")
-            if not (self.folder / path).exists():
-                try:
-                    done = _python(self.python.get(peer), "-c", program, str(model), str(self.folder / path))
-                except OSError:
-                    continue                    # no interpreter: its contender will say so
-                if done.returncode and "ModuleNotFoundError" not in done.stderr:
-                    raise RuntimeError(f"{path} could not be written:\n{done.stderr}")
+        if external and not gguf.exists() and self._imports("llama.cpp", "gguf, llama_cpp"):
+            program = "import sys; from moelab.bench.external_engines import write_gguf; write_gguf(*sys.argv[1:])"
+            done = _python(self.python.get("llama.cpp"), "-c", program, str(model), str(gguf))
+            if done.returncode:
+                raise RuntimeError(f"{gguf} could not be written:\n{done.stderr}")
+        if external and not hub.exists() and self._imports("ftllm", "ftllm"):
+            write_unstacked(model, hub)
+
+    def _imports(self, engine: str, modules: str) -> bool:
+        """Whether an engine's interpreter has its modules; if not, its process will say so."""
+        try:
+            return not _python(self.python.get(engine), "-c", f"import {modules}").returncode
+        except OSError:
+            return False
 
     def tokens(self, decode: int | None = None) -> list[int]:
         rng = random.Random(0)
         return [rng.randrange(self.spec.vocab) for _ in range(2 * self.prompt + (decode or self.decode))]
 
-    def contend(self, arm: Arm, decode: int | None = None) -> dict[str, Any]:
-        """One process of a contender: its report, or {"result": why there is none}."""
+    def report(self, arm: Arm, decode: int | None = None) -> dict[str, Any]:
+        """One process of an engine: its report, or {"result": why there is none}."""
         name, options, limit = arm
-        forget(self.folder)
+        drop_cached(self.folder)
         options = {"model": str(self.folder / "model"), "tokens": self.tokens(decode),
                    "prompts": [self.prompt, self.prompt]} | options
         with memory_limit(limit) as group:
@@ -100,19 +101,17 @@ class Bench:
     def interleave(self, title: str, arms: dict[str, Arm]) -> dict[str, list[dict[str, Any]]]:
         """The reports of all rounds of each arm; one that cannot run is not tried again."""
         reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-        for i in progress(range(self.rounds), title, unit="rounds"):
-            for name in list(arms)[::-1 if i % 2 else 1]:
-                if not any("result" in report for report in reports[name]):
-                    reports[name].append(self.contend(arms[name]))
+        for _, name in measure.turns(list(arms), self.rounds, title):
+            if not any("result" in report for report in reports[name]):
+                reports[name].append(self.report(arms[name]))
         return reports
 
     def moelab(self, codec: str, budget: float, limit: int | None = None, trace: Path | None = None,
-               guess: str | None = None, compressed: bool = False, **options: Any) -> Arm:
+               predictor: str | None = None, compressed: bool = False, **options: Any) -> Arm:
+        """moelab on a store; the arguments are those of `peers.Moelab`."""
         return "moelab", {"store": str(self.folder / codec), "budget": budget, "options": options,
-                          "trace": str(trace) if trace else None, "guess": guess,
+                          "trace": str(trace) if trace else None, "predictor": predictor,
                           "compressed": compressed}, limit
-
-    # -------------------------------------------------------------------------------------------------- what is said
 
     def table(self, title: str, arms: dict[str, Arm], reports: dict[str, list[dict[str, Any]]], base: str
               ) -> dict[str, dict[str, Any]]:
@@ -124,31 +123,30 @@ class Bench:
                 continue
             tpot = [second for report in found for second in report["tpot_s"]]
             self.samples[f"{title}: {name}"] = tpot
-            low, high = _quantiles(tpot)
+            low, high = measure.tenths(tpot)
             rows[name] = {
-                "TPOT s": statistics.median(tpot), "10 %": low, "90 %": high, "best": min(tpot),
+                "TPOT s": median(tpot), "10 %": low, "90 %": high, "best": min(tpot),
                 f"÷ {base}": None if "result" in reports[base][-1] else self.ratio(reports, name, base),
-                "TTFT s": statistics.median(report["ttft_s"][0] for report in found),
-                "2nd TTFT s": statistics.median(report["ttft_s"][-1] for report in found),
+                "TTFT s": median(report["ttft_s"][0] for report in found),
+                "2nd TTFT s": median(report["ttft_s"][-1] for report in found),
                 "MB a token": _mean(found, "decode_read_bytes", 1e6 * self.decode),
                 "faults a token": _mean(found, "decode_major_faults", self.decode),
                 "hit rate": _mean(found, "decode_hit_rate"), "peak GB": _mean(found, "peak_rss_bytes", 1e9),
-                "load s": statistics.median(report["load_s"] for report in found),
+                "load s": median(report["load_s"] for report in found),
                 "output": self.judge(arms[name][0], found), "result": found[-1]["limit"]}
         return rows
 
     def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float:
         """TPOT of one arm over that of another: the median over rounds of the ratio of their medians."""
-        return statistics.median(statistics.median(a["tpot_s"]) / statistics.median(b["tpot_s"])
-                                 for a, b in zip(reports[name], reports[base]))
+        return median(median(a["tpot_s"]) / median(b["tpot_s"]) for a, b in zip(reports[name], reports[base]))
 
-    def judge(self, contender: str, reports: list[dict[str, Any]]) -> str:
+    def judge(self, engine: str, reports: list[dict[str, Any]]) -> str:
         """Whether the logits are those of transformers' eager experts."""
         if self.reference is None:
-            self.reference = self.contend(("eager", {}, None))
+            self.reference = self.report(("eager", {}, None))
         if "result" in self.reference:
             return f"no reference: {self.reference['result']}"
-        if contender in EXACT:
+        if engine in EXACT:
             return "= eager" if all(r["digest"] == self.reference["digest"] for r in reports) else "≠ EAGER"
         best = reports[-1].get("best")
         same = best and sum(a == b for a, b in zip(best, self.reference["best"])) / len(best)
@@ -156,7 +154,7 @@ class Bench:
 
     def aim(self, name: str, value: float | str | None, aim: float, below: bool = True) -> None:
         if value is not None:
-            self.aims[name] = limit.aim(value, aim, below)
+            self.aims[name] = measure.aim(value, aim, below)
 
 
 def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess:
@@ -167,11 +165,4 @@ def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess
 
 def _mean(reports: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
     values = [report[key] / unit for report in reports if report.get(key) is not None]
-    return statistics.fmean(values) if values else None
-
-
-def _quantiles(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return tenths[0], tenths[-1]
+    return fmean(values) if values else None

@@ -1,8 +1,8 @@
-"""The bare probe, the least that any engine must beat: one global LRU of raw expert slots, and nothing clever.
+"""The baseline for offloading engines: one global LRU cache of raw expert slots.
 
-Raw bf16 experts lie in one file, one after another (`lay_out`); four threads read them past the system's cache, each
-expert in one request, while the hits of the same layer are computed with transformers' eager arithmetic. Left out, on
-purpose: compression, prediction, pools, budgets below one layer's experts, checksums.
+Raw bf16 experts lie in one file, one after another (`lay_out`). Four threads read misses past the system's cache, each
+expert in one request, while the hits of the same layer are computed with transformers' eager arithmetic. No
+compression, prediction, pools or checksums, and no budget below one layer's experts.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ import torch
 
 import moelab
 from moelab.bench.peers import Transformers
+from moelab.files import atomic
 from moelab.models import assignments, discover, plug
 
 ALIGN = 4096
 
 
-class Probe(Transformers):
+class LRUBaseline(Transformers):
     """Options: model, "experts": the file of `lay_out`, "slots": experts that the cache holds, at least E."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        model = moelab.open_model(options["model"], experts="external")
-        super().__init__(model)
+        super().__init__(moelab.open_model(options["model"], experts="external"))
         index = json.loads(Path(options["experts"]).with_suffix(".json").read_text())
         self.E, self.stride = index["E"], index["stride"]
-        room = np.empty(options["slots"] * self.stride + ALIGN, np.uint8)
-        memory = room[-room.ctypes.data % ALIGN:][:options["slots"] * self.stride].reshape(-1, self.stride)
+        buffer = np.empty(options["slots"] * self.stride + ALIGN, np.uint8)
+        memory = buffer[-buffer.ctypes.data % ALIGN:][:options["slots"] * self.stride].reshape(-1, self.stride)
         if len(memory) < self.E:
-            raise ValueError(f"the probe has {len(memory)} slots; it needs one for each of a layer's {self.E} experts")
+            raise ValueError(f"the LRU baseline has {len(memory)} slots; it needs one for each of a layer's {self.E} "
+                             "experts")
         self.memory = [memoryview(slot) for slot in memory]
         self.tensors = [{name: torch.from_numpy(slot[offset:offset + size]).view(getattr(torch, dtype)).view(shape)
                          for name, (dtype, shape, offset, size) in index["tensors"].items()} for slot in memory]
         self.free, self.slot = list(range(len(memory))), OrderedDict()         # (layer, expert) → slot, oldest first
-        self.file, self.direct = _open(options["experts"])
+        try:
+            self.file, self.direct = os.open(options["experts"], os.O_RDONLY | os.O_DIRECT), True
+        except (AttributeError, OSError):                                       # not on this system, or file system
+            self.file, self.direct = os.open(options["experts"], os.O_RDONLY), False
         self.threads, self.hits, self.misses = ThreadPoolExecutor(4), 0, 0
-        plug(model, executor=self)
+        plug(self.model, executor=self)
 
     def decoding(self) -> None:
         self.hits = self.misses = 0
@@ -60,25 +64,20 @@ class Probe(Transformers):
         """An executor: hits are computed while misses are read, then those in the order in which they arrive."""
         parts = {(experts.layer, expert): (choice, tokens)
                  for expert, choice, tokens in assignments(ids, experts.num_experts)}
-        hits = [key for key in parts if key in self.slot]
+        hits, misses = [key for key in parts if key in self.slot], [key for key in parts if key not in self.slot]
         for key in hits:
             self.slot.move_to_end(key)                                  # in use: never the oldest
         loads = []
-        for key in [key for key in parts if key not in self.slot]:
-            slot = self.free.pop() if self.free else self.slot.popitem(last=False)[1]
-            self.slot[key] = slot
-            loads.append(self.threads.submit(self.read, key, slot))
-        self.hits, self.misses = self.hits + len(hits), self.misses + len(loads)
-        results = []
+        for key in misses:
+            self.slot[key] = self.free.pop() if self.free else self.slot.popitem(last=False)[1]
+            loads.append(self.threads.submit(self.read, key, self.slot[key]))
+        self.hits, self.misses = self.hits + len(hits), self.misses + len(misses)
 
-        def compute(key: tuple[int, int]) -> None:
+        def compute(key: tuple[int, int]) -> tuple[int, Any, Any]:
             choice, tokens = parts[key]
-            results.append((key[1], tokens, experts.contribution(
-                x, tokens, weights[tokens, choice], self.tensors[self.slot[key]])))
-        for key in hits:
-            compute(key)
-        for load in as_completed(loads):
-            compute(load.result())
+            return key[1], tokens, experts.contribution(x, tokens, weights[tokens, choice],
+                                                        self.tensors[self.slot[key]])
+        results = [compute(key) for key in hits] + [compute(load.result()) for load in as_completed(loads)]
         return experts.accumulate(x, results)
 
     def report(self) -> dict[str, Any]:
@@ -87,32 +86,23 @@ class Probe(Transformers):
         return {"direct": self.direct, "decode_hit_rate": self.hits / max(self.hits + self.misses, 1)}
 
 
-def _open(path: str) -> tuple[int, bool]:
-    """A file for reading past the system's cache, where that is possible, and whether it is."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
-    except (AttributeError, OSError):
-        return os.open(path, os.O_RDONLY), False
-
-
 def lay_out(model: str | Path, path: Path) -> Path:
-    """Write the file of experts that the probe reads: one after another, raw, each at a multiple of 4096 bytes."""
+    """Write the file of experts for `LRUBaseline`: one after another, raw, each at a multiple of 4096 bytes."""
     layers = [layer.experts for layer in discover(moelab.open_model(model, experts="external"))]
     tensors, at = {}, 0
     for name, t in layers[0].weights(0).items():
         tensors[name] = str(t.dtype).removeprefix("torch."), list(t.shape), at, t.nbytes
         at += -(-t.nbytes // 64) * 64
-    stride, part = -(-at // ALIGN) * ALIGN, path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        for layer in layers:
-            for expert in range(layer.num_experts):
-                room = bytearray(stride)
-                for name, t in layer.weights(expert).items():
-                    _, _, offset, size = tensors[name]
-                    room[offset:offset + size] = t.contiguous().view(torch.uint8).numpy().tobytes()
-                file.write(room)
-        os.fsync(file.fileno())
-    path.with_suffix(".json").write_text(json.dumps({"E": layers[0].num_experts, "stride": stride,
-                                                     "tensors": tensors}))
-    os.replace(part, path)
+    stride = -(-at // ALIGN) * ALIGN
+    with atomic(path) as part:
+        with open(part, "wb") as file:
+            for layer in layers:
+                for expert in range(layer.num_experts):
+                    slot = bytearray(stride)
+                    for name, t in layer.weights(expert).items():
+                        _, _, offset, size = tensors[name]
+                        slot[offset:offset + size] = t.contiguous().view(torch.uint8).numpy().tobytes()
+                    file.write(slot)
+        path.with_suffix(".json").write_text(json.dumps({"E": layers[0].num_experts, "stride": stride,
+                                                         "tensors": tensors}))
     return path

@@ -1,9 +1,9 @@
-"""What makes contenders comparable: one limit on memory, page cache included, and one file system for everyone.
+"""Equal conditions for engines: one limit on memory, page cache included, and one file system.
 
-A control group limits a process and its page cache alike (v1: `memory.limit_in_bytes`, v2: `memory.max`). A file
-system of our own, in a file that is mounted through a loop device, has the usual read-ahead of 128 KB, whatever the
-disk below it has: a read-ahead of megabytes makes every page fault of a mapped file read megabytes, which decides
-any comparison with an engine that maps. Both need root and Linux; where one cannot be had, the result says why.
+A control group limits a process and its page cache alike (v1: `memory.limit_in_bytes`, v2: `memory.max`). A separate
+file system in a file, mounted through a loop device, has the usual read-ahead of 128 KB, whatever the disk below it
+has: with a read-ahead of megabytes, every page fault of a mapped file reads megabytes, which would decide any
+comparison with an engine that maps. Both need root and Linux; where one is unavailable, the result says why.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def memory_limit(nbytes: int | None, root: Path = CGROUPS) -> Iterator[Limit]:
             if not v1 and not (folder / "memory.max").exists():
                 (parent / "cgroup.subtree_control").write_text("+memory")
             (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(nbytes))
-            if not v1 and (folder / "memory.swap.max").exists():
+            if (folder / "memory.swap.max").exists():
                 (folder / "memory.swap.max").write_text("0")
         except OSError:
             folder.rmdir()
@@ -91,10 +91,10 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
-    """A folder on a file system with a read-ahead of 128 KB, and words that say so; or `folder` itself, and why.
+    """(a folder on a file system with a read-ahead of 128 KB, a description); or `folder` itself, and why.
 
-    The file system lies in `folder/disk.ext4` of at most `nbytes` and outlives this, so that what was written is
-    found again. Reads of the loop device go past the system's cache, which would hold everything twice and unlimited.
+    The file system lies in `folder/disk.ext4` of at most `nbytes`, which is kept for the next time. The loop device
+    reads past the system's cache, which would otherwise hold everything twice and outside of the limit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     image, mount, device = folder / "disk.ext4", folder / "disk", None
@@ -114,7 +114,7 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
             _command("losetup", "--detach", device)
         if image.exists() and new:
             image.unlink()
-        yield folder, f"no file system of our own ({error}); read-ahead {read_ahead(folder)} KB"
+        yield folder, f"no separate file system ({error}); read-ahead {read_ahead(folder)} KB"
         return
     direct = Path(f"/sys/block/{Path(device).name}/loop/dio")
     cached = "" if direct.exists() and direct.read_text().strip() == "1" else ", cached below: reads look too fast"
@@ -146,10 +146,10 @@ def read_ahead(path: Path) -> int | None:
     return None
 
 
-def forget(folder: Path) -> None:
-    """Ask the system to let go of what it has cached of all files below a folder."""
+def drop_cached(folder: Path) -> None:
+    """Ask the system to drop its cache of all files below a folder."""
     if hasattr(os, "posix_fadvise"):
-        os.sync()                       # what is not yet written cannot be let go of
+        os.sync()                       # unwritten pages cannot be dropped
         for path in folder.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as f:

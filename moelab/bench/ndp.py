@@ -24,16 +24,16 @@ from moelab.arguments import whole
 from moelab.cards import load_model
 from moelab.models import plug
 from moelab.ndp.balance import balance
-from moelab.ndp.claims import CLAIMS, FIT, HALVES, JUDGED
+from moelab.ndp.claims import CHOICES, CLAIMS, FIT, HALVES, JUDGED, error, fit, sensitivity
 from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.conditions import stay
 from moelab.ndp.conservation import conserve
 from moelab.ndp.costs import Costs, NotSupported
-from moelab.ndp.event_simulation import simulate_layer
-from moelab.ndp.fit import CHOICES, error, fit, sensitivity
+from moelab.ndp.event_simulation import event_seconds, simulate_layer
 from moelab.ndp.hardware import VARIANTS, Hardware
-from moelab.ndp.plans import Step, make_plan
+from moelab.ndp.plans import LayerStep, make_plan
 from moelab.ndp.routing import Routing
-from moelab.ndp.simulation import Run, event_seconds, simulate
+from moelab.ndp.simulation import Run, simulate
 from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, over_seeds, paper_sweep
 from moelab.ndp.systems import PAPER, System
 from moelab.ndp.tensor_parallel import NDPTensorParallel
@@ -119,9 +119,9 @@ def agreeing(found: dict[str, Spread]) -> dict[str, int]:
 
 def gains(sweep: Sweep, name: str = OURS[-1]) -> dict[str, list[float]]:
     """What the improved version of a system gains over the literal one, in every cell that the sweep has both of."""
-    return {what: [getattr(cell.result, what) / getattr(new.result, what)
-                   for (model, N, system, seed), cell in sweep.cells.items() if system == name and cell.result
-                   for new in [sweep.cells[model, N, name + ", improved", seed]] if new.result]
+    return {what: [getattr(old, what) / getattr(new, what)
+                   for (model, N, system, seed), old in sweep.cells.items() if system == name and old
+                   for new in [sweep.cells[model, N, name + ", improved", seed]] if new]
             for what in ("moe_prefill", "moe_decode", "end_to_end")}
 
 
@@ -164,12 +164,11 @@ def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
     rows = {}
     for model in MODELS:
         for N in (modules_needed(model, assumptions), UNITS[-1]):
-            spec = load_model(model)
-            costs, K = Costs(spec, assumptions.hardware(N)), spec.K
-            T_g, T_n, T_a = float(costs.gpu(1)), float(costs.unit(1)) / N, costs.activation
-            E_g = balance(costs.transfer(), T_g, T_n, T_a, K, N)
-            promised = (N + 1) * T_a + T_n * (K - E_g)
-            step = Step(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1)
+            costs = Costs(load_model(model), assumptions.hardware(N))
+            terms, K = costs.balance_terms(), costs.spec.K
+            E_g = balance(**terms)
+            promised = stay(E_g, terms)
+            step = LayerStep(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1)
             found = [event_seconds(make_plan(step, N, moved=np.clip(u - np.arange(K), 0, 1), split=True, pieces=N),
                                    costs) for u in (E_g, math.floor(E_g))]
             rows[f"{model}, N={N}"] = {"E_g": E_g, "promised, ms": 1e3 * promised,
@@ -207,9 +206,9 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
 def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> dict[str, float]:
     """A decode step of `timeline` on N modules: seconds, busy shares of GPU, link, modules (mean, and the least)."""
     found = metrics(events, forwards)
-    busy = found["utilisation"]
+    busy = found.utilisation
     shares = [busy.get(f"unit {u}", 0.0) for u in range(N)]
-    return {"seconds": found["tpot_s"], "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
+    return {"seconds": found.tpot, "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
             "modules": mean(shares), "least": min(shares)}
 
 
@@ -255,8 +254,8 @@ def filling(sweep: Sweep, seed: int, prompt: int, answer: int, name: str = OURS[
     """What the experts' decode would gain on average if the literal rules filled the GPU's memory (§III-D)."""
     assumed = replace(sweep.assumptions, limit="memory")
     filled = paper_sweep(assumed, sweep.models, sweep.units, (name,), (seed,), prompt, answer)
-    return mean(sweep.result(model, N, name, seed).moe_decode / cell.result.moe_decode
-                for (model, N, *_), cell in filled.cells.items() if cell.result)
+    return mean(sweep.result(model, N, name, seed).moe_decode / result.moe_decode
+                for (model, N, *_), result in filled.cells.items() if result)
 
 
 def design_space(units: Sequence[int], assumptions: Assumptions, system: str = OURS[-1], seed: int = 0

@@ -1,16 +1,14 @@
-"""Contenders: the same model, the same tokens, run by moelab and by others, each in a process of its own.
+"""Engines on one task: the same tokens through moelab, transformers, accelerate, llama.cpp or ftllm, measured alike.
 
-    python -m moelab.bench.peers CONTENDER '{"model": …, "tokens": …, "prompts": [128, 128]}'
+    python -m moelab.bench.peers moelab '{"store": …, "budget": …, "tokens": …, "prompts": [128, 128]}'
 
-prints JSON as its last line: what loading, the prompts and each further token took, what was read from the disk, peak
-memory, and a digest of all logits, so that equality "bit for bit" is checked and not assumed. Tokens are given
-(teacher forcing), because a random model repeats itself when it decodes greedily: its routing freezes, every cache
-hits, and nothing is measured. The first prompt is also the first thing that the process does; the second one starts
-a sequence of its own, which then goes on token by token.
+prints JSON as its last line: the seconds of loading, of the prompts and of each further token, bytes read from disk,
+peak memory, and a digest of all logits, by which equality bit for bit is checked. Tokens are given (teacher forcing),
+because a random model repeats itself when it decodes greedily: its routing freezes, and every access hits the cache.
+The first prompt is also the first thing that the process does; the second one starts a new sequence, which then
+continues token by token. Batch size 1, CPU only; only ftllm samples, as it cannot be given tokens.
 
-Only this module's standard library is needed to start it, so a peer may live in another interpreter than moelab.
-`mapped` is transformers with weights mapped from the checkpoint. Left out: other devices than the CPU, batches,
-sampling (except by ftllm, which cannot be told its tokens).
+Starting it needs the standard library and numpy, so that an engine may live in another interpreter than moelab.
 """
 
 from __future__ import annotations
@@ -26,67 +24,62 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
+from moelab.offloading.metrics import process
+
 #: name → the module and the class that runs it
-CONTENDERS = {name: ("moelab.bench.peers", kind) for name, kind in (
-    ("moelab", "Moelab"), ("moelab fast", "MoelabFast"), ("eager", "Eager"),
-    ("mapped", "Mapped"), ("accelerate", "Accelerate"))}
-CONTENDERS |= {"llama.cpp": ("moelab.bench.external_engines", "Llama"),
-               "ftllm": ("moelab.bench.external_engines", "Ftllm")}
-CONTENDERS["probe"] = "moelab.bench.lru_baseline", "Probe"
-#: requests at a time that reading is tried with
+ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "moelab fast": ("moelab.bench.peers", "MoelabFast"),
+           "eager": ("moelab.bench.peers", "Eager"), "mapped": ("moelab.bench.peers", "Mapped"),
+           "accelerate": ("moelab.bench.peers", "Accelerate"), "llama.cpp": ("moelab.bench.external_engines", "Llama"),
+           "ftllm": ("moelab.bench.external_engines", "Ftllm"),
+           "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline")}
+#: queue depths at which the read rate is measured
 DEPTHS = (1, 2, 4)
 #: what engine and simulator must agree upon
 FOUND = ("hits", "misses", "evictions", "read_bytes")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a contender as a process: join its memory limit, run, print the report."""
+    """Run an engine as a process: join its memory limit, run, print the report."""
     name, options = arguments[0], json.loads(arguments[1])
     if options.get("cgroup"):
         Path(options["cgroup"]).write_text(str(os.getpid()))
-    print("\n" + json.dumps(run(name, options)), flush=True)      # a line of its own, whatever a peer has printed
+    print("\n" + json.dumps(run(name, options)), flush=True)      # a line of its own, whatever the engine has printed
     sys.stderr.flush()
-    os._exit(0)                                 # some peers crash on the way out, after all is said
+    os._exit(0)                                 # some engines crash while they are torn down
 
 
 def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A contender's report; {"missing": reason} for one that is not installed."""
+    """An engine's report; {"missing": reason} for one that is not installed."""
     start = time.perf_counter()
     try:
-        module, kind = CONTENDERS[name]
-        contender = getattr(importlib.import_module(module), kind)(options)
+        module, kind = ENGINES[name]
+        engine = getattr(importlib.import_module(module), kind)(options)
     except ImportError as error:
         return {"missing": f"not installed ({error})"}
     loaded = time.perf_counter() - start
-    report = contender.measure(options["tokens"], options["prompts"])
-    return {"load_s": loaded, **report, **process(), **contender.report()}
+    report = engine.measure(options["tokens"], options["prompts"])
+    return {"load_s": loaded, **report, **counters(), **engine.report()}
 
 
-def process() -> dict[str, int | None]:
-    """Bytes that this process has read from disks, page faults that waited for one, and its peak memory, so far."""
-    try:
-        import resource
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-    except ImportError:
-        faults = None
-    return {"read_bytes": _said("io", r"^read_bytes: (\d+)"), "major_faults": faults,
-            "peak_rss_bytes": _said("status", r"^VmHWM:\s*(\d+)", 1024)}
+def counters() -> dict[str, int | None]:
+    """Bytes that this process has read from disks, its major page faults and its peak memory, so far."""
+    return {"read_bytes": _proc("io", r"^read_bytes: (\d+)"), **process()}
 
 
-def _said(file: str, pattern: str, unit: int = 1) -> int | None:
+def _proc(file: str, pattern: str) -> int | None:
     """A number in a file of /proc/self; None where there is none (macOS, Windows)."""
     try:
-        return unit * int(re.search(pattern, Path("/proc/self", file).read_text(), re.M)[1])
+        return int(re.search(pattern, Path("/proc/self", file).read_text(), re.M)[1])
     except (OSError, TypeError):
         return None
 
 
-class Contender(ABC):
-    """What every contender can do: `restart` a sequence, and `feed` it tokens for the logits after the last one."""
+class BenchmarkedEngine(ABC):
+    """What every engine can do: `restart` a sequence, and `feed` it tokens for the logits after the last one."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -94,10 +87,13 @@ class Contender(ABC):
 
     @abstractmethod
     def feed(self, ids: list[int]) -> Any:
-        """The logits after the last of `ids`: something whose `tobytes` and `argmax` numpy knows."""
+        """The logits [V] after the last of `ids`: a numpy array, fp32 or the bits of bf16 as int16."""
+
+    def decoding(self) -> None:
+        """Called once, between the prompts and the single tokens."""
 
     def report(self) -> dict[str, Any]:
-        """What else there is to say, after all is done."""
+        """Further entries of the report, asked for at the end."""
         return {}
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
@@ -106,51 +102,41 @@ class Contender(ABC):
         Returns `ttft_s` [prompts], `tpot_s` [tokens after the prompts], the bytes read and the faults of each phase,
         `digest` and `best` (argmax) of all logits. The clock stops when the logits are there.
         """
-        said: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
-        digest, at, last = hashlib.sha256(), 0, process()
+        found: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
+        digest, at, last = hashlib.sha256(), 0, counters()
 
         def step(ids: list[int], seconds: list[float]) -> None:
             start = time.perf_counter()
             logits = self.feed(ids)
             seconds.append(time.perf_counter() - start)
             digest.update(logits.tobytes())
-            said["best"].append(int(_floats(logits).argmax()))
+            if logits.dtype != "float32":           # bf16 as int16 has no order; as the upper half of an fp32 it does
+                logits = (logits.astype("int32") << 16).view("float32")
+            found["best"].append(int(logits.argmax()))
 
         def phase(name: str) -> None:
             nonlocal last
-            before, last = last, process()
+            before, last = last, counters()
             for key in ("read_bytes", "major_faults"):
-                said[f"{name}_{key}"] = None if last[key] is None else last[key] - before[key]
+                found[f"{name}_{key}"] = None if last[key] is None else last[key] - before[key]
 
         for number, length in enumerate(prompts):
             self.restart()
-            step(tokens[at:at + length], said["ttft_s"])
+            step(tokens[at:at + length], found["ttft_s"])
             at += length
             phase("prompt" if not number else "next_prompts")
         self.decoding()
         for token in tokens[at:]:
-            step([token], said["tpot_s"])
+            step([token], found["tpot_s"])
         phase("decode")
-        return said | {"digest": digest.hexdigest()[:16]}
-
-    def decoding(self) -> None:
-        """The prompts are done; from now on, single tokens."""
+        return found | {"digest": digest.hexdigest()[:16]}
 
 
-def _floats(logits: Any) -> Any:
-    """bf16 as int16 holds no order; its upper half of an fp32 does."""
-    import numpy as np
-    return logits if logits.dtype == np.float32 else (logits.astype(np.int32) << 16).view(np.float32)
-
-
-# ----------------------------------------------------------------------------------------------- with transformers
-
-class Transformers(Contender):
+class Transformers(BenchmarkedEngine):
     """Any model of transformers', on the CPU."""
 
     def __init__(self, model: Any) -> None:
-        import torch
-        self.model, self.inference = model, torch.inference_mode
+        self.model = model
 
     def restart(self) -> None:
         from transformers import DynamicCache
@@ -158,16 +144,16 @@ class Transformers(Contender):
 
     def feed(self, ids: list[int]) -> Any:
         import torch
-        with self.inference():
+        with torch.inference_mode():
             logits = self.model(input_ids=torch.tensor([ids]), past_key_values=self.cache, use_cache=True,
                                 logits_to_keep=1).logits[0, -1]
         return logits.view(torch.int16).numpy() if logits.dtype == torch.bfloat16 else logits.float().numpy()
 
 
 class Moelab(Transformers):
-    """Options: store, budget, and those of `moelab.offload` as "options"; "trace": a file for its steps and events;
-    "guess": a predictor whose guesses are fetched ahead, which changes no output; "compressed": the budget, a share, is
-    divided into staging, which must be given, and experts kept compressed."""
+    """Options: store, budget, and those of `offload` as "options"; "trace": a file for its steps;
+    "predictor": its name, whose predicted experts are prefetched; "compressed": the budget, a share, is divided into
+    staging, which must be given, and experts kept compressed."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
@@ -178,9 +164,10 @@ class Moelab(Transformers):
             given["plan"] = compressed_pool(options["store"], options["budget"], given["staging"])
         super().__init__(offload(options["store"], options["budget"], **given))
         self.offloading = self.model.moelab
-        if options.get("guess"):
-            from moelab.speculate import Speculation, make
-            Speculation(self.model, make(options["guess"], self.model), "hint")
+        if options.get("predictor"):
+            from moelab.registry import make
+            from moelab.speculate import Speculation
+            Speculation(self.model, make("predictor", options["predictor"], self.model), "hint")
 
     def decoding(self) -> None:
         counters = self.offloading.residency.counters
@@ -188,27 +175,27 @@ class Moelab(Transformers):
 
     def report(self) -> dict[str, Any]:
         from moelab.offloading.limits import kv_bytes, layer_records, on_demand_limit
-        this, peak = self.offloading, process()["peak_rss_bytes"]
-        anonymous = _said("status", r"^RssAnon:\s*(\d+)", 1024)
+        this, peak, anonymous = self.offloading, process()["peak_rss_bytes"], _proc("status", r"^RssAnon:\s*(\d+)")
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
         records, decoded = layer_records(list(this.timeline), forwards)
         rates = self.rates | {"after": self.read_rate()} | delivered(this.timeline, forwards)
         rate = max(rates.values())
-        hits, misses = sum(metrics["hits"].values()) - self.before[0], metrics["misses"] - self.before[1]
+        hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
-            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.pools)), "workers": workers,
-                     "staging": this.staging, "found": [metrics[key] for key in FOUND]}
+            whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(this.run.settings.pools)),
+                     "workers": workers, "staging": this.run.settings.staging,
+                     "found": [getattr(metrics, key) for key in FOUND]}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {
-            "imports_rss_bytes": self.imports, "peak_rss_bytes": peak, "anonymous_bytes": anonymous,
-            "budget_bytes": this.budget,
-            "others_bytes": sum(entry[3] for entry in this.store.weights.values()),
+            "imports_rss_bytes": self.imports, "peak_rss_bytes": peak,
+            "anonymous_bytes": anonymous and 1024 * anonymous, "budget_bytes": this.budget,
+            "others_bytes": this.store.weights_bytes,
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_rates": rates,
-            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": metrics,
+            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": asdict(metrics),
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None}
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
@@ -226,23 +213,25 @@ class Moelab(Transformers):
         with Reader(self.offloading.store, **options) as reader, ThreadPoolExecutor(max(DEPTHS)) as pool:
             buffers = [reader.buffer() for _ in range(max(DEPTHS))]
             for buffer in buffers:
-                buffer[:] = 0                   # its pages are there before the clock runs
-            for depth in DEPTHS:
+                buffer[:] = 0                   # pre-faulted pages
+
+            def part(i: int, depth: int) -> int:
+                return sum(len(reader.read_parts(*key, {"both": buffers[i]})[0].data) for key in keys[i::depth])
+
+            def drop_cache() -> None:
                 for layer in range(len(layers)):
                     reader.drop_cache(layer)
-
-                def part(i: int, depth: int = depth) -> int:
-                    return sum(len(reader.read_parts(*key, {"both": buffers[i]})[0].data) for key in keys[i::depth])
+            for depth in DEPTHS:
+                drop_cache()
                 start = time.perf_counter()
-                total = sum(pool.map(part, range(depth)))
+                total = sum(pool.map(part, range(depth), [depth] * depth))
                 best = max(best, total / (time.perf_counter() - start))
-            for layer in range(len(layers)):
-                reader.drop_cache(layer)
+            drop_cache()
         return best
 
 
 class MoelabFast(Moelab):
-    """The same engine with executors and kernels that are equal to eager but for rounding."""
+    """The same engine with the fused kernels, which equal eager but for rounding."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from moelab.models.fast_decode import FastDecode
@@ -272,18 +261,17 @@ def compressed_pool(store: str, share: float, staging: int) -> Any:
 
 
 class Eager(Transformers):
-    """Everything in this process's own memory, not mapped from a file."""
+    """transformers with all weights in this process's own memory, not mapped from a file."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import moelab
-        model = moelab.open_model(options["model"])
-        for parameter in model.parameters():
+        super().__init__(moelab.open_model(options["model"]))
+        for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()
-        super().__init__(model)
 
 
 class Mapped(Transformers):
-    """transformers as it comes: a checkpoint laid out as its parameters are stays mapped, and the system pages."""
+    """transformers' default: weights stay mapped from a checkpoint that is laid out as its parameters are."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import moelab

@@ -1,22 +1,21 @@
-"""What planning and scheduling promise: Algorithm 1 beside the exact optimum, and what ordering and planning cost.
+"""Planning and scheduling: Algorithm 1 beside the exact optimum, and the time of ordering and planning.
 
 Random small instances are solved exactly and by Algorithm 1, whose makespan Theorem 3.1 bounds by (3 − 1/L) times the
-optimum. Orders of eight experts of mixed states are timed, as experts and as three tensors each; so is a plan over four
-pools of a layer of 128 experts whose popularity falls like 1/rank, and the fit of its selection probabilities checked.
+optimum. Timed: orders of eight experts of mixed states, as experts and as three tensors each, and a plan over four
+pools of a layer of 128 experts with popularity ~ 1/rank. The fit of its selection probabilities is checked.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
-import time
-from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from moelab.arguments import whole
+from moelab.bench.measure import seconds
 from moelab.cache.planning import plan
 from moelab.cache.residency import Request
 from moelab.cache.selection import inclusion, selection_probabilities
@@ -45,30 +44,21 @@ def run(instances: int = 10_000, repeats: int = 300, seed: int = 0) -> dict[str,
             "instances": study["n"], "mean": study["mean"], "worst": study["worst"], "optimal in": study["optimal"],
             "largest share of (3 − 1/L)": study["largest_share"], "above the bound": study["violations"]},
         "ordering a layer (measured)": {
-            "8 experts, ms": 1e3 * median_time(lambda step: order(step, DELAYS, 2), steps),
-            "8 experts of 3 tensors, ms": 1e3 * median_time(lambda step: schedule(step, 2), tasks)},
+            "8 experts, ms": 1e3 * median(seconds(order, step, DELAYS, 2) for step in steps),
+            "8 experts of 3 tensors, ms": 1e3 * median(seconds(schedule, step, 2) for step in tasks)},
         "planning (measured)": {
-            "E=128, K=8, four pools, δ=0.05, seconds": median_time(
-                lambda budget: plan(f, budget, sizes, K, DELAYS, 2, step=0.05), [300 * MB, 500 * MB, 800 * MB]),
+            "E=128, K=8, four pools, δ=0.05, seconds": median(
+                seconds(lambda: plan(f, budget, sizes, K, DELAYS, 2, step=0.05))
+                for budget in (300 * MB, 500 * MB, 800 * MB)),
             "error of the fitted inclusion": f"{abs(inclusion(q, K)[0] - f).max():.1e}"}}
 
 
 def inclusion_of_ranks() -> np.ndarray:
     """Inclusion probabilities [E] that fall like 1/rank, none above 0.95, of K experts a step."""
     f = 1 / np.arange(1, E + 1)
-    for _ in range(100):                                    # scaling up meets the ceiling, so again and again
+    for _ in range(100):                                    # scaling up meets the ceiling, so repeatedly
         f = np.minimum(f * K / f.sum(), 0.95)
     return f * (K / f.sum())
-
-
-def median_time(function: Callable[[Any], Any], arguments: list[Any]) -> float:
-    """Median seconds of a call, over the arguments."""
-    took = []
-    for argument in arguments:
-        start = time.perf_counter()
-        function(argument)
-        took.append(time.perf_counter() - start)
-    return statistics.median(took)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,40 +1,41 @@
-"""Prefetching beside loading on demand, token by token in turn, with copying slowed down to 0.5, 1 and 3 × computing.
+"""Prefetching beside loading on demand, token by token in turn, with copying throttled to 0.5, 1 and 3 × computing.
 
 One process and one model of 5 GB (raw experts, routing from random tokens) at a budget; each token is decoded by the
 next of four: on demand as in Speculating Experts (all of a layer's experts are copied, then computed), on demand as the
-engine does it (each is computed as it comes), hint and speculative. The cache is shared, so all of them find it alike.
-Eq. (1) bounds what prefetching can gain over the first by Σ over layers of min(copy, compute); over the second, which
-has hidden copying behind its layer's own experts already, the same argument leaves Σ of min(max(copy − experts, 0),
-everything else). Both bounds are taken from the events of the run itself. Copying above the disk's own rate comes out
-of the system's page cache. Last comes a guesser that is right once in E/K times, which the engine must learn to ignore.
+engine does it (each is computed as it comes), hint and speculative. They share the cache. Eq. (1) bounds what
+prefetching can gain over the first by Σ over layers of min(copy, compute); over the second, which already hides copying
+behind its layer's own experts, by Σ of min(max(copy − experts, 0), everything else). Both bounds are taken from the
+events of the run. Copying faster than the disk reads from the system's page cache. Last comes a random predictor, right
+in K/E of cases, which prefetch throttling must detect.
 
-Left out: training a predictor (the model is random; the guess is the next router on this layer's router input),
-decoding of compressed experts, GPUs: there the copy is from host to device, and the same code has not been run.
+The predictor is the next router on this layer's router input, as the model is random. On CPU, experts are not
+compressed.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
 
 from moelab.arguments import number, several, whole
+from moelab.bench import measure
 from moelab.bench.engine import SPEC
-from moelab.progress import progress
 from moelab.models.convert import convert
-from moelab.offloading.metrics import Forward
+from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.models.synthesize import synthesize
+from moelab.registry import make
 from moelab.specs import Event, MoESpec
-from moelab.speculate import MODES, Predictor, Speculation, make
+from moelab.speculate import MODES, Predictor, Speculation
 from moelab.store.layout import ExpertStore
 
 ARMS = ("copy, then compute", "on demand", "hint", "speculative")
@@ -47,7 +48,7 @@ class Taken(NamedTuple):
 
     events: list[Event]
     forward: Forward
-    metrics: dict[str, Any]
+    metrics: Metrics
 
     @property
     def seconds(self) -> float:
@@ -65,8 +66,7 @@ def by_layer(events: Iterable[Event]) -> dict[int, tuple[float, float, float]]:
 
 
 def bounds(tokens: Sequence[dict[int, tuple[float, float, float]]]) -> tuple[float, float]:
-    """(Eq. 1's bound on the gain over copying, then computing; what is left of it over computing as experts come), in
-    seconds a token."""
+    """Seconds a token: (Eq. 1's bound on the gain over copying, then computing; the bound over on demand)."""
     layers = [layer for token in tokens for layer in token.values()]
     return (sum(min(copy, expert + other) for copy, expert, other in layers) / len(tokens),
             sum(min(max(copy - expert, 0.0), other) for copy, expert, other in layers) / len(tokens))
@@ -79,16 +79,16 @@ def copy_and_compute(found: Sequence[Taken]) -> tuple[float, float]:
             sum(expert + other for _, expert, other in layers) / len(found))
 
 
-class Contest:
+class PrefetchBenchmark:
     """Ways of running an offloaded model that take turns on its tokens, so that all find the same cache.
 
-    model : with room for experts ahead and staging for a token's experts (`moelab.offload`).
-    ids : the tokens to decode [1, N], round and round.
-    guess : makes the predictor of "hint" and "speculative".
+    model : with slots for experts ahead and staging for a token's experts.
+    ids : the tokens to decode [1, N], repeated.
+    predictor : makes that of "hint" and "speculative".
     """
 
-    def __init__(self, model: Any, ids: torch.Tensor, guess: Callable[[], Predictor]) -> None:
-        self.model, self.ids, self.guess = model, ids, guess
+    def __init__(self, model: Any, ids: torch.Tensor, predictor: Callable[[], Predictor]) -> None:
+        self.model, self.ids, self.predictor = model, ids, predictor
         self.begin(1)
 
     def begin(self, length: int) -> None:
@@ -99,24 +99,23 @@ class Contest:
     def token(self, arm: str) -> Taken:
         """Decode one more token in this way."""
         self.model.moelab.engine.serial = arm == ARMS[0]
-        with Speculation(self.model, self.guess(), arm) if arm in MODES else nullcontext():
+        with Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext():
             self.model.moelab.reset()
             self._forward(1)
         return Taken(list(self.model.moelab.timeline), self.model.moelab.forwards[-1], self.model.moelab.metrics())
 
     def turns(self, arms: Sequence[str], tokens: int, name: str) -> dict[str, list[Taken]]:
-        """`tokens` for each arm, every second turn backwards."""
+        """`tokens` for each arm, in turn."""
         found: dict[str, list[Taken]] = {arm: [] for arm in arms}
-        for turn in progress(range(tokens + WARM), name, unit="turns"):
-            for arm in arms if turn % 2 else arms[::-1]:
-                found[arm].append(self.token(arm))
+        for _, arm in measure.turns(arms[::-1], tokens + WARM, name, "turns"):
+            found[arm].append(self.token(arm))
         return {arm: taken[WARM:] for arm, taken in found.items()}
 
     def slow_down(self, ratio: float, found: Sequence[Taken]) -> float:
-        """Slow copying down to `ratio` × computing, as both were in `found`; returns bytes a second."""
-        rate = statistics.fmean(t.metrics["read_bytes"] for t in found) / (ratio * copy_and_compute(found)[1])
+        """Throttle copying to `ratio` × computing, as both were in `found`; returns bytes a second."""
+        rate = fmean(t.metrics.read_bytes for t in found) / (ratio * copy_and_compute(found)[1])
         reader = self.model.moelab.engine.pipeline.reader
-        reader.mode, reader.bandwidth = "buffered", rate            # the cache can be faster than the disk
+        reader.mode, reader.bandwidth = "buffered", rate            # the page cache can be faster than the disk
         return rate
 
     def _forward(self, n: int) -> None:
@@ -128,27 +127,27 @@ class Contest:
 
 def row(found: Sequence[Taken]) -> dict[str, float]:
     """An arm's line of the table."""
-    ahead = [t.metrics["fetched_ahead"] for t in found]
-    return {"TPOT s": statistics.median(t.seconds for t in found), "mean s": statistics.fmean(t.seconds for t in found),
+    ahead = [t.metrics.prefetched for t in found]
+    return {"TPOT s": median(t.seconds for t in found), "mean s": fmean(t.seconds for t in found),
             "best s": min(t.seconds for t in found),
-            "MB read": statistics.fmean(t.metrics["read_bytes"] for t in found) / 1e6,
-            "MB wasted": statistics.fmean(a["wasted"] for a in ahead) / 1e6,
-            "hidden reads": statistics.fmean(a["used"] for a in ahead)}
+            "MB read": fmean(t.metrics.read_bytes for t in found) / 1e6,
+            "MB wasted": fmean(a["wasted"] for a in ahead) / 1e6,
+            "hidden reads": fmean(a["used"] for a in ahead)}
 
 
 def compare(found: dict[str, list[Taken]], ratio: float, rate: float) -> tuple[dict, dict]:
     """(rows of the arms, figures against the bounds)."""
     rows = {arm: row(taken) for arm, taken in found.items()}
-    serial, demand, hint, guessed = (rows[arm] for arm in ARMS)
+    serial, demand, hint, speculative = (rows[arm] for arm in ARMS)
     over_serial = bounds([by_layer(t.events) for t in found[ARMS[0]]])[0]
     over_demand = bounds([by_layer(t.events) for t in found["on demand"]])[1]
     copy, compute = copy_and_compute(found[ARMS[0]])
     return rows, {
         "copied at GB/s": rate / 1e9, "copy ÷ compute, wanted": ratio, "copy ÷ compute, found": copy / compute,
-        "gain s": serial["mean s"] - guessed["mean s"], "eq. (1) s": over_serial,
-        "gain ÷ eq. (1)": (serial["mean s"] - guessed["mean s"]) / over_serial,
-        "gain over on demand s": demand["mean s"] - guessed["mean s"], "left of it s": over_demand,
-        "speculative ÷ on demand": guessed["TPOT s"] / demand["TPOT s"],
+        "gain s": serial["mean s"] - speculative["mean s"], "eq. (1) s": over_serial,
+        "gain ÷ eq. (1)": (serial["mean s"] - speculative["mean s"]) / over_serial,
+        "gain over on demand s": demand["mean s"] - speculative["mean s"], "left of it s": over_demand,
+        "speculative ÷ on demand": speculative["TPOT s"] / demand["TPOT s"],
         "hint ÷ on demand": hint["TPOT s"] / demand["TPOT s"]}
 
 
@@ -169,24 +168,24 @@ def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[fl
             model = offload(store, share, ahead=K, staging=K)
             with model.moelab:
                 ids = torch.randint(3, model.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0))
-                contest = Contest(model, ids, partial(make, "router", model))
+                bench = PrefetchBenchmark(model, ids, partial(make, "predictor", "router", model))
                 for file in store.glob("experts-*"):            # into the page cache
                     with open(file, "rb", buffering=0) as f:
                         while f.read(1 << 24):
                             pass
-                contest.turns(("on demand",), 20, f"{share:.0%}: filling the cache")
-                free = contest.turns(("on demand",), 8, f"{share:.0%}: as fast as it goes")["on demand"]
+                bench.turns(("on demand",), 20, f"{share:.0%}: filling the cache")
+                free = bench.turns(("on demand",), 8, f"{share:.0%}: as fast as it goes")["on demand"]
                 for ratio in ratios:
-                    rate = contest.slow_down(ratio, free)
+                    rate = bench.slow_down(ratio, free)
                     title = f"budget {share:.0%}, copying {ratio:g} × computing"
-                    sections[title], against[title] = compare(contest.turns(ARMS, tokens, title), ratio, rate)
-                title = f"budget {share:.0%}, guesses at random"
-                contest.guess = partial(make, "random", model)
-                contest.turns(("hint",), 30, f"{title}: learning")
-                rows = {arm: row(taken) for arm, taken in contest.turns(("on demand", "hint"), tokens, title).items()}
+                    sections[title], against[title] = compare(bench.turns(ARMS, tokens, title), ratio, rate)
+                title = f"budget {share:.0%}, random predictions"
+                bench.predictor = partial(make, "predictor", "random", model)
+                bench.turns(("hint",), 30, f"{title}: learning")
+                rows = {arm: row(taken) for arm, taken in bench.turns(("on demand", "hint"), tokens, title).items()}
                 wrong[title] = {"hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"],
                                 "MB wasted": rows["hint"]["MB wasted"]}
-    return sections | {"against the bounds": against, "guesses at random": wrong}
+    return sections | {"against the bounds": against, "random predictions": wrong}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

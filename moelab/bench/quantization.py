@@ -20,7 +20,8 @@ from moelab import datasets
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
-from moelab.models import open_model, plug, plugged
+from moelab import open_model
+from moelab.models import plug, plugged
 from moelab.recording import record
 
 

@@ -1,10 +1,9 @@
-"""What this machine's memory and arithmetic allow a layer's experts, and how near executors come.
+"""The roofline of a layer's experts on this machine, and how near executors come; all figures are measured.
 
-A `Bench` holds layers of random bf16 experts, more of them than any cache, and two limits that are timed in turn with
-the executors (`moelab.bench.experts.Limits`): reading a layer's weights once, and large products, in bf16 and fp32, the
-fastest of which counts (a CPU without bf16 instructions computes in fp32). `contest` times every executor beside them;
-`loading` the guide's two ways of loading a decode step's experts. All figures are measured. The same executors beside
-transformers' own, with aims, are `moelab.bench.experts`.
+An `ExpertBenchmark` holds layers of random bf16 experts, more than caches hold, and two limits that are timed in turn
+with the executors (`moelab.bench.experts.Limits`): reading a layer's weights once, and large products in bf16 and fp32,
+of which the fastest counts (a CPU without bf16 instructions computes in fp32). `executors` times every executor beside
+them, `loading` the guide's two ways of loading a decode step's experts.
 
 Sources: Williams et al. 2009 (roofline); AWS Neuron's MoE guide, "Selective loading", "All-Experts algorithm".
 """
@@ -12,17 +11,17 @@ Sources: Williams et al. 2009 (roofline); AWS Neuron's MoE guide, "Selective loa
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
-from moelab.bench import limit
+from moelab.bench import measure
 from moelab.bench.experts import Layers, Limits, rounds_of
-from moelab.bench.store import Samples
+from moelab.bench.measure import Samples
 from moelab.experts import EXECUTORS
 from moelab.specs import DeviceSpec, Figure
 
@@ -50,7 +49,7 @@ def least_seconds(unique: float, T: int, K: int, H: int, I: int, weight_bytes: i
 
 
 @dataclass(frozen=True, eq=False)
-class Contest:
+class ExpertTimes:
     """A layer's experts on T tokens: samples of every executor in seconds, and the two limits in the same rounds.
 
     bandwidth, rate : bytes/s of the fastest reader, FLOP/s of the fastest product. limits : what limits → seconds.
@@ -64,7 +63,7 @@ class Contest:
     @property
     def medians(self) -> dict[str, float]:
         """Seconds of each executor."""
-        return {name: statistics.median(of) for name, of in self.samples.items()}
+        return {name: median(of) for name, of in self.samples.items()}
 
     @property
     def ours(self) -> tuple[float, str]:
@@ -83,7 +82,7 @@ class Contest:
     @property
     def reached(self) -> float | str:
         """Share of what the roofline allows that the fastest executor reaches; words if the roofline was beaten."""
-        return limit.share(max(self.limits.values()) / self.ours[0])
+        return measure.share(max(self.limits.values()) / self.ours[0])
 
     @property
     def bound(self) -> str:
@@ -91,11 +90,11 @@ class Contest:
         return max(self.limits, key=self.limits.get)
 
 
-class Bench:
+class ExpertBenchmark:
     """A layer of E experts, top-K, H × I, in as many copies as `cold` bytes take; `close` ends its threads."""
 
     def __init__(self, E: int, K: int, H: int, I: int, threads: int = 0, cold: float = 400e6) -> None:
-        self.E, self.K, self.H, self.I, self.threads = E, K, H, I, threads or os.cpu_count() or 1
+        self.shape, self.threads = (K, H, I), threads or os.cpu_count() or 1
         self.layers = Layers(E, K, H, I, torch.bfloat16, cold)
         self._pool = ThreadPoolExecutor(self.threads)
         with torch_threads(self.threads):
@@ -112,16 +111,15 @@ class Bench:
             "memory_bandwidth_gbs": Figure(bandwidth / 1e9, "GB/s", "measured", "reading a layer's weights"),
             "bf16_tflops": Figure(rate / 1e12, "TFLOPS", "measured", "the fastest of large products, bf16 or fp32")})
 
-    def contest(self, T: int, rounds: int) -> Contest:
+    def executors(self, T: int, rounds: int) -> ExpertTimes:
         """Every executor on T tokens, in turn, another routing and layer in each round."""
         with torch_threads(self.threads), torch.inference_mode():
             arms, read = self.layers.arms(T, rounds + 1)
             arms = {name: arm for name, arm in arms.items() if name not in LEFT_OUT}
-            title = f"{T} token{'s' * (T > 1)}"
-            samples = rounds_of(self._limits.arms | arms, rounds + 1, title)
+            samples = rounds_of(self._limits.arms | arms, rounds + 1, f"{T} token{'s' * (T > 1)}")
         bandwidth, rate = self._limits.best(samples)
-        limits = least_seconds(read / self.layers.expert_bytes, T, self.K, self.H, self.I, 2, bandwidth, rate)
-        return Contest({name: samples[name] for name in arms}, bandwidth, rate, limits)
+        limits = least_seconds(read / self.layers.expert_bytes, T, *self.shape, 2, bandwidth, rate)
+        return ExpertTimes({name: samples[name] for name in arms}, bandwidth, rate, limits)
 
     def loading(self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING) -> dict[int, Samples]:
         """Decode steps of each batch with the needed experts' weights, and with all: batch → executor → seconds."""
@@ -133,9 +131,9 @@ class Bench:
         return found
 
 
-def all_over_selective(raced: dict[int, Samples]) -> dict[int, float]:
+def all_over_selective(found: dict[int, Samples]) -> dict[int, float]:
     """Batch → how many times as long all experts take as only those that are needed, of medians."""
-    return {b: statistics.median(of["all_experts"]) / statistics.median(of["selective"]) for b, of in raced.items()}
+    return {b: median(of["all_experts"]) / median(of["selective"]) for b, of in found.items()}
 
 
 def crossing(ratios: dict[int, float]) -> int | None:

@@ -1,14 +1,13 @@
-"""What lossless compression costs: size beside the entropy bound, and rates a thread beside memcpy and zipnn.
+"""Lossless compression of experts: size beside the entropy bound, and rates a thread beside memcpy and zipnn.
 
 Every codec packs and unpacks the same bf16 expert in turn with zipnn and memcpy, round after round, so that a busy
-machine slows all of them down alike; a turn is several runs, with the memory of the run before; rates are medians, in
-GB of weights a second. Rates "a thread" are per second
-of processor time, rates "together" per second on the clock, which says something only while the machine is idle.
+machine slows all of them down alike; rates are medians, in GB of weights a second. Rates "a thread" are per second of
+processor time; rates "together" are per second on the clock, which is meaningful only while the machine is idle.
 `decode` is decompression and recovery: from packed bytes to bf16 weights in a given buffer.
 
 Source: ZipMoE §2.2 and Fig. 3 (sizes; LZ4HC and ZSTD with its settings are `lz4hc` and `zstd`), §2.3 and Fig. 4
 (does decompression hide behind reading?). The synthetic expert has the statistics of trained weights, see
-`moelab.models.synthesize`. Left out: codecs that run only on a GPU, lossy ones.
+`moelab.models.synthesize`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from moelab.bench import reading
+from moelab.bench.measure import Samples, interleaved, load_average, speed_up
 from moelab.models.synthesize import COLUMNS, draw
 from moelab.store import bits
 from moelab.store.codecs import CODECS, DEFAULT, compress_tensor, decompress_tensor
@@ -35,7 +36,6 @@ from moelab.store.modes import measure_modes, modes
 EXPERT = 16 << 20               # bytes of the expert that is measured
 PEER = "zipnn"
 MISSING = "not installed"
-Samples = dict[str, list[float]]
 
 
 def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
@@ -45,24 +45,6 @@ def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
     """
     rows = max(1, nbytes // (2 * COLUMNS))
     return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
-
-
-def interleaved(arms: Mapping[str, Callable[[], Any]], repeats: int = 7,
-                clock: Callable[[], float] = time.process_time, loops: int = 3) -> Samples:
-    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns.
-
-    An arm's turn is `loops` runs in a row after one that does not count: whoever returns new memory gets back the
-    memory of the run before, as in use, and does not wait for fresh pages, which others have no need of.
-    """
-    samples: Samples = {name: [] for name in arms}
-    for _ in range(repeats):
-        for name, arm in arms.items():
-            arm()
-            start = clock()
-            for _ in range(loops):
-                arm()
-            samples[name].append(max((clock() - start) / loops, 1e-9))      # a coarse clock makes no rate infinite
-    return samples
 
 
 @dataclass(frozen=True)
@@ -77,37 +59,33 @@ class Coder:
 
 
 def coders(weights: torch.Tensor, names: Iterable[str] = CODECS) -> dict[str, Coder]:
-    """A coder for each codec, and for zipnn where it is installed; each has shown that it gives the weights back.
+    """A coder for each codec, and for zipnn where it is installed.
 
-    Raises ValueError if one does not, naming it.
+    Raises
+    ------
+    ValueError : one does not give the same weights back.
     """
     made = {name: _coder(weights, name) for name in names}
-    try:
+    with suppress(ImportError):
         made[PEER] = _zipnn(weights)
-    except ImportError:
-        pass
     return made
 
 
 def _coder(weights: torch.Tensor, name: str) -> Coder:
-    packed = compress_tensor(weights, name)
+    packed, out = compress_tensor(weights, name), torch.empty_like(weights)
+    decompress_tensor(packed, out)
+    _check(name, bits.as_bytes(out), weights)
 
     def another() -> Callable[[], None]:
         out, scratch = torch.empty_like(weights), np.empty(weights.numel(), np.uint8)
-        out.zero_(), scratch.fill(0)                            # pages are there before the clock runs
+        out.zero_(), scratch.fill(0)                            # pre-faulted pages
         return lambda: decompress_tensor(packed, out, scratch)
-
-    out = torch.empty_like(weights)
-    decompress_tensor(packed, out)
-    _check(name, bits.as_bytes(out), weights)
     return Coder(packed.nbytes, lambda: compress_tensor(weights, name), another(), another)
 
 
 def _zipnn(weights: torch.Tensor) -> Coder:
-    """zipnn on bytes, one thread; it returns new memory, because it cannot be given a buffer.
-
-    It compresses in place, so a buffer that is there is filled anew, which is a small part of its time.
-    """
+    """zipnn on bytes, one thread. It returns new memory, as it takes no buffer, and compresses in place, so its input
+    is copied before each run, which is a small part of its time."""
     import zipnn
     options = {"input_format": "byte", "bytearray_dtype": "bfloat16", "threads": 1}
     data = bytes(bits.as_bytes(weights))
@@ -161,11 +139,6 @@ def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats:
                            repeats, time.perf_counter, loops=1)
 
 
-def speed_up(samples: Samples, name: str, base: str) -> float:
-    """How many times faster `name` is than `base`: median over the rounds that both ran in."""
-    return statistics.median(b / a for a, b in zip(samples[name], samples[base]))
-
-
 def rate(samples: Samples, name: str, nbytes: float) -> float:
     """GB of weights a second: `nbytes` over the median."""
     return nbytes / statistics.median(samples[name]) / 1e9
@@ -213,8 +186,7 @@ def from_disk(nbytes: int = EXPERT, experts: int = 4, repeats: int = 7) -> tuple
 
 def run(nbytes: int = EXPERT, repeats: int = 7) -> dict[str, dict[str, Any]]:
     """All of it as sections of figures; the raw samples, in seconds, are in the last one."""
-    load = os.getloadavg()[0]
-    weights = synthetic_expert(nbytes)
+    load, weights = load_average(), synthetic_expert(nbytes)
     size, made = weights.numel() * 2, coders(weights)
     single = per_thread(weights, made, repeats)
     counts = sorted({1, 2, os.cpu_count() or 1})

@@ -1,16 +1,14 @@
-"""Ceilings: the most hits that any cache could have on a recorded run, and some simpler marks beside it.
+"""Ceilings of caching: the most hits that any cache could have on a recorded run, and simpler references beside it.
 
-A step needs all its experts together, so a step is a set and every expert of it that is in memory is a hit. Keeping an
-expert from one use to the next is an interval over the gaps between steps; a cache of C experts keeps at most C at any
-gap, so the most hits are the most intervals of which no more than C overlap. Taking intervals as they come and giving
-up the one that ends last whenever C + 1 overlap is optimal: Belady's rule (1966), with bypass, since what is given up
-may be the newcomer.
+A step is a set of experts, and each that is in memory is a hit. Keeping an expert from one use to the next is an
+interval over the gaps between steps; a cache of C experts keeps at most C at any gap, so the most hits are the most
+intervals of which no more than C overlap. Taking intervals as they come and giving up the one that ends last whenever
+C + 1 overlap is optimal: Belady's rule (1966), with bypass, since what is given up may be the newcomer.
 
     steps     [(layer, {expert: tokens}), …], in the order of the run
     capacity  experts in memory, of the whole model (scope "model") or of each layer (scope "layer")
 
-All of these are exact counts of requests that hit, from an empty cache. Left out: bytes, states, loading ahead of a
-request, which hides misses but needs the same reads, and what follows from geometry alone (`moelab.offloading.limits`).
+All are exact counts, from an empty cache. Ceilings that follow from geometry alone are in `moelab.offloading.limits`.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ Steps = Sequence[tuple[int, Mapping[int, int]]]
 
 
 def request_count(steps: Steps) -> int:
-    """Experts that the steps ask for, all steps together; hits divided by this is a hit rate."""
+    """Experts that the steps request; hits divided by this is a hit rate."""
     return sum(len(tokens) for _, tokens in steps)
 
 
 def compulsory_misses(steps: Steps) -> int:
-    """Different experts that the steps ask for: each must be read once."""
+    """Different experts that the steps request: each must be read once."""
     return len({(layer, expert) for layer, tokens in steps for expert in tokens})
 
 

@@ -1,53 +1,42 @@
-"""Planning: how to divide a budget between the pools F, C, S and E, from how often the experts are used.
+"""Planning: how to divide a budget between the pools F, C, S and E, from expert popularity.
 
 Source: ZipMoE §3.4 and appendix C (Algorithms 2–4). Ranked by popularity, the most used experts of a layer lie in
-pool F, the next in C, then S, then E, the rest in none, so each pool is an interval of ranks. A step's hits in the
-intervals are sums of independent coins (`moelab.cache.selection`), on condition that k fall in all; every pattern of
-hits has a time, and the division with the least expected time is chosen among all multiples of a step.
+pool F, the next in C, then S, then E, the rest in none, so each pool is an interval of ranks. The hits of a step in
+the intervals follow conditional Bernoulli sampling (`moelab.cache.selection`), given k experts in all; every pattern
+of hits has a time, and the division with the least expected time is chosen among all multiples of a step.
 
-The paper's loops are over configurations and patterns; here the distributions of all E² / 2 intervals are made by
-one pass (Algorithm 2 for all of them together), and the patterns are arrays, so that a plan takes a fraction of a
-second. Where one configuration is as good as another, to 1e-9, the first counts: that with more in F, then C, then S.
+The distributions of all E² / 2 intervals are made in one pass (Algorithm 2 for all of them together). Where one
+division is as good as another, to 1e-9, that with more in F, then C, then S is taken.
 
-Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. Left out: what depends on
-the order of steps, which `plan_by_simulation` brings in; the buffers of an engine, which the budget does not contain.
+Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. The order of steps counts
+in `plan_by_simulation` only; an engine's buffers are not part of the budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations
-from typing import NamedTuple, Protocol
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.selection import add_one, selection_probabilities
 
-
-class Delays(Protocol):
-    """Seconds that one expert takes; `moelab.schedule.requests.Delays` is one."""
-
-    e_read: float               # its E-chunks
-    sm_read: float              # its SM-chunks
-    decompress: float           # all its exponents, by one worker
-    recover: float              # joining exponents and sign-mantissa bytes, by one worker
-
-    def expert(self, tokens: int) -> float:
-        """Seconds of computing it on so many tokens."""
-
+if TYPE_CHECKING:
+    from moelab.schedule.requests import Delays
 
 #: (hits [n, 4] in F, C, S and E, k, delays, workers) → seconds [n]
-Estimate = Callable[[np.ndarray, int, Delays, int], np.ndarray]
+Estimate = Callable[[np.ndarray, int, "Delays", int], np.ndarray]
 
 
 def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
     """The makespan of a layer as ZipMoE estimates it (Algorithm 3): [n, 4] → seconds [n].
 
-    Reading or decompression, whichever is more; a decompression that needs a read is charged for that read, too. The
-    paper's delays are those of one chunk and multiply with chunks an expert (u·n, v·nK, c·nK); ours are an expert's.
-    Recovery and the experts' computation do not occur.
+    Reading or decompression, whichever is longer; a decompression that needs a read includes that read. The paper's
+    delays are those of one chunk and multiply with chunks an expert (u·n, v·nK, c·nK); ours are an expert's. Recovery
+    and the experts' computation are not part of it.
     """
     F, C, S, E = hits.T
     reading_e = (k - F - C - E) * delays.e_read                                             # lines 5–6, n_E · v
@@ -60,7 +49,7 @@ def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarr
 
     The longest of three chains: all reads, then recovery and computation of the last expert; all decoding, spread
     over the workers, then computation of the last; all computations, after the first decoding if nothing is ready.
-    Each is less than any schedule needs, so this is optimistic. An expert computes one token.
+    Each is a lower bound of any schedule. An expert computes one token.
     """
     F, C, S, E = hits.T
     compute, decode = delays.expert(1), (delays.decompress + delays.recover) / workers
@@ -79,7 +68,7 @@ class Configuration(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """The chosen division (attributes as in `Configuration`), and `table`, all that were considered, in grid order."""
 
     ratios: tuple[float, float, float, float]
@@ -96,26 +85,22 @@ class Plan:
 
 
 def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, delays: Delays, workers: int,
-         pools: str = "FCSE", step: float = 0.05, layers: int = 1, estimate: Estimate = makespan) -> Plan:
+         pools: str = "FCSE", step: float = 0.05, layers: int = 1, estimate: Estimate = makespan) -> CachePlan:
     """The division of a budget with the least expected time a layer (ZipMoE Algorithm 4).
 
     For pools of each layer (scope "layer"), `budget_bytes` is a layer's. For pools that all layers share (scope
     "model"), it is theirs together and `layers` is their number: the division is found for one layer's equal share,
-    with f averaged over the layers rank by rank and k experts a step in each, and the pools hold that division of
-    the whole budget. What popular and unpopular layers would lend each other is not planned for.
+    with f averaged over the layers rank by rank, and applied to the whole budget.
 
     Parameters
     ----------
     f : [E], share of steps that need the expert of each rank, falling, summing to k: a row of
         `moelab.calibration.inclusion_probabilities`, or the mean of its rows. See `selection.whole` for batches.
-    budget_bytes : bytes of memory for the pools.
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks).
     k : experts a step.
-    delays : seconds of one expert, see `Delays`.
-    workers : threads that decompress.
+    delays : seconds of one expert. workers : decode workers.
     pools : which pools may be used, letters of "FCSE".
     step : of the ratios; 1 / step must be whole.
-    layers : how many layers share the pools.
     estimate : `makespan` or `algorithm_3`, or another function like these.
 
     Raises
@@ -155,14 +140,12 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
             known[layer] = float(pattern_probabilities(hits, patterns, layer) @ seconds)
         table.append(Configuration(tuple(part / n for part in parts), Pools(*total), known[layer]))
     limit = min(c.seconds for c in table) * (1 + 1e-9)
-    return Plan(*next(c for c in table if c.seconds <= limit), tuple(table))
+    return CachePlan(*next(c for c in table if c.seconds <= limit), tuple(table))
 
 
 def plan_by_simulation(candidates: Iterable[Pools], evaluate: Callable[[Pools], float]) -> tuple[Pools, float]:
-    """The pools with the fewest seconds by `evaluate`, a simulator or the engine itself, and those seconds.
-
-    candidates : for example `[c.pools for c in plan(…).best(10)]`; of equals, the first is taken.
-    """
+    """The pools with the fewest seconds by `evaluate` (a simulator or the engine), and those seconds; of equals the
+    first. candidates : for example `[c.pools for c in plan(…).best(10)]`."""
     return min(((pools, evaluate(pools)) for pools in candidates), key=lambda found: found[1])
 
 
@@ -204,10 +187,7 @@ def _filled(capacities: list[int], experts: int) -> tuple[int, ...]:
 
 def _compositions(n: int, pools: str) -> Iterator[tuple[int, ...]]:
     """All (F, C, S, E) of integers that sum to `n`, 0 outside `pools`, those with the largest first numbers first."""
-    slots = [i for i, p in enumerate(HIERARCHY) if p in pools]
-    for bars in reversed(list(combinations(range(n + len(slots) - 1), len(slots) - 1))):
-        ends = (-1, *bars, n + len(slots) - 1)
-        parts = [0] * 4
-        for i, a, b in zip(slots, ends, ends[1:]):
-            parts[i] = b - a - 1
-        yield tuple(parts)
+    for F, C, S in product(*(range(n if name in pools else 0, -1, -1) for name in "FCS")):
+        E = n - F - C - S
+        if E == 0 or E > 0 and "E" in pools:
+            yield F, C, S, E

@@ -1,17 +1,15 @@
-"""Eviction policies: who leaves when a pool of experts is full.
+"""Eviction policies: which expert leaves when a pool is full.
 
 A policy is told which experts are used and is asked for a victim; it never sees bytes, threads or time, so the same
 object decides in the engine and in the simulator. The classics are those of ZipMoE's ablation (Fig. 10), with the
 paper's own rule ("zipmoe", §3.4), a policy that knows the order of layers, and Belady's optimum, which knows the
-future. Every one is deterministic and picks a victim without walking the whole pool.
+future. All are deterministic, and none walks the whole pool for a victim. All experts of a pool are of one size.
 
-One's own policy is a class with two methods, as in `CachePolicy`. What it may have besides:
+A policy of your own is a class with the two methods of `CachePolicy` and a line in `POLICIES`. It may also have
 
-    forget(key)      told that a key left the cache or was not kept; saves a policy from remembering what is gone
-    follow(scores)   given, once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
+    forget(key)      told that a key left the cache or was not kept
+    follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
-
-What is left out: sizes (all experts of a pool are of one size) and costs of a miss.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from moelab.registry import Entry, find
 from moelab.specs import ExpertKey
 
 
@@ -64,29 +63,57 @@ class LRU(FIFO):
         self._order.move_to_end(key)
 
 
-class LFU:
+class _ByPriority:
+    """Evicts the key of the smallest priority, ties by key: a heap whose outdated entries are skipped when met."""
+
+    def __init__(self) -> None:
+        self._priority: dict[ExpertKey, Any] = {}
+        self._heap: list[tuple[Any, ExpertKey]] = []
+
+    def put(self, key: ExpertKey, priority: Any) -> None:
+        self._priority[key] = priority
+        heapq.heappush(self._heap, (priority, key))
+        if len(self._heap) > 4 * len(self._priority) + 64:
+            self._heap = [(priority, key) for key, priority in self._priority.items()]
+            heapq.heapify(self._heap)
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        if 2 * len(resident) < len(self._priority):             # one policy shared by many pools: most are not meant
+            return min(resident, key=lambda key: (self._priority[key], key))
+        aside = []
+        while True:
+            priority, key = self._heap[0]
+            if self._priority.get(key) != priority:
+                heapq.heappop(self._heap)
+            elif key in resident:
+                break
+            else:
+                aside.append(heapq.heappop(self._heap))
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        return key
+
+    def forget(self, key: ExpertKey) -> None:
+        self._priority.pop(key, None)
+
+
+class LFU(_ByPriority):
     """Least frequently used: fewest steps that used the expert since the start, then least recently used."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._uses: Counter[ExpertKey] = Counter()
-        self._queue = _Queue()
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self._uses[key] += 1
-        self._queue.put(key, (self._uses[key], step))
-
-    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        return self._queue.first(resident)
-
-    def forget(self, key: ExpertKey) -> None:
-        self._queue.drop(key)
+        self.put(key, (self._uses[key], step))
 
 
 class Marking:
-    """Fiat et al. 1991, "Competitive paging algorithms": a victim is drawn among what was not used in this phase.
+    """A random victim among the experts not used in this phase (Fiat et al. 1991, "Competitive paging algorithms").
 
     What is used is marked. When every candidate is marked, a new phase begins: all marks but those of the current step
-    are wiped.
+    are removed.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -114,14 +141,12 @@ class Marking:
 
 
 class LeastStale:
-    """Stale experts first, then those of the layers that come up again last.
+    """Stale experts first, then those of the layers whose next turn is furthest away.
 
-    After the idea of SpecMD (Hoang et al. 2026, arXiv 2602.03921): layers are visited in a cycle, so how old an expert
-    is says less than whether it was used in the latest pass and how far away its layer's next turn is. Here an expert
-    is stale if it was not used the last time that its layer ran: upcoming layers are judged by the previous pass,
-    layers already passed by the current one. Within the stale, and then within the rest, the layer that ran last goes
-    first (its next turn is a whole pass away); within a layer, the least recently used. The paper's own prefetching is
-    not part of this, and neither is its exact order among the stale.
+    After SpecMD (Hoang et al. 2026, arXiv 2602.03921). An expert is stale if it was not used the last time that its
+    layer ran: in the previous pass for layers still to come, in the current one for those already passed. Among the
+    stale, and then among the rest, the layer that ran last goes first; within a layer, the least recently used. The
+    paper's prefetching and its exact order among the stale are left out.
     """
 
     def __init__(self) -> None:
@@ -151,44 +176,32 @@ class LeastStale:
         self._layers.get(key.layer, {}).pop(key, None)
 
 
-class Frequency:
-    """ZipMoE §3.4: the expert that got the fewest tokens since the start goes, the newcomer included."""
+class FewestTokens(_ByPriority):
+    """ZipMoE's own (§3.4): the expert that got the fewest tokens since the start goes, the newcomer included."""
 
     selective = True
-
-    def __init__(self) -> None:
-        self._scores: np.ndarray | None = None
-        self._queue = _Queue()
 
     def follow(self, scores: np.ndarray) -> None:
         self._scores = scores
 
     def touch(self, key: ExpertKey, step: int) -> None:
-        self._queue.put(key, int(self._scores[key]))
-
-    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        return self._queue.first(resident)
-
-    def forget(self, key: ExpertKey) -> None:
-        self._queue.drop(key)
+        self.put(key, int(self._scores[key]))
 
 
-class Belady:
+class Belady(_ByPriority):
     """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer included.
 
-    It needs the future, so it is a ceiling and not a policy to run with. Experts that a step uses are pinned, as for
-    every policy; `optimum.belady_hits` is the ceiling without that rule.
+    It needs the future, so it is a ceiling. Experts that a step uses are pinned, as for every policy;
+    `optimum.belady_hits` is the ceiling without that rule.
 
-    Parameters
-    ----------
     steps : the steps that will be asked for, in order: (layer, {expert: tokens}).
     """
 
     selective = True
 
     def __init__(self, steps: Iterable[tuple[int, Mapping[int, int]]]) -> None:
+        super().__init__()
         self._uses: dict[ExpertKey, list[int]] = {}
-        self._queue = _Queue()
         for step, (layer, tokens) in enumerate(steps):
             for expert in tokens:
                 self._uses.setdefault(ExpertKey(layer, expert), []).append(step)
@@ -199,18 +212,14 @@ class Belady:
         if not after or uses[after - 1] != step:
             raise ValueError(f"step {step} uses expert {key.expert} of layer {key.layer}, which the steps given to "
                              "Belady do not say; give it the steps of this very run, from the first")
-        self._queue.put(key, -uses[after] if after < len(uses) else -float("inf"))
-
-    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        return self._queue.first(resident)
-
-    def forget(self, key: ExpertKey) -> None:
-        self._queue.drop(key)
+        self.put(key, -uses[after] if after < len(uses) else -float("inf"))
 
 
-#: name → policy; a class of one's own can be added here, or given to `Residency` as it is
-POLICIES: dict[str, type] = {"fifo": FIFO, "lru": LRU, "lfu": LFU, "marking": Marking, "least-stale": LeastStale,
-                             "zipmoe": Frequency, "belady": Belady}
+#: name → policy, a class or an `Entry`; another one is a class and a line here
+POLICIES: dict[str, type | Entry] = {
+    "fifo": FIFO, "lru": LRU, "lfu": LFU, "marking": Marking, "least-stale": LeastStale, "zipmoe": FewestTokens,
+    "belady": Entry(Belady, "Belady's optimum, which knows the future: the ceiling of hits", teaching=True),
+}
 
 
 def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
@@ -224,44 +233,9 @@ def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
         if policy not in POLICIES:
             raise ValueError(f"unknown cache policy {policy!r}; known are {', '.join(POLICIES)}, and any object with "
                              "the methods touch(key, step) and victim(resident)")
-        policy = POLICIES[policy]
+        policy = find("cache", policy)
     if policy is Belady:
         raise ValueError("Belady's policy needs the future: record a run, then pass Belady(steps) with the run's steps")
     if not all(callable(getattr(policy, name, None)) for name in ("touch", "victim")):
         raise ValueError(f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)")
     return policy if isinstance(policy, type) else lambda: policy
-
-
-class _Queue:
-    """Keys by priority, the smallest first, ties by key: a heap whose outdated entries are skipped when met."""
-
-    def __init__(self) -> None:
-        self._priority: dict[ExpertKey, Any] = {}
-        self._heap: list[tuple[Any, ExpertKey]] = []
-
-    def put(self, key: ExpertKey, priority: Any) -> None:
-        self._priority[key] = priority
-        heapq.heappush(self._heap, (priority, key))
-        if len(self._heap) > 4 * len(self._priority) + 64:
-            self._heap = [(priority, key) for key, priority in self._priority.items()]
-            heapq.heapify(self._heap)
-
-    def drop(self, key: ExpertKey) -> None:
-        self._priority.pop(key, None)
-
-    def first(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        """The first key that is in `resident`."""
-        if 2 * len(resident) < len(self._priority):             # one policy shared by many pools: most are not meant
-            return min(resident, key=lambda key: (self._priority[key], key))
-        aside = []
-        while True:
-            priority, key = self._heap[0]
-            if self._priority.get(key) != priority:
-                heapq.heappop(self._heap)
-            elif key in resident:
-                break
-            else:
-                aside.append(heapq.heappop(self._heap))
-        for entry in aside:
-            heapq.heappush(self._heap, entry)
-        return key

@@ -1,7 +1,8 @@
 """The pools F ≺ C ≺ S ≺ E (ZipMoE §3.4): how many experts each holds, and how one of them makes room.
 
-A pool asks its policy for a victim among the experts that may leave: those in the pool that the current step does not
-use. They are handed over as a view, since a pool may hold thousands and is asked hundreds of times a token.
+F holds full tensors, C both compressed chunks, S sign-mantissa chunks, E exponent chunks. A pool asks its policy for a
+victim among those of its experts that the current step does not use; they are handed over as a view, since a pool may
+hold thousands and is asked hundreds of times a token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HIERARCHY = (State.FULL, State.COMPRESSED, State.SM, State.E)
 
 @dataclass(frozen=True)
 class Pools:
-    """How many experts each pool holds: of the whole model, or of each layer (see `Residency.scope`)."""
+    """How many experts each pool holds: of the whole model, or of each layer (the scope of a `Residency`)."""
 
     F: int = 0
     C: int = 0
@@ -35,7 +36,6 @@ class Pools:
 
     @property
     def capacity(self) -> int:
-        """Experts in all pools together."""
         return self.F + self.C + self.S + self.E
 
     def nbytes(self, full: int, sm: int, e: int) -> int:
@@ -52,10 +52,10 @@ class Pool:
     keys: dict[ExpertKey, None] = field(default_factory=dict)
 
     def make_room(self, key: ExpertKey, found: set[ExpertKey], used: set[ExpertKey]) -> ExpertKey | None:
-        """Who left so that `key` can enter: nobody (None), another key, or `key` itself, which then does not enter.
+        """The key that left so that `key` can enter, None if there was room, or `key` itself if it may not enter.
 
-        `used` are the experts of the step and `found` those of them that were in memory before; a selective policy
-        may choose among the newcomers too, for none of them is loaded yet.
+        used, found : the experts of the step, and those of them that were in memory before; a selective policy may
+            choose among the newcomers too, as none of them is loaded yet.
 
         Raises
         ------
@@ -87,7 +87,7 @@ class Pool:
 
 
 class Candidates(Collection):
-    """The keys of a pool that may leave, without a copy: those that are not pinned, and perhaps a newcomer."""
+    """The keys of a pool that may leave, without a copy: those not pinned, and perhaps a newcomer."""
 
     def __init__(self, keys: dict[ExpertKey, None], pinned: set[ExpertKey], newcomer: ExpertKey | None = None) -> None:
         self._keys, self._pinned, self._newcomer = keys, pinned, newcomer

@@ -1,16 +1,12 @@
-"""Residency: what is in memory, and everything that is decided about it (ZipMoE §3.2, §3.4).
+"""Residency: which experts are in memory in which state, and who is admitted and evicted (ZipMoE §3.2, §3.4).
 
-Memory for experts is divided into pools F ≺ C ≺ S ≺ E, for full tensors, both compressed chunks, sign-mantissa chunks
-and exponent chunks. An expert that is used goes to the first pool whose threshold its rank passes, where the rank
-counts the experts that got more tokens so far; a full pool evicts whom its policy names; beyond all thresholds an
-expert leaves as soon as it has run. All of that is decided when a layer's step begins, from the sequence of steps
-alone and never from timing, so the engine and the simulator decide the same by construction.
+Memory is divided into the pools of `moelab.cache.pools`. An expert that is used goes to the first pool whose threshold
+its rank passes, where the rank counts the experts that got more tokens so far; a full pool evicts the victim of its
+policy; beyond all thresholds an expert leaves as soon as it has run. All of that is decided when a layer's step
+begins, from the sequence of steps alone and never from timing, so the engine and the simulator decide the same.
 
     tokens   {expert: tokens routed to it}, one layer of one forward
     scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
-
-What is left out: bytes and buffers (`runtime.slots`), reading (`runtime.engine`), and loading before the router has
-spoken.
 """
 
 from __future__ import annotations
@@ -40,13 +36,8 @@ class Request(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer's step needs and what leaves memory for it, at once and before anything is read.
-
-    Attributes
-    ----------
-    requests : in ascending order of expert ids.
-    evicted : experts that are not in this step, with the state they had.
-    """
+    """What a layer's step needs, by ascending expert id, and the experts that leave memory for it before anything is
+    read, with the state they had."""
 
     layer: int
     requests: list[Request]
@@ -54,16 +45,13 @@ class Step:
 
 
 @dataclass
-class Counters:
+class CacheCounters:
     """Exact counts of what the steps found.
 
-    Attributes
-    ----------
-    hits : requests by the state they were found in.
-    misses : requests with nothing in memory.
+    hits : requests by the state they were found in. misses : requests with nothing in memory.
     rereads : misses of experts that had been in memory before.
     evictions : residents that left, for another one or because their rank fell beyond all thresholds.
-    not_kept : requests, missed before, that did not stay.
+    not_kept : missed requests that did not stay.
     """
 
     steps: int = 0
@@ -85,9 +73,6 @@ class Counters:
 class Residency:
     """Which experts are in memory, and in which state.
 
-    Parameters
-    ----------
-    L, E : MoE layers and experts a layer.
     pools : capacities, of the whole model or of each layer.
     policy : a name of `POLICIES`, a class (one instance a pool), or an instance (shared by all pools).
     scope : "model", one set of pools, or "layer", one for each layer; ranks count within the scope.
@@ -108,7 +93,7 @@ class Residency:
         if margin is not None and not margin >= 0:
             raise ValueError(f"the margin is {margin}; it is a number of experts, 0 or more")
         self.L, self.E, self.pools, self.scope = L, E, pools, scope
-        self.counters = Counters()
+        self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._seen: set[ExpertKey] = set()
         self._now = 0
@@ -125,10 +110,6 @@ class Residency:
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Decide about one layer's step: what its experts find, where they stay, and who leaves for them.
-
-        Parameters
-        ----------
-        tokens : expert → number of tokens routed to it in this forward, each at least 1.
 
         Raises
         ------
@@ -154,16 +135,16 @@ class Residency:
                     evicted)
 
     def forget(self, keys: Iterable[ExpertKey]) -> None:
-        """Take experts for missed, whatever was decided: their load was interrupted or failed."""
+        """Mark experts as missed, whatever was decided: their load was interrupted or failed."""
         for key in keys:
             if (state := self._state.pop(key, None)) is not None:
                 self._pools[key.layer][state].leave(key)
             self._seen.discard(key)
 
     def clear(self) -> None:
-        """Take every expert for missed; policies that were not given as instances start anew, token counts stay.
+        """Mark every expert as missed, as after `begin` was interrupted or a policy raised an error.
 
-        What is left to do when `begin` itself was interrupted, or raised an error of a policy.
+        Policies that were not given as instances start anew; token counts stay.
         """
         self._state: dict[ExpertKey, State] = {}
         groups = [{state: Pool(self.pools[state], self._make()) for state in HIERARCHY if self.pools[state]}
@@ -174,21 +155,19 @@ class Residency:
         self._pools = groups if self.scope == "layer" else groups * self.L      # layer → state → pool
 
     def state(self, key: ExpertKey) -> State:
-        """What of an expert is in memory."""
         return self._state.get(key, State.MISSED)
 
     def resident(self, state: State) -> list[ExpertKey]:
-        """The experts in one state."""
         return [key for key, found in self._state.items() if found is state]
 
-    def reset_counters(self) -> Counters:
+    def reset_counters(self) -> CacheCounters:
         """Start counting anew and return the counts so far; the cache stays as it is."""
-        counters, self.counters = self.counters, Counters()
+        counters, self.counters = self.counters, CacheCounters()
         return counters
 
     def _place(self, layer: int, keys: list[ExpertKey], before: list[State]) \
             -> tuple[dict[ExpertKey, State], list[tuple[ExpertKey, State]]]:
-        """Pool dispatching (§3.4): where each expert of the step stays, and who was evicted for it."""
+        """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was evicted for it."""
         group, goals = self._pools[layer], self._goals(keys)
         if goals == before and State.MISSED not in before:                     # all are where they shall be
             for key, state in zip(keys, before):

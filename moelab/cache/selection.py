@@ -1,18 +1,17 @@
-"""Selection probabilities: independent coins which, given that k of them fall, fall as often as the experts are used.
+"""Selection probabilities: conditional Bernoulli sampling of k experts a step with given inclusion probabilities.
 
 Source: ZipMoE §3.4 and appendix D (eq. 15–24), after Chen, Dempster and Liu, "Weighted finite population sampling
 to maximize entropy", Biometrika 81 (1994). A layer uses exactly k experts, the one of rank r in a share f_r of the
 steps. Of all distributions over sets of k experts with those shares, the one of maximum entropy is that of
-independent coins q_r, on condition that k of them fall; finding q from f is a concave problem in the log odds
-λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ).
+independent Bernoulli variables with probabilities q_r, conditioned on their sum being k. Finding q from f is a concave
+problem in the log odds λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ).
 
 The paper solves it by iterative proportional fitting, w_r ← w_r · f_r / f_r(w) with w = e^λ. Its printed update,
-w_r ← w_r · f_r / R(k, N), is a misprint: f_r(w) of eq. 24 does not occur in it, so the f_r wanted are no fixed point
-of it. The right one converges geometrically, the slower the nearer an f_r is to 1: with 0.999 among seven experts,
-400 rounds leave an error of 1e-3. Here the same problem is solved by Newton's method, in some five rounds; its
-Hessian is the covariance of the experts, from passes over the ranks that never subtract.
+w_r ← w_r · f_r / R(k, N), is a misprint: f_r(w) of eq. 24 does not occur in it. The right one converges slowly where
+an f_r is near 1 (with 0.999 among seven experts, 400 rounds leave an error of 1e-3), so Newton's method is used here,
+in some five rounds; its Hessian is the covariance of the experts, from passes over the ranks that never subtract.
 
-Shapes: f, q [E], by rank. Left out: steps with different numbers of experts, which `whole` only approximates.
+Shapes: f, q [E], by rank. Steps with different numbers of experts are only approximated, by `whole`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
     Multiplying all odds q / (1 − q) by one number changes nothing given k; they are chosen so that q, too, sums to k.
     q is 0 where f is 0, and 1 where f is 1.
 
-    Parameters
-    ----------
     f : [E], shares of steps that need the expert of each rank, in any order, from 0 to 1, summing to `k`.
-    k : experts a step.
 
     Raises
     ------
@@ -57,10 +53,9 @@ def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
 
 
 def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
-    """The nearest (f, k) with f summing to an integer k, for steps whose number of experts varies.
+    """The nearest (f, k) with f summing to an integer k, for steps whose number of experts varies, as of a batch.
 
-    k is the mean number, rounded; all odds f / (1 − f) are multiplied by one number until they sum to it. A batch's
-    steps vary around k, which the plan then does not know.
+    k is the mean number, rounded; all odds f / (1 − f) are multiplied by one number until they sum to it.
     """
     f = np.asarray(f, np.float64)
     k, inner, out = round(float(f.sum())), (f > CERTAIN) & (f < 1 - CERTAIN), (f > 0.5).astype(np.float64)
@@ -72,8 +67,8 @@ def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
 def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(f [E], pairs [E, E]): P(r selected | k selected) and P(r and s selected | k selected), s < r; 0 elsewhere.
 
-    Runs through the ranks once: row i of `counts` is the distribution of the number selected so far, jointly with i
-    being one of them; the last row is without that condition. Sums of products of probabilities only.
+    One pass over the ranks: row i of `counts` is the distribution of the number selected so far, jointly with i being
+    one of them; the last row is without that condition. Sums of products of probabilities only.
     """
     E = len(q)
     after = np.zeros((E + 1, k + 1))                # [r, h]: P(h among the ranks from r on)
@@ -94,8 +89,7 @@ def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
     """n independent draws of k experts with the selection probabilities q: bool [n, E], k in each row.
 
-    Coins are tossed until k of them fall. What follows from it has the popularity of a recorded run but not its
-    memory: a step tells nothing about the next.
+    By rejection. They have the popularity of a recorded run, but a step tells nothing about the next.
 
     Raises
     ------
@@ -107,8 +101,8 @@ def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
     rng, E = np.random.default_rng(seed), len(q)
     found, missing = [np.zeros((0, E), bool)], n
     while missing > 0:
-        coins = rng.random((8 * missing + 64, E)) < q
-        found.append(coins[coins.sum(1) == k][:missing])
+        draws = rng.random((8 * missing + 64, E)) < q
+        found.append(draws[draws.sum(1) == k][:missing])
         missing -= len(found[-1])
     return np.concatenate(found)
 

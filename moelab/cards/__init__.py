@@ -10,21 +10,12 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from typing import Any
 
+from moelab.registry import Entry
 from moelab.specs import DeviceSpec, Figure, MoESpec
-
-
-def models() -> list[str]:
-    """Names of the model cards."""
-    return _names("models")
-
-
-def devices() -> list[str]:
-    """Names of the device cards."""
-    return _names("devices")
 
 
 def load_card(name: str) -> dict[str, Any]:
@@ -34,7 +25,7 @@ def load_card(name: str) -> dict[str, Any]:
     ------
     ValueError : there is no such card; the message lists those there are.
     """
-    return _read("models", name) if name in models() else _read("devices", name, known=models() + devices())
+    return _read("models", name) if name in MODELS else _read("devices", name, [*MODELS, *DEVICES])
 
 
 @lru_cache(maxsize=None)
@@ -54,16 +45,22 @@ def load_device(name: str) -> DeviceSpec:
     return DeviceSpec(card["name"], {key: Figure(**figure) for key, figure in card["figures"].items()})
 
 
-def _names(kind: str) -> list[str]:
-    return sorted(file.name.removesuffix(".toml") for file in (files(__name__) / kind).iterdir()
-                  if file.name.endswith(".toml"))
+def _entries(kind: str, load: Any) -> dict[str, Entry]:
+    names = sorted(file.name.removesuffix(".toml") for file in (files(__name__) / kind).iterdir()
+                   if file.name.endswith(".toml"))
+    return {name: Entry(partial(load, name), f"{kind.removesuffix('s')} card {name}.toml") for name in names}
 
 
-def _read(kind: str, name: str, known: list[str] | None = None) -> dict[str, Any]:
-    if name not in _names(kind):
-        known = known or _names(kind)
+def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
+    of_kind = MODELS if kind == "models" else DEVICES
+    if name not in of_kind:
+        known = known or of_kind
         by_lower = {candidate.lower(): candidate for candidate in known}
         close = difflib.get_close_matches(name.lower(), by_lower, n=1)
         hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
         raise ValueError(f"there is no card {name!r}.{hint} There are: {', '.join(known)}")
     return tomllib.loads((files(__name__) / kind / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+#: card name → what loads its spec
+MODELS, DEVICES = _entries("models", load_model), _entries("devices", load_device)

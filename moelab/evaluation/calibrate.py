@@ -19,7 +19,7 @@ from typing import Any
 from moelab import datasets
 from moelab.arguments import whole
 from moelab.calibration import Calibration, calibrate
-from moelab.models import open_model
+from moelab import open_model
 from moelab.models.opening import require_tokenizer
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from functools import cached_property, partial
@@ -126,7 +125,7 @@ def open_any(name: str | None, budget: str | None = None, device: str = "cpu") -
     ------
     ValueError : a budget for what is no store; and what `open_model` and `offload` raise.
     """
-    from moelab.models import open_model
+    from moelab import open_model
     from moelab.offloading.offload import offload
     from moelab.store.layout import INDEX
     if name is not None and (Path(name).expanduser() / INDEX).is_file():
@@ -191,8 +190,9 @@ def executor(text: str) -> Any:
 def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool
                 ) -> AbstractContextManager:
     """The context in which a model speculates; every use has a predictor of its own."""
-    from moelab.speculate import Speculation, make
-    return Speculation(model, make(predictor, model, **ingredients), mode, prefill=prefill)
+    from moelab.registry import make
+    from moelab.speculate import Speculation
+    return Speculation(model, make("predictor", predictor, model, **ingredients), mode, prefill=prefill)
 
 
 class Ingredients:
@@ -203,9 +203,8 @@ class Ingredients:
 
     def of(self, predictor: str) -> dict[str, Any]:
         """The ingredients of a predictor, by name."""
-        from moelab.speculate.predictors import INGREDIENTS, PREDICTORS
-        takes = inspect.signature(PREDICTORS[predictor]).parameters
-        return {name: getattr(self, name) for name in INGREDIENTS if name in takes}
+        from moelab.speculate import takes
+        return {name: getattr(self, name) for name in takes(predictor)}
 
     @cached_property
     def prompts(self) -> list[datasets.Prompt]:

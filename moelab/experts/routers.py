@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
 
 #: names of the bias that acts on the choice alone
@@ -216,7 +217,7 @@ def router_for(source: Any, **facts: Any) -> Rule:
                              f"{', '.join(fact + '=…' for fact in missing)}")
         return ROUTERS[source.router](**{"K": source.K} | facts)
     config = source.get_text_config() if hasattr(source, "get_text_config") else source
-    return replace(_architecture(config).rule(config, MoESpec.from_config(source).K), **facts)
+    return replace(_architecture(config).rule(config, spec_from_config(source).K), **facts)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ by a screen reader and printed. Left out: history; the runs themselves are kept 
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from moelab.files import read_json, results_root
+from moelab.files import read_json, results_root, write_text
 from moelab.lab.results import finished_runs
 from moelab.table import format_value
 
@@ -68,12 +68,7 @@ def write_report(results: str | Path | None = None, notebooks: list[str] | None 
 </body>
 </html>
 """
-    path = root / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(page, encoding="utf-8")
-    os.replace(part, path)
-    return path
+    return write_text(root / "report.html", page)
 
 
 def _section(name: str, run: Path) -> str:
@@ -124,3 +119,12 @@ def _figure(name: str, path: Path) -> str:
 <noscript><p>{escape(content['alt'])}</p></noscript>
 <script>Plotly.newPlot({json.dumps(name)}, {data}, {layout}, {{responsive: true, displaylogo: false}});</script>
 </figure>"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
+
+
+def main(args: argparse.Namespace) -> int:
+    print(write_report(args.results))
+    return 0

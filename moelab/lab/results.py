@@ -139,6 +139,7 @@ class Run:
         alt : the figure in words, for those who cannot see it.
         """
         from moelab.viz import theme
+        from moelab.viz.notebook import show
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"figure name {name!r}: use letters, digits, - and _ only; it becomes a file name")
         if not caption.strip() or not alt.strip():
@@ -146,7 +147,7 @@ class Run:
         content = {"caption": caption, "alt": alt, "figure": theme.to_json(fig)}
         write_json(self.directory / "figures" / f"{name}.json", content)
         self.figures[name] = {"file": f"figures/{name}.json", "caption": caption, "alt": alt}
-        theme.show(fig, caption, alt, name=name)
+        show(fig, caption, alt, name)
 
     def save(self) -> Path:
         """Write metrics.json; returns its path. Call it in the last cell."""

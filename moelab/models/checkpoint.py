@@ -48,6 +48,15 @@ class Stored:
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    def empty(self) -> torch.Tensor:
+        """A new tensor to read it into."""
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+
+    def slice(self, i: int) -> Stored:
+        """Its part [i:i+1]."""
+        size = self.nbytes // self.shape[0]
+        return Stored(self.file, self.dtype, (1, *self.shape[1:]), self.begin + i * size)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -118,19 +127,15 @@ class Checkpoint:
         return ((key, entry.file) for key, entry in self.tensors.items())
 
     def read(self, key: str, part: int | None = None) -> torch.Tensor:
-        """A tensor, or its slice [part:part+1], by plain reads into new memory at a multiple of 64 bytes.
+        """A tensor, or its part [part:part+1], by plain reads into new memory at a multiple of 64 bytes.
 
         Plain, since what is read of a mapped file would count as this process's memory; and at odd offsets CPU
         kernels take other, slower paths whose fp32 results differ in the last bit.
         """
-        entry = self.tensors[key]
-        shape, begin = entry.shape, entry.begin
-        if part is not None:
-            shape = (1, *entry.shape[1:])
-            begin += part * (entry.nbytes // entry.shape[0])
-        tensor = torch.empty(shape, dtype=DTYPES[entry.dtype])
+        entry = self.tensors[key] if part is None else self.tensors[key].slice(part)
+        tensor = entry.empty()
         with open(entry.file, "rb", buffering=0) as f:
-            f.seek(begin)
+            f.seek(entry.begin)
             view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
             while view:
                 n = f.readinto(view)
@@ -269,22 +274,29 @@ class CheckpointExperts:
         """The tensors of one expert."""
         if self.checkpoint.store is not None:
             return {name: self._ready(tensor) for name, tensor in self._stored(layer, expert).items()}
-        tensors: Weights = {}
-        for name, plan in self.plan.experts[layer].items():
-            numbered = compat.numbered_expert(name)
-            if numbered is not None and numbered[0] != expert:
-                continue
-            sources = {pattern: self.checkpoint.read(keys[expert] if plan.apart else keys[0],
-                                                     None if plan.apart or numbered else expert)
-                       for pattern, keys in plan.sources.items()}
-            made = compat.convert_expert(plan, sources, self.plan.twin, self.plan.quantizer)
-            if numbered is not None:
-                tensors[numbered[1]] = self._ready(made)
-            else:
-                tensors[name] = self._ready(made[0])
-        return tensors
+        return {name: self._ready(converted(self.plan, parameter, {
+                    pattern: self.checkpoint.read(*where) for pattern, where in sources.items()}))
+                for name, parameter, sources in expert_sources(self.plan, layer, expert)}
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the model's dtype, on its device and at a 64-byte boundary."""
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
         return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
+
+
+def expert_sources(plan: Any, layer: int, expert: int
+                   ) -> Iterator[tuple[str, compat.ParameterPlan, dict[str, tuple[str, int | None]]]]:
+    """(name, plan, {pattern: (key, part of it)}) of each parameter of one expert: what it is made of."""
+    for name, parameter in plan.experts[layer].items():
+        numbered = compat.numbered_expert(name)
+        if numbered is None:
+            yield name, parameter, {pattern: (keys[expert], None) if parameter.apart else (keys[0], expert)
+                                    for pattern, keys in parameter.sources.items()}
+        elif numbered[0] == expert:
+            yield numbered[1], parameter, {pattern: (keys[0], None) for pattern, keys in parameter.sources.items()}
+
+
+def converted(plan: Any, parameter: compat.ParameterPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One expert's parameter from its source tensors by pattern."""
+    made = compat.convert_expert(parameter, tensors, plan.twin, plan.quantizer)
+    return made if compat.numbered_expert(parameter.target.rpartition(".experts.")[2]) else made[0]

@@ -211,6 +211,20 @@ def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: 
     return converted(plan, tensors, _OneExpert(twin), quantizer)[plan.target]
 
 
+def concatenation(plan: ParameterPlan, quantizer: Any = None) -> list[str] | None:
+    """The patterns of a plan in the order in which one expert's sources, one after another, are its parameter.
+
+    None where the bytes of the parameter are others than the sources': transposed, interleaved, dequantised.
+    """
+    if plan.converter is None:
+        return list(plan.sources)
+    steps = [(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations]
+    merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
+    if quantizer is not None or steps not in ([[merged], [merged, joined]] if plan.apart else [[joined]]):
+        return None
+    return [pattern for pattern in plan.converter.source_patterns if pattern in plan.sources]
+
+
 class _OneExpert:
     """A model for conversions that look how a parameter lies (`Transpose(check_dims=True)`): with one expert in it."""
 

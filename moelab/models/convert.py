@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from moelab.configs import spec_from_config
 from moelab.arguments import whole
 from moelab.models import opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
@@ -26,7 +27,6 @@ from moelab.models.identity import identity, of_checkpoint
 from moelab.models.guard import check_spec
 from moelab.progress import progress
 from moelab.models.restore import places, restore, small_files, source_files
-from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.layout import WEIGHT_MAP, ExpertStore
 from moelab.store.reader import StoreExperts
@@ -55,8 +55,8 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     Raises
     ------
     FileExistsError : the destination exists, or another process is writing it.
-    FileNotFoundError, ValueError : as `open_model`; an unknown codec; a quantisation other than MXFP4; an unfinished
-        store of another source or codec.
+    FileNotFoundError, ValueError : as `open_checkpoint`; an unknown codec; a quantisation other than MXFP4; an
+        unfinished store of another source or codec.
     OSError : a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
     checkpoint = _Noted.at(opening.find(source))
@@ -67,7 +67,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
         if getattr(method, "value", method) != "mxfp4":
             raise ValueError(f"{checkpoint.folder} is quantised with {getattr(method, 'value', method)!r}; only MXFP4 "
                              f"is converted. Take the bf16 checkpoint of the model, or dequantise it first")
-    spec = MoESpec.from_config(config, name=opening.model_name(source, checkpoint.folder))
+    spec = spec_from_config(config, name=opening.model_name(source, checkpoint.folder))
     experts = CheckpointExperts(checkpoint, config)
     check_spec(spec, experts.plan.layers)
     for layer in experts.plan.layers:
@@ -124,12 +124,12 @@ def other_weights(checkpoint: Checkpoint, used: set[str]) -> dict[str, tuple[Pat
 
 
 def open_store(store: ExpertStore | str | Path, **options: Any) -> Any:
-    """Open the model of a store, its experts read from there one by one: `open_model` for stores.
+    """Open the model of a store, its experts read from there one by one: `open_checkpoint` for stores.
 
-    options : of `moelab.store.reader.Reader`. Raises what `ExpertStore` and `open_model` raise.
+    options : of `moelab.store.reader.Reader`. Raises what `ExpertStore` and `open_checkpoint` raise.
     """
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    model = opening.open_model(store.folder, experts="external")
+    model = opening.open_checkpoint(store.folder, experts="external")
     plug(model, source=StoreExperts(store, model.dtype, **options))
     return model
 

@@ -64,7 +64,7 @@ def check_spec(spec: MoESpec, layers: list[Any]) -> None:
             if said != found:
                 raise ValueError(f"{spec.name} ({spec.model_type}): {layer.name} has {found:,} {what}, and by its "
                                  f"config {said:,}: moelab reads this architecture's config wrongly, so all that it "
-                                 f"would plan and count would be wrong. It needs a line in moelab/models/configs.py")
+                                 f"would plan and count would be wrong. It needs a line in moelab/configs.py")
 
 
 def _experts(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Callable[..., Tensor], _: None

@@ -108,12 +108,16 @@ class _Origin:
 
 
 def _times(checkpoint: Checkpoint) -> list[tuple[int, int]]:
-    def of(path: Path) -> tuple[int, int]:
-        if not path.is_file():
-            return -1, -1
+    return [changed(path) for path in (checkpoint.folder / "config.json", *checkpoint.files)]
+
+
+def changed(path: Path) -> tuple[int, int]:
+    """When a file was changed, in nanoseconds, and its size; (−1, −1) for none."""
+    try:
         stat = path.stat()
-        return stat.st_mtime_ns, stat.st_size
-    return [of(path) for path in (checkpoint.folder / "config.json", *checkpoint.files)]
+    except OSError:
+        return -1, -1
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
 from moelab.models.completeness import COUNTS, LoadingPlan, blamed, complete
@@ -26,14 +28,44 @@ from moelab.specs import MoESpec
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
-def open_model(name_or_path: str | Path | None = None, experts: str = "resident", *,
-               dtype: torch.dtype | str = "auto", device: str | torch.device | None = None) -> Any:
-    """Open an MoE model for inference.
+@dataclass(frozen=True)
+class Examined:
+    """A model that is complete, before a weight of it is read: its checkpoint, transformers config, geometry, plan."""
+
+    checkpoint: Checkpoint
+    config: Any
+    spec: MoESpec
+    plan: LoadingPlan
+
+    def dtype(self, dtype: torch.dtype | str = "auto") -> torch.dtype:
+        """What to compute in: as asked, or as config.json says, or else as most weights are stored."""
+        if dtype != "auto":
+            found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                raise ValueError(f"dtype is {dtype!r}; it must be 'auto' or a floating-point type of torch")
+            return found
+        return getattr(self.config, "dtype", None) or self.plan.dtype
+
+
+def examine(name_or_path: str | Path | None) -> Examined:
+    """Find a model and check that it is complete, as `open_model` does; reads headers only. Raises what that raises."""
+    checkpoint = Checkpoint.at(find(name_or_path))
+    config = compat.dequantising(load_config(checkpoint.folder))
+    with blamed(checkpoint.folder / "config.json", "its values make no sense", passing=ValueError):
+        spec = spec_from_config(config, name=model_name(name_or_path, checkpoint.folder))
+    plan = complete(checkpoint, config)
+    check_spec(spec, plan.layers)
+    return Examined(checkpoint, config, spec, plan)
+
+
+def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, experts: str = "resident",
+                    dtype: torch.dtype | str = "auto", device: str | torch.device | None = None) -> Any:
+    """A transformers MoE model for inference; `moelab.open_model` is this and offloading.
 
     Parameters
     ----------
     name_or_path : a hub id, the folder of a checkpoint or of an expert store, or None for the small model shipped in
-        `data/small`.
+        `data/small`; or what `examine` has found of one of these.
     experts : "resident" loads everything, with transformers' `eager` experts, the reference that everything else
         is compared with; "external" neither reads nor allocates the experts' weights and supplies them one by one
         from the checkpoint, slowly, until another source is plugged in (`moelab.models.plug`).
@@ -52,13 +84,8 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
     """
     if experts not in ("resident", "external"):
         raise ValueError(f"experts is {experts!r}; it must be 'resident' or 'external'")
-    checkpoint = Checkpoint.at(find(name_or_path))
-    config = compat.dequantising(load_config(checkpoint.folder))
-    where = checkpoint.folder / "config.json"
-    with blamed(where, "its values make no sense", passing=ValueError):
-        spec = MoESpec.from_config(config, name=model_name(name_or_path, checkpoint.folder))
-    plan = complete(checkpoint, config)
-    check_spec(spec, plan.layers)
+    found = name_or_path if isinstance(name_or_path, Examined) else examine(name_or_path)
+    checkpoint, config, plan = found.checkpoint, found.config, found.plan
     tokenizer = _load_tokenizer(checkpoint.folder)
     if checkpoint.store is not None:
         from moelab.store.verify import check_weights
@@ -67,10 +94,10 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
         more = f" and {len(plan.narrowed) - 1} kinds more" if len(plan.narrowed) > 1 else ""
         warnings.warn(f"{checkpoint.folder} stores {plan.narrowed[0]}{more} more precisely than transformers computes "
                       f"with it, in the {config.dtype} that config.json asks for", stacklevel=2)
-    dtype = _dtype(dtype, config, plan)
+    dtype = found.dtype(dtype)
     outside = experts == "external" or checkpoint.store is not None
     left_out = plan.ignored | (plan.expert_keys if outside else set())
-    with blamed(where, f"no {config.model_type} model can be made of its checkpoint"):
+    with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be made of its checkpoint"):
         with compat.classes_replaced({type(layer.experts) for layer in plan.layers} if outside else (), external_class):
             model = _load(compat.model_class(config), checkpoint, config, dtype, left_out)
     if outside:
@@ -81,7 +108,7 @@ def open_model(name_or_path: str | Path | None = None, experts: str = "resident"
             _take_in(model, plan, source)
     _align(model)
     vouch(model, checkpoint)
-    model.spec = spec
+    model.spec = found.spec
     model.tokenizer = tokenizer
     return model.to(device).eval() if device is not None else model.eval()
 
@@ -115,16 +142,6 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
             checkpoint.folder, local_files_only=True, **({} if own else {"config_file_name": "config.json",
                                                                          "_from_model_config": True}))
     return model
-
-
-def _dtype(dtype: torch.dtype | str, config: Any, plan: LoadingPlan) -> torch.dtype:
-    """What to compute in: as asked, or as config.json says, or else as most weights are stored."""
-    if dtype != "auto":
-        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise ValueError(f"dtype is {dtype!r}; it must be 'auto' or a floating-point type of torch")
-        return found
-    return getattr(config, "dtype", None) or plan.dtype
 
 
 def _take_in(model: Any, plan: LoadingPlan, source: CheckpointExperts) -> None:
@@ -179,8 +196,8 @@ def find(name_or_path: str | Path | None) -> Path:
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:
-    """The spec that `open_model` left on the model, or one from its config."""
-    return getattr(model, "spec", None) or MoESpec.from_config(model.config)
+    """The spec that `open_checkpoint` left on the model, or one from its config."""
+    return getattr(model, "spec", None) or spec_from_config(model.config)
 
 
 def load_config(folder: Path) -> Any:

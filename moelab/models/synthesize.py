@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab.cards import load_model
+from moelab.configs import spec_from_config
 from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
 from moelab.models.checkpoint import Checkpoint
@@ -98,7 +100,7 @@ def config_of(spec: MoESpec) -> Any:
         wanted.pop("head_dim")                              # of multi-head latent attention, the rotary part
     wanted = {key: value for key, value in wanted.items() if hasattr(known, key) or key == "dtype"}
     config = AutoConfig.for_model(spec.model_type, **wanted)
-    made = MoESpec.from_config(config, spec.name)
+    made = spec_from_config(config, spec.name)
     for field in ("num_layers", "moe_layers", "E", "K", "H", "I", "gated", "bias", "shared_I"):
         if getattr(made, field) != getattr(spec, field):
             raise ValueError(f"{spec.name}: a {spec.model_type} config of this geometry says {field} = "
@@ -114,7 +116,7 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
     Parameters
     ----------
     destination : a folder that does not exist.
-    model : a model card's name, see `moelab.cards.models()`, or a spec.
+    model : a model card's name, see `moelab.cards.MODELS`, or a spec.
     scale : part of the model's layers.
     codec : write an expert store with this codec instead of a checkpoint, without writing a checkpoint first.
     seed : of the pool and of the places in it.
@@ -126,7 +128,7 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
     destination = Path(destination)
     if destination.exists():
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
-    spec = scaled(MoESpec.from_card(model) if isinstance(model, str) else model, scale)
+    spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     config = config_of(spec)
     twin, pool, rng = compat.meta_twin(config), draw(POOL, seed), np.random.default_rng(seed)
     layers = discover(twin)

@@ -9,10 +9,12 @@ E_g", or 1/N where E_g is an integer multiple of N.
     (2)  T_w·E_g + T_g·E_g' + (S−1)·T_a·N   = (N+1)·T_a + T_n·(K − E_g)
     (3)  T_g·E_max                          = (K − E_max)·T_n + (1+N)·T_a
 
+    T_w, T_g, T_n, T_a   seconds: an expert over the link, on the GPU, on N units together, a token over the link
+    K, N, S              experts a token, units, tokens of the forward
+
 The left side of Eqs. 1 and 2 is a saw whose teeth overlap, so two E_g can balance, just below and just above a whole
-number; the smaller is taken, which keeps more work where the weights are. At whole numbers E_g' leaves holes: 0 would
-have a tail though nothing is sent (here it has none), and a number that N does not divide has none though its last N-th
-is computed after it arrives. Neither matters to the solution, which is not looked for at whole numbers.
+number; the smaller is taken, which keeps more work where the weights are. At whole numbers E_g' as printed is wrong (no
+unhidden work where N does not divide E_g); the solution is not looked for there.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import math
 
 
 def unhidden(E_g: float, N: int) -> float:
-    """E_g', the expert times on the GPU that the transfer does not hide (§III-C); none where nothing is sent."""
+    """E_g', the expert times on the GPU that the transfer does not hide (§III-C); 0 where nothing is sent."""
     fraction = E_g - math.floor(E_g)
     if fraction > 0:
         return fraction / N
@@ -31,13 +33,8 @@ def unhidden(E_g: float, N: int) -> float:
 def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
     """E_g of Eq. 2, which is Eq. 1 at S = 1: experts to send to the GPU, a real number in [0, K].
 
-    Parameters
-    ----------
-    T_w, T_g, T_n, T_a : seconds: an expert over the link, on the GPU, on N units together, a token over the link.
-    K, N, S : experts a token, units, tokens of the forward.
-
-    Returns the smallest solution that is no whole number; 0 where the GPU's side is the longer one without any expert,
-    K where it is the shorter one until all of them are sent.
+    The smallest solution that is no whole number; 0 where the GPU's side is the longer one without any expert, K where
+    it is the shorter one until all of them are sent.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""What must hold whatever the machine, model and schedule: every activated expert once, bytes as formulas, no overlap.
+"""A check of the simulation that notebook 07 reports: every activated expert once, bytes as formulas, no overlap.
 
 A random configuration is a small model, a machine, a system and one layer's routing of a prompt and a few answer
-tokens. Its steps are planned and simulated, and what the events say is compared with the routing itself, counted by
-plain loops: the share of each expert's work that was done, the bytes that crossed the link, what each resource did
-when. The closed form is compared on the way, apart for plans for which it is exact.
+tokens. Its steps are planned and simulated, and the events are compared with the routing itself, counted by plain
+loops: the share of each expert's work that was done, the bytes that crossed the link, what each resource did when. The
+closed form is compared on the way, plans for which it is exact apart from the others.
 """
 
 from __future__ import annotations
@@ -55,19 +55,14 @@ def check(ids: np.ndarray, plan: Plan, costs: Costs, events: Sequence[Event]) ->
     moved = sum(plan.moved.tolist()) * spec.expert_bytes
     if abs(sent["read weights"] - moved) > len(step):                       # a byte of rounding an expert
         found.append(f"{sent['read weights']} bytes of weights crossed the link, {moved:.0f} were planned")
-    served = [{t for t, row in enumerate(ids.tolist()) for e in row if e in held} for held in _held(plan)]
-    messages = [len(its) for its in served]
+    held = [{e for e, share in zip(step.experts.tolist(), column.tolist()) if share > 0}
+            for column in (*plan.units.T, plan.host)]               # experts of which each unit and the host has a part
+    messages = [sum(not its.isdisjoint(row) for row in ids.tolist()) for its in held]
     least = (max(messages) if plan.broadcast else sum(messages)) + sum(messages)
     crossed = sent["read activations"] / costs.activation_bytes
     if crossed < least or crossed > least and (len(ids) == 1 or plan.broadcast and (plan.units > 0).all()):
         found.append(f"{crossed} hidden states crossed the link, {least} are needed")
     return found
-
-
-def _held(plan: Plan) -> list[set[int]]:
-    """The experts of which each unit and, last, the host computes any part."""
-    shares = [*plan.units.T, plan.host]
-    return [{e for e, share in zip(plan.step.experts.tolist(), column.tolist()) if share > 0} for column in shares]
 
 
 def random_configuration(rng: random.Random) -> tuple[str, MoESpec, Hardware, System, Routing]:
@@ -80,20 +75,19 @@ def random_configuration(rng: random.Random) -> tuple[str, MoESpec, Hardware, Sy
     name = rng.choice(list(SYSTEMS))
     routing = simulated_routing(spec, rng.randrange(1 << 30), rng.randint(2, 40), rng.randint(1, 4),
                                 zipf=rng.choice((0, 0.5, 1.5)), bias=rng.choice((0, 0.5)))
-    routing.decode[rng.random() < 0.1] = E                      # now and then a token that visits nobody
+    routing.decode[rng.random() < 0.1] = E                      # now and then a token without experts
     return name, spec, machine, SYSTEMS[name], routing
 
 
 def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
-    """Check random configurations; exact counts, and how far the two engines are apart.
+    """Check random configurations; exact counts, and the ratio of event simulation to closed form.
 
-    Returns "configurations", "layers" simulated, "problems" (a list, empty if all is well), and the ratio of event
-    simulation to closed form: its largest distance from 1 over plans where nothing meets on the link ("largest
-    difference, exact plans"), and mean and extremes over the others.
+    Returns "configurations", "layers" simulated, "problems" (a list), the ratio's largest distance from 1 over plans
+    for which the closed form is exact ("largest difference, exact plans"), and its mean and extremes over the others.
     """
     rng, found, layers, ratios = random.Random(seed), [], 0, {True: [], False: []}
     for i in progress(range(configurations), "conservation", unit="configuration"):
-        name, spec, machine, system, routing = random_configuration(rng)
+        name, _, machine, system, routing = random_configuration(rng)
         run = Run(machine, system, routing)
         steps = [(routing.prefill[:, 0], run.prefill_step(0, routing.counts()[0]))]
         steps += [(ids, run.decode_step(0, ids[0])) for ids in routing.decode]
@@ -103,19 +97,12 @@ def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
             layers += 1
             found += [f"configuration {i} ({name}): {text}" for text in check(ids, plan, run.costs, events)]
             if len(step):
-                ratios[exact(plan)].append(seconds / layer_seconds(plan, run.costs))
+                # Exact: one side alone, or one token and no weights on the link. Of a whole prompt all outputs but the
+                # last are taken to be hidden, which those of small experts on fast units are not.
+                exact = not (plan.receivers.any() and (plan.moved.any() or plan.step.S > 1))
+                ratios[exact].append(seconds / layer_seconds(plan, run.costs))
     mixed = ratios[False]
     return {"configurations": configurations, "layers": layers, "problems": found,
             "largest difference, exact plans": float(max(abs(r - 1) for r in ratios[True])),
             "mixed plans": len(mixed), "mean ratio, mixed plans": float(np.mean(mixed)),
             "smallest, mixed": float(min(mixed)), "largest, mixed": float(max(mixed))}
-
-
-def exact(plan: Plan) -> bool:
-    """Whether the closed form is exact for a plan: one side alone, or no weights on the link, and one token.
-
-    With a whole prompt the outputs of all tokens but the last are taken to be hidden, which they are if the units are
-    busy longer than the link; small experts on fast units are not.
-    """
-    far = plan.receivers.any()
-    return not (far and (plan.moved.any() or plan.step.S > 1))

@@ -10,7 +10,7 @@ so the paper's T_n is `unit(n) / N`. A number of tokens n may be an array; times
     cpu(n)            one expert of n tokens on the host
     activation   T_a  one token's hidden state over the link, one way
 
-Left out: launch and message latencies, activation functions, and the columns that N does not divide (below 1 %).
+Not modelled: launch and message latencies, activation functions, columns that N does not divide (below 1 %).
 """
 
 from __future__ import annotations
@@ -55,12 +55,16 @@ class Costs:
     def activation(self) -> float:
         return self.activation_bytes / self.hardware.link
 
+    def balance_terms(self, n: float = 1.0) -> dict[str, float]:
+        """T_w, T_g, T_n, T_a, K and N for experts of n tokens: the arguments of `moelab.ndp.balance.balance`."""
+        N = self.hardware.units
+        return {"T_w": self.transfer(), "T_g": float(self.gpu(n)), "T_n": float(self.unit(n)) / N,
+                "T_a": self.activation, "K": self.spec.K, "N": N}
+
     def _roofline(self, n: np.ndarray | float, bandwidth: float, flops: float) -> np.ndarray:
         n = np.asarray(n, float)
         time = np.maximum(self.spec.expert_bytes / bandwidth, 2 * self.spec.expert_params * n / flops)
         return np.where(n > 0, time, 0.0)
-
-    # ------------------------------------------------------------------------------------ what is not an expert
 
     @cached_property
     def dense_params(self) -> int:
@@ -77,7 +81,7 @@ class Costs:
         return (self.dense_params + self.spec.vocab * self.spec.H) * max(2.0, DTYPE_BYTES[self.spec.dtype])
 
     def kv_bytes(self, positions: np.ndarray | float) -> np.ndarray:
-        """Keys and values of that many tokens, of all layers."""
+        """Bytes of keys and values of that many tokens, of all layers."""
         s = self.spec
         return np.asarray(positions, float) * 2 * ACTIVATION_BYTES * s.num_layers * s.kv_heads * s.head_dim
 
@@ -93,18 +97,16 @@ class Costs:
         weights = self.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
         return (weights + self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
 
-    # ------------------------------------------------------------------------------------------------ what fits
-
     def free_gpu_bytes(self, tokens: int) -> float:
-        """GPU memory that is left for prefetched experts beside weights, keys and values of that many tokens, and
-        two experts' room for weights in transit."""
+        """GPU memory left for prefetched experts beside weights, keys and values of that many tokens, and buffers of
+        two experts for weights in transit."""
         return self.hardware.gpu_memory - self.dense_bytes - float(self.kv_bytes(tokens)) - 2 * self.spec.expert_bytes
 
     def check(self, tokens: int, home: str, fullest: int = 0) -> None:
         """Raise `NotSupported` where the experts do not fit their home ("units" or "host"), or the rest the GPU.
 
-        fullest : experts of all layers on the fullest unit, where units hold whole experts; 0 where each is spread over
-            all of them.
+        fullest : experts of all layers on the fullest unit, where units hold whole experts; 0 where each expert is
+            spread over all units.
         """
         s, h = self.spec, self.hardware
         room = h.units * h.unit_memory if home == "units" else h.host_memory

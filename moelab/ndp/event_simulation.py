@@ -2,8 +2,7 @@
 
 The link and the GPU do one thing at a time; activations go before weights that wait. Units start when the first token
 has arrived and send outputs back as they go, in as many rounds as they have tokens and at most one an expert; weights
-come in pieces, and the GPU computes each when it has arrived. What the closed form assumes about overlap happens here
-or does not: the last outputs can meet a piece of weights on the link, and a long GPU tail delays only the GPU.
+come in pieces, and the GPU computes each when it has arrived.
 
 Events are `moelab.specs.Event`: resources "gpu", "link", "host" and "unit 0" …; kinds "read activations" and
 "read weights" (the link; these carry bytes) and "expert".
@@ -30,8 +29,13 @@ def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
     return simulation.env.now, sorted(simulation.events, key=lambda event: event.start)
 
 
+def event_seconds(plan: Plan, costs: Costs) -> float:
+    """Seconds that the layer takes, as `closed_form.layer_seconds` says them."""
+    return simulate_layer(plan, costs)[0]
+
+
 class _Layer:
-    """The processes of one layer; time is seconds from the layer's start."""
+    """The processes of one layer; time in seconds from its start."""
 
     def __init__(self, plan: Plan, costs: Costs, layer: int, start: float) -> None:
         self.plan, self.costs, self.layer, self.start = plan, costs, layer, start
@@ -53,7 +57,7 @@ class _Layer:
                 self.env.process(self.unit(name, shares[:, u], work, self.receivers[u]))
 
     def work(self, resource: str, kind: str, expert: int, seconds: float, bytes: int = 0) -> Iterator:
-        """Keep a resource, which the caller has, busy; the event says so."""
+        """Keep a resource, which the caller holds, busy, and record that."""
         began = self.start + self.env.now
         yield self.env.timeout(float(seconds))
         self.events.append(Event(resource, kind, self.layer, expert, began, self.start + self.env.now, bytes))

@@ -1,13 +1,12 @@
 """GPU, host, PCIe and N units with compute in memory: the machine of GPU-NDP §III-A and Table I, and variants of it.
 
-A machine is put together from device cards, whose figures have their sources, and from the few things that no source
-states: the address mapping (how much of a module's internal bandwidth a stream of weights gets) and the units' clock.
-Everything downstream sees one flat record of bytes, bytes a second, operations a second and multiplications a second.
+A machine is put together from device cards, whose figures have their sources, and from what no source states: the
+address mapping (how much of a module's internal bandwidth a stream of weights gets) and the units' clock.
 
     GPU ── link (PCIe) ── host ── unit 0 … unit N−1       a unit: memory, bandwidth inside it, multipliers
 
-Left out: the memory channels between host and units (six modules on two channels, and DDR4-3200's 51.2 GB/s below the
-link's 63), refresh, and a host that reads a unit while the unit computes. `host_channels` puts the first back in.
+Not modelled: refresh, a host that reads a unit while the unit computes, and, unless `host_channels` is given, the
+memory channels between host and units (six modules on two channels of 25.6 GB/s each, below the link's 63).
 """
 
 from __future__ import annotations
@@ -25,15 +24,11 @@ MAPPINGS = ("MOP4CLXOR", "RoBaRaCoCh", "ChRaBaRoCo")
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU-NDP machine in plain numbers: bytes, bytes/s, operations/s, multiplications/s, seconds.
+    """A GPU-NDP machine in bytes, bytes/s, operations/s and multiplications/s; rates that are reached, not peaks.
 
-    Attributes
-    ----------
-    units : N.
-    gpu_memory, gpu_bandwidth, gpu_flops : of the GPU; rates are what a device reaches, not its peak.
-    link : GPU to host and back, bytes/s; one transfer at a time.
-    host_memory, host_bandwidth, host_flops : of the CPU, for Fiddler and MoE-OnDemand.
-    unit_memory, unit_bandwidth, unit_macs : of one unit; the bandwidth is that of a stream of weights inside it.
+    units : N. link : GPU to host and back; one transfer at a time.
+    host_… : of the CPU, for Fiddler and MoE-OnDemand.
+    unit_… : of one unit; the bandwidth is that of a stream of weights inside it.
     """
 
     name: str
@@ -61,8 +56,7 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
 
     Parameters
     ----------
-    unit, gpu, host : device cards.
-    pcie : generation of the link, a key of `PCIE`.
+    unit, gpu, host : device cards. pcie : generation of the link, a key of `PCIE`.
     mapping : of `MAPPINGS`; counts for units whose card has streaming rates of a rank (the DDR4 module). Other
         cards give their whole internal bandwidth.
     clock_ghz : of the unit's multipliers; None is the card's.

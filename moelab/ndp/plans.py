@@ -1,8 +1,8 @@
-"""Step and Plan: what a schedule sees of one MoE layer, and what it decides. Both engines run a plan.
+"""What a schedule sees of one MoE layer, and what it decides. Closed form and event simulation run the same plan.
 
-A `Step` is the experts that one layer must compute in one forward, with their tokens, hottest first. A `Plan` says for
-each of them which share of its columns is computed where, and by which way its weights get there. A whole expert is
-share 1 in one place; tensor parallelism over N units is share 1/N on each; every row of a plan adds up to 1.
+A `LayerStep` is the experts that one layer must compute in one forward. A `Plan` says for each of them which share of
+its columns is computed where, and how its weights get there. A whole expert is share 1 in one place; tensor
+parallelism over N units is share 1/N on each; every row of a plan adds up to 1.
 
     units [A, N]   computed on unit u from its own memory        host [A]    computed on the CPU from its own memory
     resident [A]   computed on the GPU from its own memory       moved [A]   sent over the link, computed on the GPU
@@ -16,15 +16,12 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """The A experts that one layer must compute in one forward of S tokens, hottest first.
+class LayerStep:
+    """The A experts that one layer must compute in one forward of S tokens (1 when decoding), hottest first.
 
-    Attributes
-    ----------
     experts, tokens : int [A], ids and the tokens each gets.
     home : int [A], the unit that holds an expert where units hold whole experts.
     resident : bool [A], whether an expert was prefetched into GPU memory.
-    S : tokens of the forward; 1 when decoding.
     """
 
     experts: np.ndarray
@@ -36,23 +33,23 @@ class Step:
     def __len__(self) -> int:
         return len(self.experts)
 
-    def take(self, order: np.ndarray) -> Step:
-        """The same experts in another order, int [A]."""
-        return Step(self.experts[order], self.tokens[order], self.home[order], self.resident[order], self.S)
+    def take(self, order: np.ndarray) -> LayerStep:
+        """The experts at those places, in that order, int [A]."""
+        return LayerStep(self.experts[order], self.tokens[order], self.home[order], self.resident[order], self.S)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where each expert of a step is computed, as shares of its columns, and in which order.
+    """Where each expert of a step is computed, as shares of its columns.
 
-    step : what was planned, its experts in the order in which they are sent and computed; a system may reorder them.
+    step : its experts in the order in which they are sent and computed; a system may reorder them.
     broadcast : one transfer of a token's hidden state serves all units (tensor parallelism); otherwise each unit that
         needs it is sent its own.
     pieces : parts in which an expert comes over the link, each computed while the next arrives: N where N units hold
         its columns.
     """
 
-    step: Step
+    step: LayerStep
     units: np.ndarray
     resident: np.ndarray
     moved: np.ndarray
@@ -62,10 +59,10 @@ class Plan:
 
     @property
     def receivers(self) -> np.ndarray:
-        """Tokens that each unit, and last the host, must be sent: int [N + 1]; never a token twice.
+        """Tokens that each unit, and last the host, must be sent: int [N + 1].
 
-        Exact when decoding, and for a prompt if every unit has a share of all experts; otherwise an upper bound,
-        because two experts of one unit may share tokens that a count per expert does not tell.
+        Exact when decoding, and for a prompt if every unit has a share of all experts; otherwise an upper bound, since
+        two experts of one unit may share tokens, which counts per expert do not tell.
         """
         busy = np.column_stack([self.units, self.host]) > 0
         return np.minimum(self.step.tokens @ busy, self.step.S)
@@ -82,7 +79,7 @@ class Plan:
         return int(self.receivers.sum())
 
 
-def make_plan(step: Step, N: int, *, resident: np.ndarray | float = 0.0, moved: np.ndarray | float = 0.0,
+def make_plan(step: LayerStep, N: int, *, resident: np.ndarray | float = 0.0, moved: np.ndarray | float = 0.0,
               host: np.ndarray | float = 0.0, split: bool = False, pieces: int = 1) -> Plan:
     """A plan whose units compute what nothing else does: a 1/N share each if `split`, otherwise at home."""
     resident, moved, host = (np.broadcast_to(np.asarray(share, float), len(step)) for share in (resident, moved, host))
@@ -91,12 +88,11 @@ def make_plan(step: Step, N: int, *, resident: np.ndarray | float = 0.0, moved: 
     return Plan(step, rest[:, None] * where, resident, moved, host, split, pieces)
 
 
-def problems(plan: Plan, asked: Step | None = None, N: int | None = None,
+def problems(plan: Plan, asked: LayerStep | None = None, N: int | None = None,
              held: tuple[np.ndarray | float, float] = (1.0, 1.0)) -> list[str]:
     """What is wrong with a plan, in words; nothing if every expert is computed exactly once, from where it is.
 
-    asked : the step that was to be planned, whose experts the plan must have, in any order.
-    N : how many units there are.
+    asked : the step that was to be planned, whose experts the plan must have, in any order. N : units.
     held : the share of each of the plan's experts that each unit ([A, N] or one for all) and the host has.
     """
     if not isinstance(plan, Plan):
@@ -129,7 +125,7 @@ def problems(plan: Plan, asked: Step | None = None, N: int | None = None,
     return found
 
 
-def _same(one: Step, other: Step) -> bool:
+def _same(one: LayerStep, other: LayerStep) -> bool:
     """Whether two steps are the same, but for the order of their experts."""
     if one.S != other.S or len(one) != len(other):
         return False

@@ -1,13 +1,11 @@
-"""Who is chosen when: the routing of one prompt and its answer, from a recorded trace or from a popularity model.
+"""The routing of one prompt and its answer, from a recorded trace or from a popularity model with two parameters.
 
-The model has two parameters. Experts of a layer have Zipf popularity, the same for every prompt, in an order drawn per
-layer; each prompt multiplies it by a log-normal bias of its own, the same in its prefill and its decode, which is what
-makes a prompt's prefill a better guide to its decode than other prompts are (GPU-NDP §III-D, Fig. 6). Tokens choose K
-different experts with these weights, independently of each other.
+Experts of a layer have Zipf popularity, the same for every prompt, in an order drawn per layer; each prompt multiplies
+it by a log-normal bias of its own, the same in its prefill and its decode, which makes a prompt's prefill a better
+predictor of its decode than other prompts are (GPU-NDP §III-D, Fig. 6). Tokens choose K different experts with these
+weights, independently of each other; in recorded traces neighbouring tokens and layers choose alike.
 
     weight[l, e] = rank(l, e)^(−zipf) · exp(bias · normal[l, e])        K a token, without replacement
-
-Left out of the model: that neighbouring tokens and neighbouring layers choose alike. Recorded traces have both.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from moelab.trace import DECODE, PREFILL, RoutingTrace
 class Routing:
     """The choices of one prompt and its answer.
 
-    Attributes
-    ----------
     prefill, decode : int16 [S, L, K] and [D, L, K], expert ids; E where none ran.
-    history : float [L, E], how popular experts were on other prompts: what calibration knows.
+    history : float [L, E], expert popularity on other prompts, as calibration knows it.
     kind : "simulated" (the popularity model) or "measured" (a trace).
     """
 
@@ -45,17 +41,15 @@ class Routing:
 
     @cached_property
     def decode_by_popularity(self) -> np.ndarray:
-        """`decode` with each token's experts from most to least popular on other prompts, and none last."""
+        """`decode` with each token's experts from most to least popular on other prompts, "no expert" last."""
         return self._by_popularity(self.decode)
 
     @cached_property
     def prefill_by_popularity(self) -> np.ndarray:
-        """`prefill` in the same order."""
         return self._by_popularity(self.prefill)
 
     @cached_property
     def prefill_places(self) -> np.ndarray:
-        """`prefetch.places` of `prefill_by_popularity`."""
         return places(self.prefill_by_popularity, self.spec.E)
 
     def _by_popularity(self, ids: np.ndarray) -> np.ndarray:
@@ -97,9 +91,7 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
 
 
 def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> Routing:
-    """One sequence of a recorded trace, as long as it is there.
-
-    history : counts [L, E] of other data; None counts the other sequences of the trace.
+    """One sequence of a recorded trace. history : counts [L, E] of other data; None counts the other sequences.
 
     Raises
     ------

@@ -1,12 +1,11 @@
 """A prompt and its answer on one machine under one system: prefill, the intermediate step and decode, layer by layer.
 
-Each layer of each forward is a `Step`, its system plans it and an engine times the plan; attention and everything else
-runs on the GPU before it, from the geometry. A prefetching system loads its experts between prefill and decode.
-`simulate` adds up seconds, planning each distinct situation once; `timeline` emits the events of chosen forwards.
+A system plans each layer of each forward, and the closed form or the event simulation times the plan; attention and
+everything else runs on the GPU before it, from the geometry. A prefetching system loads its experts between prefill and
+decode. `simulate` adds up seconds, planning each distinct situation once; `timeline` emits the events of chosen
+forwards. Tokenizer and sampling are not modelled; layers do not overlap, as each needs the one before.
 
     result.prefill, .decode, .end_to_end   seconds      .moe_prefill, .moe_decode   those of the experts alone
-
-Left out: tokenizer, sampling, and overlap between layers (each needs the one before).
 """
 
 from __future__ import annotations
@@ -16,30 +15,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moelab.ndp.closed_form import layer_events, layer_seconds
+from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
+from moelab.ndp.event_simulation import simulate_layer
 from moelab.ndp.hardware import Hardware
-from moelab.ndp.plans import Plan, Step, problems
+from moelab.ndp.plans import LayerStep, Plan, problems
 from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits, most_used, utilisation
 from moelab.ndp.routing import Routing
 from moelab.ndp.systems import System
 from moelab.specs import Event
 
-PLACEMENTS, ENGINES = ("id", "popularity"), ("event simulation", "closed form")
+PLACEMENTS = ("id", "popularity")
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
     """Simulated seconds of one prompt and its answer.
 
-    Attributes
-    ----------
-    moe_prefill_layers : [L], of the experts of each layer during prefill.
-    moe_decode_steps : [D], of the experts of each decode step.
+    moe_prefill_layers, moe_decode_steps : [L] and [D], of the experts of each layer of prefill, of each decode step.
     dense_prefill, dense_decode_steps : scalar and [D], everything else, on the GPU.
     intermediate : loading the prefetched experts, between the two.
-    prefetched : experts of each layer that were loaded (x); hit_rate : share of decode's experts found among them;
-    utilisation : share of them that a decode step uses. nan without prefetching.
+    prefetched : experts of each layer that were loaded (x). hit_rate, utilisation : share of decode's experts found
+        among them, and share of them that a decode step uses; nan without prefetching.
     """
 
     moe_prefill_layers: np.ndarray
@@ -76,8 +73,6 @@ class Result:
 class Run:
     """One machine and system under the routing of one model: its steps, by phase and layer.
 
-    Attributes
-    ----------
     x : experts of each layer that are prefetched. resident : bool [L, E], which. home : int [L, E], the units.
 
     Raises
@@ -97,7 +92,7 @@ class Run:
             self.x = self.experts_that_pay(min(spec.K, self.x), self.x)
         self.resident = most_used(routing.counts(), self.x)
 
-    def plan(self, step: Step) -> Plan:
+    def plan(self, step: LayerStep) -> Plan:
         """The system's plan of a step. ValueError, saying what is wrong, unless it computes every expert once."""
         plan, N = self.system.plan(step, self.costs), self.costs.hardware.units
         if found := problems(plan, step, N, self.system.held(getattr(plan, "step", step), N)):
@@ -106,26 +101,26 @@ class Run:
                              f"is wrong: {'; '.join(found[:3])}{more}")
         return plan
 
-    def prefill_step(self, layer: int, counts: np.ndarray) -> Step:
+    def prefill_step(self, layer: int, counts: np.ndarray) -> LayerStep:
         experts = np.lexsort((-self.routing.history[layer], -counts))
         experts = experts[:int((counts > 0).sum())]
-        return Step(experts, counts[experts], self.home[layer, experts], np.zeros(len(experts), bool),
+        return LayerStep(experts, counts[experts], self.home[layer, experts], np.zeros(len(experts), bool),
                     len(self.routing.prefill))
 
-    def decode_step(self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None) -> Step:
-        """ids : [K] experts of one token, E for none. resident : bool [K], those on the GPU; None: the prefetched."""
+    def decode_step(self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None) -> LayerStep:
+        """Of one token with experts ids [K], E for none. resident : bool [K], on the GPU; None: the prefetched."""
         if resident is None:
             resident = hits(self.resident[layer:layer + 1], ids[None, None])[0, 0]
         ids, resident = ids[ids < self.costs.spec.E].astype(int), resident[ids < self.costs.spec.E]
         by = np.argsort(-self.routing.history[layer, ids], kind="stable")
         experts = ids[by]
-        return Step(experts, np.ones(len(experts), int), self.home[layer, experts], resident[by], 1)
+        return LayerStep(experts, np.ones(len(experts), int), self.home[layer, experts], resident[by], 1)
 
     def decode_seconds(self, ids: np.ndarray, resident: np.ndarray,
                        seconds: Callable[[Plan, Costs], float] = layer_seconds) -> np.ndarray:
         """[T, L] of tokens that are decoded one by one; each distinct situation is planned once.
 
-        ids : [T, L, K], a token's experts from most to least popular on other prompts. resident : bool, alike.
+        ids : [T, L, K], a token's experts from most to least popular on other prompts. resident : bool [T, L, K].
         """
         T, L, K = ids.shape
         homes = np.pad(self.home, ((0, 0), (0, 1)), constant_values=-1)[np.arange(L)[:, None], ids]
@@ -144,11 +139,11 @@ class Run:
         return x * self.costs.spec.L * self.costs.transfer()
 
     def experts_that_pay(self, usual: int, most: int) -> int:
-        """x from 0 to `most` that gains most over the `usual` x, which stays unless another is likely to gain anything.
+        """x from 0 to `most` that is predicted to gain most over the `usual` x, which stays if none gains for sure.
 
-        What an answer gains is foreseen from the prompt: each of its S tokens is decoded with those experts resident
-        that its others use most. D such tokens gain D times the mean, give or take two standard errors of that
-        prediction, which is taken at its lower end; what loading gains or costs is certain.
+        The gain is predicted from the prompt: each of its S tokens is decoded with those experts resident that its
+        others use most. D such tokens gain D times the mean, less two standard errors of that prediction; what loading
+        gains or costs is certain.
         """
         ids, place, D = self.routing.prefill_by_popularity, self.routing.prefill_places, len(self.routing.decode)
         as_usual = self.decode_seconds(ids, place < usual).sum(1)                           # [S]
@@ -164,11 +159,9 @@ def simulate(hardware: Hardware, system: System, routing: Routing, *, placement:
              seconds: Callable[[Plan, Costs], float] = layer_seconds) -> Result:
     """Time one prompt and its answer by the model that the routing is of.
 
-    Parameters
-    ----------
     placement : which unit holds an expert where units hold whole experts: cyclic by "id" or by "popularity" on other
         data.
-    seconds : the engine: `closed_form.layer_seconds`, or `event_seconds` for the event simulation.
+    seconds : `closed_form.layer_seconds` or `event_simulation.event_seconds`.
 
     Raises
     ------
@@ -187,7 +180,7 @@ def simulate(hardware: Hardware, system: System, routing: Routing, *, placement:
 
 
 def numbered(rows: np.ndarray) -> np.ndarray:
-    """Rows of small integers [n, c] as one integer each, int64 [n]: equal for equal rows only; those sort fast."""
+    """Rows of small integers [n, c] as one integer each, int64 [n], equal for equal rows only: they sort fast."""
     names, size = np.zeros(len(rows), np.int64), 1
     for column in rows.T:
         width = int(column.max(initial=0)) + 1
@@ -198,34 +191,22 @@ def numbered(rows: np.ndarray) -> np.ndarray:
     return names
 
 
-def event_seconds(plan: Plan, costs: Costs) -> float:
-    """A layer's seconds by the event simulation, for `simulate(…, seconds=event_seconds)`."""
-    from moelab.ndp.event_simulation import simulate_layer
-    return simulate_layer(plan, costs)[0]
-
-
 def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Iterable[int] = (1,), *,
-             placement: str = "id", engine: str = "event simulation"
-             ) -> tuple[list[Event], list[tuple[float, float, int, str]]]:
-    """Events of chosen forwards, one after the other from time 0.
+             placement: str = "id") -> tuple[list[Event], list[tuple[float, float, int, str]]]:
+    """Events of chosen forwards by the event simulation, one after the other from time 0.
 
     forwards : 0 is the prefill, with loading the prefetched experts after it; 1, 2 … the decode steps.
-    engine : "event simulation", or "closed form" for what the formula assumes.
 
     Returns (events, forwards), the latter as (start, end, tokens, "prefill" or "decode"): what `metrics` takes.
 
     Raises
     ------
-    ValueError : an unknown engine, a forward that the answer does not have, or a step that is planned wrongly.
+    ValueError : a forward that the answer does not have, or a step that is planned wrongly.
     NotSupported : the experts do not fit where the system keeps them, or the rest not the GPU.
     """
-    from moelab.ndp.event_simulation import simulate_layer
-    if engine not in ENGINES:
-        raise ValueError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
     forwards = list(forwards)
     if any(not 0 <= forward <= len(routing.decode) for forward in forwards):
         raise ValueError(f"forwards are {forwards}; there are 0, the prefill, and 1 to {len(routing.decode)}, decode")
-    layer_of = simulate_layer if engine == "event simulation" else layer_events
     run, spec = Run(hardware, system, routing, placement), routing.spec
     costs, S = run.costs, len(routing.prefill)
     events, done, now = [], [], 0.0
@@ -237,7 +218,7 @@ def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Ite
                 run.prefill_step(layer, counts[layer])
             before, now = now, now + dense / spec.L
             events.append(Event("gpu", "other", layer, -1, before, now))
-            took, new = layer_of(run.plan(step), costs, layer, now)
+            took, new = simulate_layer(run.plan(step), costs, layer, now)
             events += new
             now += took
         done.append((began, now, 1 if forward else S, "decode" if forward else "prefill"))
@@ -249,7 +230,7 @@ def timeline(hardware: Hardware, system: System, routing: Routing, forwards: Ite
 
 
 def place(history: np.ndarray, N: int, placement: str = "id") -> np.ndarray:
-    """The unit of each expert where units hold whole experts: int [L, E], dealt out in turn.
+    """The unit of each expert where units hold whole experts: int [L, E], round-robin by id or by popularity.
 
     Raises
     ------

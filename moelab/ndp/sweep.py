@@ -1,8 +1,8 @@
 """The paper's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of Figs. 8 to 11 from it.
 
-`Assumptions` holds, in one place, everything that the paper does not state and that a simulation must choose;
-`paper_sweep` runs the closed form under them, and `quantities` computes what `claims` lists. Routing depends on model
-and seed alone, and MoE-OnDemand and Fiddler not on N, so both are computed once.
+`Assumptions` holds everything that the paper does not state and that a simulation must choose; `paper_sweep` runs the
+closed form under them, and `quantities` computes what `claims` lists. Routing depends on model and seed alone, and
+MoE-OnDemand and Fiddler not on N, so both are computed once.
 """
 
 from __future__ import annotations
@@ -26,19 +26,15 @@ MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
 SHORT = dict(zip(MODELS, ("DeepSeek-MoE", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")))
 UNITS = (1, 2, 3, 4, 5, 6)
 SEEDS = (0, 1, 2)
-
-
 Spread = tuple[float, float, float]             # mean, least, most
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the paper leaves open. The defaults are those that `moelab.ndp.fit` chose.
+    """What the paper leaves open; the defaults are those that `claims.fit` chose.
 
-    mapping, clock_ghz, efficiency : see `hardware`.
-    zipf, bias : of the popularity model, see `simulated_routing`.
-    monde_rounding : of MoNDE's GPU share in decode. placement : how whole experts are dealt to units ("id",
-        "popularity").
+    mapping, clock_ghz, efficiency : see `hardware`. zipf, bias : see `simulated_routing`.
+    monde_rounding : of MoNDE's GPU share in decode. placement : see `simulation.place`.
     rounding : of E_g in the literal versions. eq2_tokens : the tokens of an expert in Eq. 2's T_n and T_g: the layer's
         "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens chose the same experts.
     limit : of the literal versions' prefetching, "K" (§IV-D) or "memory" (§III-D).
@@ -90,27 +86,14 @@ def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias:
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
-    """One bar of one figure, or the reason why there is none."""
-
-    model: str
-    units: int
-    system: str
-    seed: int
-    result: Result | None
-    not_supported: str = ""
-
-
-@dataclass(frozen=True, eq=False)
 class Sweep:
-    """All cells of a sweep; `cells` by (model, units, system, seed)."""
+    """(model, units, system, seed) → result, None where it is not supported."""
 
     assumptions: Assumptions
-    cells: dict[tuple[str, int, str, int], Cell] = field(default_factory=dict)
+    cells: dict[tuple[str, int, str, int], Result | None] = field(default_factory=dict)
 
     def result(self, model: str, units: int, system: str, seed: int = 0) -> Result | None:
-        """None where it is not supported."""
-        return self.cells[model, units, system, seed].result
+        return self.cells[model, units, system, seed]
 
     @property
     def seeds(self) -> list[int]:
@@ -128,6 +111,16 @@ class Sweep:
         """This sweep with another's cells beside its own."""
         return Sweep(self.assumptions, self.cells | other.cells)
 
+    def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
+        """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as "moe_decode".
+
+        Only where both are supported, and numbers of units that the assumptions average over.
+        """
+        pairs = {(model, N): (own, self.cells[model, N, over, seed]) for (model, N, name, s), own in self.cells.items()
+                 if (name, s) == (system, seed) and N in self.assumptions.averaged}
+        return {cell: getattr(other, what) / getattr(own, what)
+                for cell, (own, other) in pairs.items() if own and other}
+
     def gain(self, model: str, units: int, system: str, over: str, what: str) -> Spread | None:
         """How much faster `system` is, in `what`: (mean, least, most) over the seeds; None where not supported."""
         pairs = [(self.result(model, units, system, s), self.result(model, units, over, s)) for s in self.seeds]
@@ -135,26 +128,10 @@ class Sweep:
 
     def mean_gains(self, system: str, over: str, what: str, model: str = "", averaged: bool = True
                    ) -> dict[tuple[str, int], float]:
-        """(model, units) → the mean over the seeds of `gain`, where both are supported; of one model if it is named.
-
-        averaged : only numbers of units that the assumptions average over.
-        """
+        """(model, units) → the mean over the seeds of `gain`, where both are supported; of one model if it is named."""
         cells = [(name, N) for name in ([model] if model else self.models) for N in self.units
                  if not averaged or N in self.assumptions.averaged]
         return {cell: gain[0] for cell in cells if (gain := self.gain(*cell, system, over, what))}
-
-    def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
-        """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as "moe_decode".
-
-        Only what both support and whose number of units the assumptions average over.
-        """
-        found = {}
-        for (model, N, name, s), cell in self.cells.items():
-            if name == system and s == seed and N in self.assumptions.averaged:
-                mine, other = cell.result, self.result(model, N, over, seed)
-                if mine and other:
-                    found[model, N] = getattr(other, what) / getattr(mine, what)
-        return found
 
 
 def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] = MODELS,
@@ -165,21 +142,20 @@ def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] 
     jobs = [(model, seed, N, name) for model in models for seed in seeds for N in units for name in systems]
     for model, seed, N, name in progress(jobs, "GPU-NDP sweep", unit="run"):
         routing, system = assumptions.routing(model, seed, prompt, answer), assumptions.system(name)
-        key = (model, seed, name)
-        result, why = by_host.get(key), ""
+        result = by_host.get((model, seed, name))
         if result is None:
             try:
                 result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
-            except NotSupported as error:
-                why = str(error)
+            except NotSupported:
+                pass
             if system.home == "host":
-                by_host[key] = result
-        sweep.cells[model, N, name, seed] = Cell(model, N, name, seed, result, why)
+                by_host[model, seed, name] = result
+        sweep.cells[model, N, name, seed] = result
     return sweep
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """(mean, least, most), or None of nothing."""
+    """(mean, least, most), None if there are no values."""
     return (mean(values), min(values), max(values)) if values else None
 
 

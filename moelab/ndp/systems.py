@@ -1,9 +1,7 @@
 """The schedules that GPU-NDP compares: MoE-OnDemand, Fiddler, MoNDE, and tensor parallelism, balancing, prefetching.
 
-A system turns the `Step` of a layer into a `Plan`; what it cannot know (the prompt's popularity before the prompt) it
-does not use. `situations` names steps that it plans alike, so that a sweep plans each kind of decode step once.
-
-Where the paper is ambiguous `GPUNDP` has two versions:
+A system turns the `LayerStep` of a layer into a `Plan`. `situations` names steps that it plans alike, so that a sweep
+plans each kind of decode step once. Where the paper is ambiguous `GPUNDP` has two versions:
 
     literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
@@ -12,13 +10,11 @@ Where the paper is ambiguous `GPUNDP` has two versions:
               answer more time than loading them takes; none if none does. The split is the one that ends both sides at
               once, found by bisection on the closed form instead of on Eqs. 1 to 3.
 
-What prefetching saves is foreseen from two things that are known before the answer: its length limit, and the prompt,
-each of whose tokens is timed as if it were the answer's, with those experts resident that the prompt's other tokens use
-most. The paper's K stays unless another number gains by two standard errors. An answer unlike its prompt, or one that
-ends before its limit, can still lose what loading took.
+What prefetching saves is predicted from the answer's length limit and from the prompt (`simulation.experts_that_pay`);
+an answer unlike its prompt, or one that ends before its limit, can still lose what loading took.
 
 Without tensor parallelism (combinations that the paper does not show) experts stay whole on their home unit, and what
-moves is taken from the unit that is busiest. Left out: MoNDE's periodic correction of its share from history.
+moves is taken from the busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ import numpy as np
 from moelab.ndp.balance import balance, most_on_gpu
 from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_seconds
 from moelab.ndp.costs import Costs
-from moelab.ndp.plans import Plan, Step, make_plan
+from moelab.ndp.plans import LayerStep, Plan, make_plan
 
 ROUND = {"floor": math.floor, "round": round, "ceil": math.ceil}
 VERSIONS = ("literal", "improved")
@@ -42,9 +38,8 @@ VERSIONS = ("literal", "improved")
 class System(ABC):
     """A schedule.
 
-    home : where all experts are, "host" or "units". whole : each is on one unit; otherwise a part of each is on every
-    unit. prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those as many as
-    "pay".
+    home : where all experts are, "host" or "units". whole : each is on one unit; otherwise a part of each on all units.
+    prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those as many as "pay".
     """
 
     home = "units"
@@ -52,9 +47,9 @@ class System(ABC):
     prefetches = "none"
 
     @abstractmethod
-    def plan(self, step: Step, costs: Costs) -> Plan: ...
+    def plan(self, step: LayerStep, costs: Costs) -> Plan: ...
 
-    def held(self, step: Step, N: int) -> tuple[np.ndarray | float, float]:
+    def held(self, step: LayerStep, N: int) -> tuple[np.ndarray | float, float]:
         """The share of each expert's columns that each of N units ([A, N] or one for all) and the host has."""
         if self.home == "host":
             return 0.0, 1.0
@@ -74,7 +69,7 @@ class OnDemand(System):
 
     home = "host"
 
-    def plan(self, step: Step, costs: Costs) -> Plan:
+    def plan(self, step: LayerStep, costs: Costs) -> Plan:
         return make_plan(step, costs.hardware.units, moved=1.0)
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
@@ -84,7 +79,7 @@ class OnDemand(System):
 class Fiddler(OnDemand):
     """Fiddler: an expert runs on the CPU unless sending it to the GPU and running it there is quicker (its §3)."""
 
-    def plan(self, step: Step, costs: Costs) -> Plan:
+    def plan(self, step: LayerStep, costs: Costs) -> Plan:
         on_cpu = costs.cpu(step.tokens) <= costs.transfer() + costs.gpu(step.tokens)
         return make_plan(step, costs.hardware.units, host=on_cpu, moved=~on_cpu)
 
@@ -107,7 +102,7 @@ class MoNDE(System):
         h = costs.hardware
         return ROUND[self.rounding](costs.spec.K * h.link / (h.link + h.units * h.unit_bandwidth))
 
-    def plan(self, step: Step, costs: Costs) -> Plan:
+    def plan(self, step: LayerStep, costs: Costs) -> Plan:
         moved = np.arange(len(step)) < (self._share(costs) if step.S == 1 else 0)
         return make_plan(step, costs.hardware.units, moved=moved)
 
@@ -150,7 +145,7 @@ class GPUNDP(System):
     def prefetches(self) -> str:
         return self.limit if self.prefetch else "none"
 
-    def plan(self, step: Step, costs: Costs) -> Plan:
+    def plan(self, step: LayerStep, costs: Costs) -> Plan:
         here = step.resident & self.prefetch
         step = step.take(np.argsort(~here, kind="stable") if self.tensor_parallel else _busiest_first(step, here))
         here = step.resident & self.prefetch
@@ -159,26 +154,26 @@ class GPUNDP(System):
             return literal
         return min(literal, self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
 
-    def _first(self, u: float, step: Step, here: np.ndarray, costs: Costs) -> Plan:
+    def _first(self, u: float, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         """The first u experts on the GPU, where u need not be whole; the others on the units."""
         N = costs.hardware.units
         share = np.clip(u - np.arange(len(step)), 0, 1)
         return make_plan(step, N, resident=share * here, moved=share * ~here, split=self.tensor_parallel,
                          pieces=N if self.tensor_parallel else 1)
 
-    def _literal(self, step: Step, here: np.ndarray, costs: Costs) -> Plan:
-        N, K = costs.hardware.units, min(costs.spec.K, len(step))
+    def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
-        T_g, T_n, T_a = float(costs.gpu(n)), float(costs.unit(n)) / N, costs.activation
+        terms = costs.balance_terms(n) | {"K": min(costs.spec.K, len(step))}
         E_g = 0
         if here.any():                                                      # §III-D, step 3, Eq. 3
-            E_g = min(int(here.sum()), math.floor(most_on_gpu(T_g, T_n, T_a, K, N)))
+            del terms["T_w"]
+            E_g = min(int(here.sum()), math.floor(most_on_gpu(**terms)))
         elif self.load_balance and len(step):                               # Eqs. 1 and 2
-            E_g = ROUND[self.rounding](balance(costs.transfer(), T_g, T_n, T_a, K, N, step.S))
+            E_g = ROUND[self.rounding](balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
 
-    def _improved(self, step: Step, here: np.ndarray, costs: Costs) -> Plan:
-        """Bisect u until both sides end at once: the units' falls with u, the GPU's rises."""
+    def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
+        """The u where both sides end at once, by bisection: the units' falls with u, the GPU's rises."""
         most = len(step) if self.load_balance else int(here.sum())
         low, high = 0.0, float(most)
         while high - low > 1e-6 * most:
@@ -203,10 +198,10 @@ def _known(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f"unknown {name} {value!r}; known are {', '.join(known)}")
 
 
-def _busiest_first(step: Step, here: np.ndarray) -> np.ndarray:
-    """The order in which experts would leave: those in `here` before others, the busiest unit's hottest first.
+def _busiest_first(step: LayerStep, here: np.ndarray) -> np.ndarray:
+    """The order in which experts leave: those in `here` before others, the hottest of the busiest unit first.
 
-    Of equally busy units the one with more work that is not `here`; so the order does not depend on units' numbers.
+    Of equally busy units the one with more work that is not `here`, so that the order is independent of unit numbers.
     """
     units = range(int(step.home.max(initial=-1)) + 1)
     load = [[int(step.tokens[mine].sum()), int(step.tokens[mine & ~here].sum())]

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.models.seam import SeamExperts, assignments
-from moelab.offloading.prefetch_gate import Foresight
-from moelab.offloading.loads import Job
-from moelab.offloading.pipeline import Pipeline, clock
+from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.slots import Slots
-from moelab.offloading.timeline import Timeline
-from moelab.schedule.affinity import given_order, scheduler_for
+from moelab.offloading.run import EngineRun
+from moelab.schedule.affinity import default_order, given_order
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, State
 from moelab.store.reader import Reader
@@ -42,6 +41,9 @@ PREFILL = 2
 class Cancelled(RuntimeError):
     """A generation was ended by `cancel()`; the model can be used again."""
 
+    def __init__(self) -> None:
+        super().__init__("the generation was cancelled; the model can be used again")
+
 
 class Engine:
     """An executor: `(x [T, H], ids [T, K], weights [T, K], experts) → [T, H]`, equal to `eager` bit for bit.
@@ -53,53 +55,50 @@ class Engine:
     reader : of the store; closed with the engine.
     delays : seconds that an expert's parts take on this machine, for the order of reading.
     workers : L, threads that decompress and join.
-    room_ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
+    ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
+    run : records what happens.
+    one_thread : whether one token's experts may be computed by one thread while others are decoded.
 
     Attributes
     ----------
-    timeline : what every resource did.
-    mark : since when the model has been doing something else than experts; None outside a forward pass.
-    on_layer, on_guess : called with every layer and its {expert: tokens}; with every layer and the experts announced.
     cancelled : asked before every expert whether to end this thread's forward pass with `Cancelled`.
-    one_thread : whether one token's experts may be computed by one thread while others are decoded.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
         on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, workers: int = 1,
-                 room_ahead: int = 0, executor: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, run: EngineRun,
+                 workers: int = 1, ahead: int = 0, executor: Callable[..., Tensor] | None = None,
+                 one_thread: bool = False) -> None:
         self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
-        self.timeline, self.mark, self.closed = Timeline(), None, False
+        self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
+        self._mark, self.closed = None, False   # since when the model does something else than experts, in a forward
         # Its threads are started when they are needed, by `_recover`.
-        self.pipeline = Pipeline(slots, reader, workers, self.timeline, room_ahead)
+        self.pipeline = Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched)
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
-        self.on_layer: Callable[[int, dict[int, int]], None] | None = None
-        self.on_guess: Callable[[int, list[int]], None] | None = None
         self.cancelled: Callable[[], bool] | None = None
-        self.one_thread = self.serial = False
-        self._nothing = Job(-1, False)
-        self._scheduler = scheduler_for(delays)
-        self.foresight, self._announced = Foresight(), None     # (layer, experts)
+        self.serial = False
+        self._nothing = Ready()
+        self.gate, self._announced = PrefetchGate(), None     # (layer, experts)
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before a layer took one
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-        with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline.change`
+        with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`
 
     def _layer(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         self._check()
-        if not self._sound:
+        if not self._sound or self.pipeline.closed:             # or one of its threads has ended early
             self._recover()
         self._sound = False
-        counts = _counts(ids, experts.num_experts)
+        tokens = counts(ids, experts.num_experts)
         if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         self._other(clock(), experts.layer)
         compute = self._expert_by_expert if self.executor is None else self._with_executor
         try:
-            step, job = self._begin(experts.layer, counts)
-            out = compute(x, ids, weights, experts, step, job)
+            step, ready = self._begin(experts.layer, tokens)
+            out = compute(x, ids, weights, experts, step, ready)
         except BaseException:
             self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
             raise
@@ -121,22 +120,23 @@ class Engine:
         else:
             self.residency.forget(request.key for request in step.requests
                                   if request.state is not State.FULL or request.keep is not State.FULL)
-        held = {key: one for key, one in old.held.items() if self.residency.state(key) is not State.MISSED}
-        self.pipeline = Pipeline(old.slots, old.reader, self.workers, self.timeline, old.room_ahead, held, old.fetched)
+        held = {key: slots for key, slots in old.queue.held.items() if self.residency.state(key) is not State.MISSED}
+        self.pipeline = Pipeline(old.slots, old.reader, self.workers, self.timeline, old.queue.ahead, self.run.fetched,
+                                 old, held)
         self.pipeline.open()
         self._step, self._sound = Step(-1, [], []), True
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
-                          step: Step, job: Job) -> Tensor:
+                          step: Step, ready: Ready) -> Tensor:
         """The layer by transformers' own operations, each expert as it becomes whole; [T, H]."""
         parts, contributions = _parts(ids, experts.num_experts), []
         try:
             # One core less for computing while others decode: two threads of a team of which one has lost its core
             # wait for each other. Only where that changes no bit.
-            if self.one_thread and len(x) == 1 and self.pipeline.busy(job):
+            if self.one_thread and len(x) == 1 and self.pipeline.queue.busy:
                 self._threads = torch.get_num_threads()
                 torch.set_num_threads(1)
-            for request in self._as_ready(job, step):
+            for request in self._as_ready(ready, step):
                 expert, start = request.key.expert, clock()
                 choice, tokens = parts[expert]
                 contributions.append((expert, tokens, experts.contribution(
@@ -160,18 +160,18 @@ class Engine:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
 
         They are made whole while the layer that runs next, and what follows it, is computed: behind its own reads, in
-        memory that is there for it (`ahead` of `moelab.offload`; without, this does nothing), and decided about only
+        memory that is there for it (`ahead`; without, this does nothing), and decided about only
         when their layer comes. So a guess changes when things are read, never what is kept or computed.
         """
-        if self.pipeline.room_ahead and 0 <= layer < self.residency.L:
+        if self.pipeline.queue.ahead and 0 <= layer < self.residency.L:
             experts = dict.fromkeys(ids.T.reshape(-1).tolist())             # all tokens' first choices first
             self._announced = layer, [expert for expert in experts if expert < self.residency.E]
 
     def begin_forward(self) -> float:
         """A forward pass begins; returns the time."""
         self._forget_ahead()                    # what one that was interrupted has left
-        self.mark = clock()
-        return self.mark
+        self._mark = clock()
+        return self._mark
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
@@ -179,17 +179,17 @@ class Engine:
         self._widen()
         self._forget_ahead()
         self._other(now, -1)
-        self.mark = None
+        self._mark = None
         return now
 
     def _forget_ahead(self) -> None:
         self._announced = None
-        if self._sound and self.pipeline.ahead:
-            with self._one: self._drop_ahead()                                  # one line: see `Pipeline.change`
+        if self._sound and self.pipeline.queue.prefetched:
+            with self._one: self._drop_ahead()                                  # one line: see `Pipeline._locked`
 
     def _drop_ahead(self) -> None:
         self._sound = False
-        self.pipeline.change(self.pipeline.drop_ahead)
+        self.pipeline.change(self.pipeline.queue.drop_prefetched)
         self._sound = True
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Engine:
         self.pipeline.free()
 
     def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
-                       step: Step, job: Job) -> Tensor:
+                       step: Step, ready: Ready) -> Tensor:
         """The layer by `executor`: experts in memory together, then each as it becomes whole; [T, H]."""
         E, there = experts.num_experts, [request for request in step.requests if request.state is State.FULL]
         out = None
@@ -227,7 +227,7 @@ class Engine:
         loads = {request.key: request for request in step.requests if request.state is not State.FULL}
         parts = _parts(ids, E) if loads else {}
         while loads:
-            request, start = loads.pop(self.pipeline.next_ready(job, self._check)), clock()
+            request, start = loads.pop(self.pipeline.next_ready(ready, self._check)), clock()
             choice, tokens = parts[request.key.expert]
             alone = torch.full((len(tokens), 1), request.key.expert, device=ids.device)
             out.index_add_(0, tokens, self.executor(x[tokens], alone, weights[tokens, choice][:, None], experts))
@@ -237,26 +237,25 @@ class Engine:
     def _executed(self, requests: list[Request], start: float) -> None:
         """Let go of experts that have been computed since `start`, and say so; several at once are one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
-            self.pipeline.change(self.pipeline.executed, leaving)
-        self.mark, (layer, expert) = clock(), requests[0].key
-        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self.mark))
+            self.pipeline.change(self.pipeline.queue.computed, leaving)
+        self._mark, (layer, expert) = clock(), requests[0].key
+        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self._mark))
 
-    def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Job]:
+    def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Ready]:
         """Decide about a layer's step and set the threads to work."""
         self._step = None
         step = self._step = self.residency.begin(layer, tokens)
-        self.foresight.came(layer, tokens)
-        if self.on_layer is not None:
-            self.on_layer(layer, tokens)
+        self.gate.came(layer, tokens)
+        self.run.layer(layer, tokens)
         loads = [request for request in step.requests if request.state is not State.FULL]
-        if not (loads or step.evicted or self._announced or self.pipeline.ahead):       # nothing for the threads to do
+        pipeline, queue = self.pipeline, self.pipeline.queue
+        if not (loads or step.evicted or self._announced or queue.prefetched):      # nothing for the threads to do
             return step, self._nothing
-        change = self.pipeline.change
-        job, left = change(self.pipeline.start, layer, loads, [key for key, _ in step.evicted])
+        ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
-            change(self.pipeline.load, job, left, self._scheduler(left, self.delays, self.workers))
+            pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
         self._fetch()
-        return step, job
+        return step, ready
 
     def _fetch(self) -> None:
         """Set the threads to what has been announced, behind what this layer needs."""
@@ -264,19 +263,18 @@ class Engine:
         if announced is None:
             return
         layer, experts = announced
-        if self.on_guess is not None:
-            self.on_guess(layer, experts)
+        self.run.guess(layer, experts)
         read = self.pipeline.reader.counters
-        requests = self.foresight.requests(self.residency, layer, experts, read.seconds / max(1, read.requests))
+        requests = self.gate.requests(self.residency, layer, experts, read.seconds / max(1, read.requests))
         if requests:
-            self.pipeline.change(self.pipeline.fetch, layer, requests, given_order(requests))
+            self.pipeline.change(self.pipeline.queue.prefetch, layer, requests, given_order(requests))
 
-    def _as_ready(self, job: Job, step: Step) -> Iterator[Request]:
+    def _as_ready(self, ready: Ready, step: Step) -> Iterator[Request]:
         """The step's requests as they can be executed: hits first, in ascending order."""
         loads = {request.key: request for request in step.requests if request.state is not State.FULL}
-        if self.serial and not job.waiting:         # all have their memory, so all of them will come
+        if self.serial and not self.pipeline.queue.running.waiting:     # all have slots, so all of them will come
             for _ in loads:
-                self.pipeline.next_ready(job, self._check)
+                self.pipeline.next_ready(ready, self._check)
             yield from step.requests
             return
         for request in step.requests:
@@ -284,18 +282,18 @@ class Engine:
                 self._check()
                 yield request
         while loads:
-            yield loads.pop(self.pipeline.next_ready(job, self._check))
+            yield loads.pop(self.pipeline.next_ready(ready, self._check))
 
     def _check(self) -> None:
         if self.closed:
-            raise RuntimeError("this model's engine is closed; moelab.offload(store) opens it again")
+            raise RuntimeError("this model's engine is closed; moelab.open_model(store, memory=…) opens it again")
         if self.cancelled is not None and self.cancelled():
-            raise Cancelled("the generation was cancelled; the model can be used again")
+            raise Cancelled
 
     def _other(self, now: float, layer: int) -> None:
-        if self.mark is not None:
-            self.foresight.pause(now - self.mark)
-            self.timeline.add(Event("compute", "other", layer, -1, self.mark, now))
+        if self._mark is not None:
+            self.gate.pause(now - self._mark)
+            self.timeline.add(Event("compute", "other", layer, -1, self._mark, now))
 
 
 class EngineSource:
@@ -306,17 +304,21 @@ class EngineSource:
         self.engine, self.dtype, self.cast = engine, dtype, cast
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+        try:
+            return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+        except KeyError:
+            raise ValueError(f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
+                             f"so it has not been loaded: use this executor on a model in memory") from None
 
     def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
         """Where the CPU's tensors of whole experts lie: parameter name → int64 [experts]; None if not of this dtype."""
         pipeline = self.engine.pipeline
         if self.cast or dtype != self.dtype or pipeline.slots.device.type != "cpu":
             return None
-        return pipeline.slots.addresses([pipeline.held[layer, expert].slots["full"] for expert in experts], layer)
+        return pipeline.slots.addresses([pipeline.queue.held[layer, expert]["full"] for expert in experts], layer)
 
 
-def _counts(ids: Tensor, E: int) -> dict[int, int]:
+def counts(ids: Tensor, E: int) -> dict[int, int]:
     """{expert: tokens} of the experts that are hit."""
     chosen = ids.flatten().tolist() if len(ids) == 1 else None          # a decode step: no choice comes twice, mostly
     if chosen is not None and len(once := dict.fromkeys(chosen, 1)) == len(chosen):

@@ -12,16 +12,19 @@ and counts in the totals only. Left out: time to convert or open a store, and en
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from moelab.cache.residency import CacheCounters
 from moelab.specs import Event
 
 
@@ -57,40 +60,78 @@ def check(events: Iterable[Event]) -> list[str]:
     return problems
 
 
-def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counters: Mapping[str, Any] | None = None
-            ) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Metrics:
     """What a run cost, by definitions that hold for a real clock and for a simulated one.
+
+    Times are in seconds; None for what the run does not define (no decode, nothing read …).
+
+    Attributes
+    ----------
+    ttft : median duration of a prefill: the time to the first token, without sampling.
+    tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives each sequence of
+        the batch one token.
+    throughput : tokens a second decoded by all sequences, over the wall time of decoding, which runs from the end of
+        the forward before to the end of this one, so sampling counts.
+    between_forwards : wall time inside the run that no forward covers: sampling, streaming, the caller.
+    wall : from the first forward's start to the last one's end.
+    prefill_tokens, decode_tokens : tokens that went in.
+    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill over its tokens;
+        those of decoding over its tokens.
+    stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
+    busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the forwards.
+    read_rate : bytes a second over the time that the disk is busy.
+    overlap_efficiency : 1 − stall ÷ busy time of the disk: 1 when all reading hides behind work, 0 when none does,
+        below 0 when compute waits for more than the disk (decompression).
+    by_kind : {kind of event: seconds}, over all resources.
+    compute_share : {kind: share of the forwards' time}, of what compute does; "unaccounted" is the rest: gaps
+        between events. The shares sum to 1.
+    hits, misses, evictions, rereads : requests for experts by the state they were found in ({"F": …}), and counts of
+        `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F); any_hit_rate : found at least in part.
+    prefetched : counts and bytes of the experts read ahead, and what became of them.
+    peak_rss_bytes, major_faults : of the process, see `process`; None for a simulation.
+    """
+
+    ttft: float | None
+    tpot: float | None
+    tpot_p10: float | None
+    tpot_p90: float | None
+    throughput: float | None
+    between_forwards: float
+    wall: float
+    prefill_tokens: int
+    decode_tokens: int
+    read_bytes: int
+    read_bytes_per_prefill_token: float | None
+    read_bytes_per_token: float | None
+    stall: float
+    stall_per_step: float | None
+    busy: dict[str, float]
+    utilisation: dict[str, float | None]
+    read_rate: float | None
+    overlap_efficiency: float | None
+    by_kind: dict[str, float]
+    compute_share: dict[str, float]
+    hits: dict[str, int] | None = None
+    misses: int | None = None
+    evictions: int | None = None
+    rereads: int | None = None
+    hit_rate: float | None = None
+    any_hit_rate: float | None = None
+    prefetched: dict[str, int] | None = None
+    peak_rss_bytes: int | None = None
+    major_faults: int | None = None
+
+
+def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counters: CacheCounters | None = None,
+            prefetched: dict[str, int] | None = None, **process: int | None) -> Metrics:
+    """The `Metrics` of a run.
 
     Parameters
     ----------
     events : in any order; an event's bytes count where its kind is a read.
     forwards : (start, end, tokens, phase), in order of time; a prompt that is run in chunks is one prefill here.
-    counters : of the residency: "hits" ({"F": …, "C": …, "S": …, "E": …}), "misses", "evictions", "rereads" …;
-        they are copied, with the rates added that follow from hits and misses.
-
-    Returns
-    -------
-    A dictionary; times in seconds, None for what the run does not define (no decode, nothing read …):
-
-    ttft_s : median duration of a prefill: the time to the first token, without sampling.
-    tpot_s, tpot_p10_s, tpot_p90_s : median and quantiles of the duration of a decode forward, which gives each
-        sequence of the batch one token.
-    throughput_tok_s : tokens decoded by all sequences over the wall time of decoding, which runs from the end of
-        the forward before to the end of this one, so sampling counts.
-    between_forwards_s : wall time inside the run that no forward covers: sampling, streaming, the caller.
-    wall_s : from the first forward's start to the last one's end.
-    prefill_tokens, decode_tokens : tokens that went in.
-    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill over its tokens;
-        those of decoding over its tokens.
-    stall_s, stall_s_per_step : time in which compute waits; that of decoding, over the decode forwards.
-    busy_s, utilisation : {resource: seconds of anything but waiting}, and that over the time of the forwards.
-    read_rate_bytes_s : bytes read over the time that the disk is busy.
-    overlap_efficiency : 1 − stall ÷ busy time of the disk: 1 when all reading hides behind work, 0 when none does,
-        below 0 when compute waits for more than the disk (decompression).
-    kind_s : {kind: seconds}, over all resources.
-    compute_share : {kind: share of the forwards' time}, of what compute does; "unaccounted" is the rest: gaps
-        between events. The shares sum to 1.
-    hits, misses, … : the counters; hit_rate: found whole (F); any_hit_rate: found at least in part.
+    counters, prefetched, process : of the residency, of prefetching, and `process()`, where there are any.
 
     Raises
     ------
@@ -133,32 +174,35 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
     wall = forwards[-1].end - forwards[0].start if forwards else 0.0
     total = sum(read.values())
     low, high = np.quantile(decode, [0.1, 0.9]).tolist() if decode else (None, None)
-    result = {
-        "ttft_s": median(prefill) if prefill else None,
-        "tpot_s": median(decode) if decode else None, "tpot_p10_s": low, "tpot_p90_s": high,
-        "throughput_tok_s": _ratio(tokens["decode"], decoding),
-        "between_forwards_s": wall - inside, "wall_s": wall,
-        "prefill_tokens": int(tokens["prefill"]), "decode_tokens": int(tokens["decode"]),
-        "read_bytes": int(total),
-        "read_bytes_per_prefill_token": _ratio(read["prefill"], tokens["prefill"]),
-        "read_bytes_per_token": _ratio(read["decode"], tokens["decode"]),
-        "stall_s": sum(stall.values()), "stall_s_per_step": _ratio(stall["decode"], steps["decode"]),
-        "busy_s": dict(sorted(busy.items())),
-        "utilisation": {name: _ratio(seconds, inside) for name, seconds in sorted(busy.items())},
-        "read_rate_bytes_s": _ratio(total, busy["disk"] if "disk" in busy else 0),
-        "overlap_efficiency": 1 - sum(stall.values()) / busy["disk"] if busy.get("disk") else None,
-        "kind_s": dict(sorted(kinds.items())),
-        "compute_share": {name: seconds / inside for name, seconds in sorted(compute.items())}
-                         | {"unaccounted": 1 - sum(compute.values()) / inside} if inside else {},
-    }
-    return result | _counted(counters or {})
+    counts = {}
+    if counters is not None:
+        hits = {str(state.value): n for state, n in counters.hits.items()}
+        requests, found = counters.requests, sum(hits.values())
+        counts = {"hits": hits, "misses": counters.misses, "evictions": counters.evictions,
+                  "rereads": counters.rereads, "hit_rate": _ratio(hits["F"], requests),
+                  "any_hit_rate": _ratio(found, requests)}
+    return Metrics(
+        ttft=median(prefill) if prefill else None, tpot=median(decode) if decode else None, tpot_p10=low, tpot_p90=high,
+        throughput=_ratio(tokens["decode"], decoding), between_forwards=wall - inside, wall=wall,
+        prefill_tokens=int(tokens["prefill"]), decode_tokens=int(tokens["decode"]), read_bytes=int(total),
+        read_bytes_per_prefill_token=_ratio(read["prefill"], tokens["prefill"]),
+        read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
+        stall=sum(stall.values()), stall_per_step=_ratio(stall["decode"], steps["decode"]),
+        busy=dict(sorted(busy.items())),
+        utilisation={name: _ratio(seconds, inside) for name, seconds in sorted(busy.items())},
+        read_rate=_ratio(total, busy.get("disk", 0)),
+        overlap_efficiency=1 - sum(stall.values()) / busy["disk"] if busy.get("disk") else None,
+        by_kind=dict(sorted(kinds.items())),
+        compute_share={name: seconds / inside for name, seconds in sorted(compute.items())}
+        | {"unaccounted": 1 - sum(compute.values()) / inside} if inside else {},
+        prefetched=prefetched, **counts, **process)
 
 
 def process() -> dict[str, int | None]:
     """Peak memory and page faults of this process since it began; None where the system does not tell.
 
-    peak_rss_bytes is VmHWM of /proc/self/status, file-backed pages included; major_faults are those that had to
-    wait for a disk.
+    peak_rss_bytes is VmHWM of /proc/self/status, file-backed pages included (on Linux, ru_maxrss would include the
+    parent's memory before exec); major_faults are those that had to wait for a disk.
     """
     peak = faults = None
     try:
@@ -167,21 +211,13 @@ def process() -> dict[str, int | None]:
         pass                                    # no /proc (macOS, Windows), or one that lacks the line
     try:
         import resource
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        faults = usage.ru_majflt
+        if peak is None and sys.platform == "darwin":
+            peak = usage.ru_maxrss
     except ImportError:
         pass                                    # Windows
     return {"peak_rss_bytes": peak, "major_faults": faults}
-
-
-def _counted(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """The counters as plain values, with the hit rates."""
-    plain = {name: {str(key): n for key, n in value.items()} if isinstance(value, Mapping) else value
-             for name, value in counters.items()}
-    if "hits" in plain and "misses" in plain:
-        hits = Counter(plain["hits"])
-        requests = hits.total() + plain["misses"]
-        plain |= {"hit_rate": _ratio(hits["F"], requests), "any_hit_rate": _ratio(hits.total(), requests)}
-    return plain
 
 
 def _ratio(part: float, whole: float) -> float | None:

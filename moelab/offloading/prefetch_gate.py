@@ -23,7 +23,7 @@ KEEP = 0.9                  # of a running mean, when a new value comes
 FIRST = 0.5                 # the precision that a layer's guesses are trusted to have before any was seen
 
 
-class Foresight:
+class PrefetchGate:
     """Remembers how good guesses were; one for an engine. `announced`: layer → experts that were guessed and are not
     resident, whether they were fetched or not."""
 

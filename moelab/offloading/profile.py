@@ -1,27 +1,30 @@
-"""The profiler: what reading, decoding and computing experts costs on this machine, measured and never assumed.
+"""What reading, decoding and computing an expert costs on this machine, measured and never assumed.
 
 Source: ZipMoE §3.3 and appendix C, whose scheduler and planner take "offline-profiled decompression and I/O delays".
-Everything that a decode step is made of is timed on the store's own experts, in rounds: each round runs every
-measurement once on other experts, so that a busy moment or a warm cache favours none of them. Medians are used, all
-samples are kept. What grows with the number of tokens is summed up by a base and an amount a token.
+`profile` times everything that a decode step is made of on the store's own experts, in rounds: each runs every
+measurement once on other experts, so that a busy moment or a warm cache favours none of them. Reads find the system's
+cache dropped, products find the expert gone from the processor's cache, and the model's other parts run in real forward
+passes whose experts answer nothing. Medians are used, all samples are kept. `quick_delays` takes a moment instead.
 
-Shapes: samples in seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a
-random place), "decompress", "recover", "decode" (both in one), "expert 4" (one expert on 4 tokens), "other 4" (all
-that comes before a layer's experts, in a forward of 4 tokens without a past), "head 4" (what comes after the last
-layer), "copy", "matmul float32". Left out: contention, for each is timed with the others at rest, except that as many
-threads decode as will; attention to a long past; other devices than the CPU.
+Samples are seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a random
+place), "decompress", "recover", "decode" (both in one), "expert 4" (one expert on 4 tokens), "other 4" (what comes
+before a layer's experts, in a forward of 4 tokens without a past), "head 4" (what comes after the last layer), "copy",
+"matmul float32". Left out: contention, for each is timed with the others at rest, except that as many threads decode as
+will; attention to a long past; other devices than the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import inspect
 import os
 import platform
 import statistics
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,27 +33,30 @@ import numpy as np
 import torch
 
 from moelab.arguments import number, whole
+from moelab.files import read_json, write_json
 from moelab.models import opening, plugged
+from moelab.models.seam import SeamExperts, assignments, discover
+from moelab.offloading.slots import Sizes, Slots, lies_as_in_memory
 from moelab.progress import progress
-from moelab.offloading.delays import experts_bytes
-from moelab.offloading.microbenchmarks import COPY, MATMUL, Rounds
-from moelab.offloading.slots import Sizes
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Figure
-from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader
+from moelab.store.layout import ALIGN, Chunk, ExpertStore, TensorEntry
+from moelab.store.reader import Chunks, Reader, aligned_buffer, decode, decode_tensor, empty_tensors
+from moelab.store.stages import decompress, recover, separable
 
 FORMAT = "moelab.profile/2"
 MINIMUM = 3                                                     # rounds, however long they take
+READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))       # bytes
+EXPERT_TOKENS, FORWARD_TOKENS = (1, 2, 4, 8, 16, 64), (1, 4, 16, 64)
+#: bytes of decoded experts that computing goes round in, so that it finds none in the processor's cache
+ROUND_TRIP = 256 << 20
+COPY, MATMUL = 64 << 20, 512
 
 
 @dataclass(frozen=True)
 class MeasuredDelays(Delays):
-    """Delays whose computation is read off the measured (tokens, seconds), for no line goes through them all.
-
-    A product of a matrix and a vector and one of two matrices are different code; expert_base and expert_token sum
-    them up.
-    """
+    """Delays whose computation is read off the measured (tokens, seconds): products with a vector and with a matrix are
+    different code, so no line goes through them all."""
 
     computed: tuple[tuple[int, float], ...] = ()
 
@@ -97,11 +103,6 @@ class Profile:
         if name not in self.seconds:
             raise KeyError(f"nothing called {name!r} was measured; there are {', '.join(self.seconds)}")
         return statistics.median(self.seconds[name])
-
-    def spread(self, name: str) -> tuple[float, float]:
-        """Lower and upper quartile, in seconds."""
-        self.median(name)
-        return tuple(np.quantile(self.seconds[name], (0.25, 0.75)).tolist())
 
     def points(self, kind: str) -> dict[int, float]:
         """Median seconds by number: of "expert", "other" and "head" by tokens, of "read" by bytes."""
@@ -165,7 +166,8 @@ class Profile:
     def table(self) -> list[dict[str, Any]]:
         """A row a measurement: name, median and quartiles in milliseconds, samples."""
         return [{"what": name, "median, ms": 1e3 * self.median(name), "quartiles, ms": "{:.3f} … {:.3f}".format(
-            *(1e3 * q for q in self.spread(name))), "samples": len(samples)} for name, samples in self.seconds.items()]
+            *np.quantile(samples, (0.25, 0.75)) * 1e3), "samples": len(samples)}
+                for name, samples in self.seconds.items()]
 
     def __repr__(self) -> str:
         rate = (self.nbytes["e"] + self.nbytes["sm"]) / self.median("read both")
@@ -174,13 +176,8 @@ class Profile:
                 f"one expert on one token {1e3 * self.median('expert 1'):.2f} ms)")
 
     def save(self, path: str | Path) -> Path:
-        """Write to `path` as JSON, whole or not at all; returns the path."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
-        os.replace(part, path)
-        return path
+        """Write atomically to `path` as JSON; returns the path."""
+        return write_json(path, {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -189,7 +186,7 @@ class Profile:
         if not path.is_file():
             raise FileNotFoundError(f"no profile at {path}; `python -m moelab profile STORE --output {path}` makes one")
         try:
-            fields = json.loads(path.read_text())
+            fields = read_json(path)
             if fields.pop("format") != FORMAT:
                 raise ValueError("of another format")
             return cls(**fields)
@@ -211,33 +208,249 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
 
     Raises
     ------
-    ValueError : workers below 1. Also what `ExpertStore`, `open_model` and `Reader` raise.
+    ValueError : workers below 1. Also what `ExpertStore`, `open_checkpoint` and `Reader` raise.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    model = opening.open_model(store.folder, experts="external") if model is None else model
+    model = opening.open_checkpoint(store.folder, experts="external") if model is None else model
     with Reader(store, **reading) as reader, ThreadPoolExecutor(workers) as pool, torch.inference_mode():
-        rounds = Rounds(store, model, reader, pool, workers, np.random.default_rng(seed))
-        try:
-            with plugged(model, rounds.without_experts):
-                rounds.once()                                   # compiles, touches memory
-                rounds.seconds.clear()
-                start = time.perf_counter()
-                with progress(desc="profiling", unit="rounds") as bar:
-                    while rounds.done < MINIMUM or time.perf_counter() - start < seconds:
-                        rounds.once()
-                        bar.update()
-        finally:
-            rounds.pieces.close()
+        measured = Microbenchmarks(store, model, reader, pool, workers, np.random.default_rng(seed))
+        with closing(measured.pieces), plugged(model, measured.without_experts):
+            measured.once()                                     # compiles, touches memory
+            measured.seconds.clear()
+            start = time.perf_counter()
+            with progress(desc="profiling", unit="rounds") as bar:
+                while measured.done < MINIMUM or time.perf_counter() - start < seconds:
+                    measured.once()
+                    bar.update()
         first, every = store.entries(0, 0), experts_bytes(store)
         e, sm = (round(statistics.fmean(pair[part] for layer in every for pair in layer)) for part in (0, 1))
         return Profile(
-            seconds=rounds.seconds, K=max(len(entry.planes[0][1]) for entry in first.values()), N=len(first),
+            seconds=measured.seconds, K=max(len(entry.planes[0][1]) for entry in first.values()), N=len(first),
             model=store.spec.name, codec=store.codec, dtype=str(model.dtype).removeprefix("torch."),
             nbytes={"full": Sizes.of(store).full, "e": e, "sm": sm}, experts_bytes=every,
             mode=reader.mode, workers=workers, threads=torch.get_num_threads(), when=time.strftime("%Y-%m-%d %H:%M"),
             machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+
+
+class Microbenchmarks:
+    """All measurements, one after another, and their samples; decoded experts lie in the engine's kind of memory."""
+
+    def __init__(self, store: ExpertStore, model: Any, reader: Reader, pool: ThreadPoolExecutor, workers: int,
+                 rng: np.random.Generator) -> None:
+        self.store, self.model, self.reader, self.pool = store, model, reader, pool
+        self.workers, self.rng = workers, rng
+        self.seconds: dict[str, list[float]] = {}
+        self.done, self.calls = -1, []                          # rounds; when each layer's experts were called
+        experts = sum(len(layer.experts) for layer in store.layers)
+        self.kept = max(workers, min(experts, ROUND_TRIP // Sizes.of(store).full))
+        self.slots = Slots(store, {"full": self.kept, "e": workers, "sm": workers})
+        self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
+        self.full: dict[int, int] = {}                          # slot → layer of the expert that it holds
+        for slot in range(self.kept):
+            layer, expert = self._pick()
+            self.full[slot] = layer
+            if self.slots.sizes.in_place:
+                reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
+            else:
+                decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer))
+        largest = max(layer.size for layer in store.layers)
+        self.sizes = [size for size in READS if size <= largest]
+        self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
+        self.buffer = aligned_buffer(max(self.sizes, default=0))
+        self.buffer[:] = 0                                      # pre-faulted
+        self.copied = torch.zeros(COPY // 4), torch.zeros(COPY // 4)
+        self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
+        self.experts = [layer.experts for layer in discover(model)]
+
+    def timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args)
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+    def once(self) -> None:
+        """Every measurement once."""
+        self.done += 1
+        (self._read_in_place if self.slots.sizes.in_place else self._read_and_decode)()
+        for size in self.sizes:
+            layer = int(self.rng.choice([i for i, layer in enumerate(self.store.layers) if layer.size >= size]))
+            place = int(self.rng.integers((self.store.layers[layer].size - size) // ALIGN + 1)) * ALIGN
+            self._read(f"read {size}", self.pieces.read, layer, (place, size), "both", self.buffer)
+        for tokens in EXPERT_TOKENS:
+            self._expert(tokens)
+        for tokens in FORWARD_TOKENS:
+            self._forward(tokens)
+        self.timed("copy", self.copied[0].copy_, self.copied[1])
+        for matrix in self.products:
+            self.timed(f"matmul {matrix.dtype}".replace("torch.", ""), torch.matmul, matrix, matrix)
+
+    def _pick(self) -> tuple[int, int]:
+        layer = int(self.rng.integers(len(self.store.layers)))
+        return layer, int(self.rng.integers(len(self.store.layers[layer].experts)))
+
+    def _read(self, name: str, function: Callable[..., Any], layer: int, *args: Any) -> Any:
+        self.reader.drop_cache(layer)
+        return self.timed(name, function, layer, *args)
+
+    def _read_in_place(self) -> None:
+        """What there is to do for an expert of a raw store: one read, and checking it; the rest is nothing."""
+        slots, whole = [(self.done * self.workers + i) % self.kept for i in range(self.workers)], []
+        for slot in slots:
+            key = self._pick()
+            whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
+            self.full[slot] = key[0]
+            self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
+        list(self.pool.map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None, chunks, chunks,
+                                                     {}), whole))
+        self.seconds["decompress"] = self.seconds["decode"]
+        for name in ("read SM", "recover"):
+            self.seconds.setdefault(name, []).extend([0.0] * self.workers)
+
+    def _read_and_decode(self) -> None:
+        self._read("read both", self.reader.read_parts, *self._pick(), self.buffers[0])
+        work = []
+        for i, buffers in enumerate(self.buffers):
+            key, slot = self._pick(), (self.done * self.workers + i) % self.kept
+            (e,) = self._read("read E", self.reader.read_parts, *key, {"E": buffers["E"]})
+            (sm,) = self._read("read SM", self.reader.read_parts, *key, {"SM": buffers["SM"]})
+            self.full[slot] = key[0]
+            work.append((e, sm, self.slots.tensors(slot, key[0])))
+        for name, stage in (("decompress", _decompress), ("recover", _recover), ("decode", decode)):
+            list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
+
+    def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
+        """What the engine's workers do: check what they use, then use it."""
+        for chunks in {"decompress": [e], "recover": [sm]}.get(name, [e] if e is sm else [e, sm]):
+            if self.reader.verify:
+                self.reader.check(chunks)
+        stage(e, sm, out)
+
+    def _expert(self, tokens: int) -> None:
+        slot = int(self.rng.integers(self.kept))
+        layer, dtype = self.full[slot], self.model.dtype
+        x, w = torch.randn(tokens, self.store.spec.H).to(dtype), torch.ones(tokens, dtype=dtype)
+        rows = torch.arange(tokens)
+
+        def compute() -> torch.Tensor:
+            weights = {name: t.to(dtype) if t.is_floating_point() else t
+                       for name, t in self.slots.tensors(slot, layer).items()}
+            return self.experts[layer].contribution(x, rows, w, weights)
+        self.timed(f"expert {tokens}", compute)
+
+    def _forward(self, tokens: int) -> None:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        ids = torch.from_numpy(self.rng.integers(vocabulary, size=(1, tokens)))
+        arguments = {"input_ids": ids, "decoder_input_ids": ids, "logits_to_keep": 1}       # `generate` keeps one, too
+        taken = inspect.signature(self.model.forward).parameters
+        self.calls.clear()
+        start = time.perf_counter()
+        self.model(**{name: value for name, value in arguments.items() if name in taken})
+        end = time.perf_counter()
+        self.seconds.setdefault(f"other {tokens}", []).append((self.calls[-1] - start) / len(self.calls))
+        self.seconds.setdefault(f"head {tokens}", []).append(end - self.calls[-1])
+
+    def without_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+                        experts: SeamExperts) -> torch.Tensor:
+        """An executor whose experts all answer nothing; what it costs to hand out and to sum up is left in."""
+        nothing = [(expert, tokens, x.new_zeros(len(tokens), x.shape[1]))
+                   for expert, _, tokens in assignments(ids, experts.num_experts)]
+        out = experts.accumulate(x, nothing)
+        self.calls.append(time.perf_counter())
+        return out
+
+
+class _Pieces(ExpertStore):
+    """A store whose expert (place, size) of a layer is so many bytes of its file, whatever they are."""
+
+    checksum = None
+
+    def __init__(self, store: ExpertStore) -> None:
+        self.folder, self.layers = store.folder, store.layers
+
+    def entries(self, layer: int, piece: tuple[int, int]) -> dict[str, TensorEntry]:
+        place, size = piece
+        return {"piece": TensorEntry("U8", (size,), "", (("raw", (Chunk(place, size, ""),)),))}
+
+
+def _decompress(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
+    for name in out:
+        if separable(e, name):
+            decompress(e, name, out[name])
+
+
+def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
+    """The rest: what cannot be decoded in two stages is decoded when both parts are there."""
+    for name in out:
+        if separable(e, name):
+            recover(sm, name, out[name])
+        else:
+            decode_tensor(e, sm, name, out[name])
+
+
+def same_bits_on_one_thread(store: ExpertStore, model: Any, tokens: int = 8) -> bool:
+    """Whether one thread computes a token's expert to the same bits as all threads do, tried on `tokens` tokens.
+
+    Kernels divide the rows of a matrix-vector product among threads; no library promises it, so it is tried.
+    """
+    threads, experts = torch.get_num_threads(), discover(model)[0].experts
+    if threads == 1 or model.device.type != "cpu":
+        return False                                            # nothing to gain
+    with Reader(store) as reader, torch.inference_mode():
+        chunks = reader.read(0, 0)
+        weights = {name: t.to(model.dtype) if t.is_floating_point() else t
+                   for name, t in decode(chunks, chunks).items()}
+        x, results = torch.randn(tokens, 1, store.spec.H, generator=torch.Generator().manual_seed(0)), []
+        try:
+            for n in (1, threads):
+                torch.set_num_threads(n)
+                results.append(torch.stack([experts.ffn(row.to(model.dtype), weights) for row in x]))
+        finally:
+            torch.set_num_threads(threads)
+    return torch.equal(*results)
+
+
+def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
+    """[L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks]: exact; experts compress differently."""
+    return [[[store.stored_bytes(i, expert, part) for part in ("E", "SM")] for expert in range(len(layer.experts))]
+            for i, layer in enumerate(store.layers)]
+
+
+def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, samples: int = 5) -> Delays:
+    """Medians of a few reads, decodings and computations of the store's first experts: the scheduler that orders reads
+    by them needs their ratios, not their last digit."""
+    experts, tried = discover(model)[0].experts, range(min(samples, len(store.layers[0].experts)))
+    took: dict[str, list[float]] = {}
+    in_place, out = lies_as_in_memory(store), None              # in place, only checksums are left to do
+
+    def timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args)
+        took.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+    with Reader(store) if reader is None else nullcontext(reader) as reader, torch.inference_mode():
+        buffers = {part: reader.buffer(part) for part in ("E", "SM")}
+        for i in range(samples):
+            e, sm = (timed(part, reader.read, 0, tried[i % len(tried)], part, buffers[part]) for part in buffers)
+            out = out or empty_tensors(e.entries)
+            timed("decompress", _decompress, e, sm, out)
+            timed("recover", _recover, e, sm, {name: tensor for name, tensor in out.items() if separable(e, name)})
+            timed("decode", *((reader.check, e) if in_place else (decode, e, sm, out)))
+            weights = {name: t.to(model.device, model.dtype if t.is_floating_point() else None)
+                       for name, t in out.items()}
+            for tokens in (1, 16):
+                timed(str(tokens), experts.ffn, torch.zeros(tokens, store.spec.H, dtype=model.dtype,
+                                                            device=model.device), weights)
+    seconds = {name: statistics.median(values) for name, values in took.items()}
+    token = max(0.0, (seconds["16"] - seconds["1"]) / 15)
+    every = experts_bytes(store)
+    e_bytes, sm_bytes = (round(statistics.fmean(every[0][i][part] for i in tried)) for part in (0, 1))
+    return Delays(e_read=seconds["E"], sm_read=seconds["SM"], decompress=seconds["decompress"],
+                  recover=seconds["recover"], expert_base=max(0.0, seconds["1"] - token), expert_token=token,
+                  N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes, decode=seconds["decode"],
+                  experts_bytes=every)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

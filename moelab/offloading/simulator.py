@@ -1,41 +1,49 @@
-"""The simulator: a recorded run, played through the same cache, scheduler and pools as the engine, in simulated time.
+"""The simulator: a recorded run, played with the engine's own cache, scheduler, load queue and slots in simulated time.
 
 `Residency` decides from the sequence of steps alone, so whatever the engine hits, evicts and reads on these steps, the
 simulator does too; only the clock differs. A layer costs what comes before its experts (attention, norms, router), then
-the schedule of its reads, decompression and computation under given delays (`schedule.simulated_pipeline`); the delays
-are measured on this machine, or follow from the figures of a device card. Experts that are announced for the next layer
-are fetched ahead as by the engine, if the engine's own `Foresight` finds it worth a read. Numbers that come out are
-*simulated*.
+its reads, decompression and computation under given delays (`schedule.execution.SimulatedMachine`), which are measured
+on this machine, or follow from the figures of a device card. Numbers that come out are *simulated*.
 
-    steps     forwards, each a list of (layer, {expert: tokens}) in the order of execution: `model.moelab.steps`
-    forwards  tokens and phase ("prefill", "decode") of each of them: `model.moelab.forwards`
+    steps     forwards, each a list of (layer, {expert: tokens}) in the order of execution: `EngineRun.steps`
+    forwards  tokens and phase ("prefill", "decode") of each of them: `EngineRun.forwards`
     guesses   forwards, each a list of (layer, experts that are announced for it, in this order)
 
-`guesses=steps` is a run that executes what it has predicted, or one whose guesses are all right.
-
-What is left out: contention of disk, decompression and compute for the same memory, sampling between two forwards, and
-padding tokens of a batch, which a trace doesn't have.
+`guesses=steps` is a run that executes what it has predicted, or one whose predictions are all right. Left out:
+contention of disk, decompression and compute for the same memory, sampling between two forwards, and padding tokens of
+a batch, which a trace doesn't have.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
-from moelab.cache.residency import Counters, Residency
+import numpy as np
+
+from moelab.cache.policies import Belady
+from moelab.cache.pools import HIERARCHY, Pools
+from moelab.cache.residency import CacheCounters, Residency
+from moelab.cards import load_device
 from moelab.progress import progress
-from moelab.offloading.prefetch_gate import Foresight
-from moelab.offloading.limits import Rates, Steps
-from moelab.offloading.loads import Fetched
-from moelab.offloading.metrics import Forward, metrics
-from moelab.schedule.affinity import Order, given_order, scheduler_for
-from moelab.schedule.simulated_pipeline import SimulatedPipeline
+from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.metrics import Forward, Metrics, metrics
+from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.slots import slot_counts
+from moelab.schedule.affinity import Order, default_order, given_order
+from moelab.schedule.execution import SimulatedMachine
+from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, MoESpec
 from moelab.trace import PREFILL, RoutingTrace
 
+#: forwards, each a list of (layer, {expert: tokens})
+Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
 #: seconds as base + per token
 Linear = tuple[float, float]
 #: for each forward, (layer, experts announced for it) of the layers that there are guesses for
@@ -44,31 +52,39 @@ Guesses = Sequence[Iterable[tuple[int, Iterable[int]]]]
 
 @dataclass
 class Simulation:
-    """A simulated run: the same records as the engine's.
-
-    Attributes
-    ----------
-    events, forwards : the timeline and the forward passes.
-    counters : hits, misses, evictions of this run.
-    fetched : what became of the experts fetched ahead.
-    """
+    """A simulated run: the same records as an `EngineRun`'s; `fetched` counts what became of prefetched experts."""
 
     events: list[Event]
     forwards: list[Forward]
-    counters: Counters
-    fetched: Fetched = field(default_factory=Fetched)
+    counters: CacheCounters
+    fetched: PrefetchCounts = field(default_factory=PrefetchCounts)
     kind: str = "simulated"
 
-    def metrics(self) -> dict[str, Any]:
+    @property
+    def tpot(self) -> float | None:
+        """Median seconds of a decode forward."""
+        return self.metrics().tpot
+
+    @property
+    def ttft(self) -> float | None:
+        """Median seconds of a prefill."""
+        return self.metrics().ttft
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the requests found whole in memory."""
+        return self.metrics().hit_rate
+
+    def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
-        return metrics(self.events, self.forwards, asdict(self.counters) | {"fetched_ahead": asdict(self.fetched)})
+        return metrics(self.events, self.forwards, self.counters, asdict(self.fetched))
 
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
-             scheduler: Callable[[Sequence[Any], Delays, int], Order] | None = None, guesses: Guesses | None = None,
-             ahead: int = 0, distance: int = 1, foresight: Foresight | None = None) -> Simulation:
-    """Play a run in simulated time.
+             scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order, guesses: Guesses | None = None,
+             ahead: int = 0, distance: int = 1, gate: PrefetchGate | None = None) -> Simulation:
+    """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     Parameters
     ----------
@@ -77,20 +93,19 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     residency : the cache; the run goes on from what is in it, and its counters start anew. Made like the engine's, it
         decides like the engine's.
     delays : what the parts of an expert cost; with `e_bytes` and `sm_bytes`, the timeline says what is read.
-    workers, staging : threads that decompress, experts that may be on their way (None: any number).
+    workers, staging : decode workers; loads in flight beyond what is kept (None: any number).
     other : seconds per layer before its experts can be read.
     head : seconds per forward after the last layer.
-    scheduler : makes the order of reading from (requests, delays, workers); None takes `scheduler_for(delays)`, which
-        is the engine's.
+    scheduler : one of `moelab.schedule.affinity.SCHEDULERS` or your own; by default the engine's.
     guesses : of every forward; they change when experts are read, never what is kept or computed.
-    ahead : experts that may be fetched ahead, in memory beyond `staging`; without guesses there is none of it.
+    ahead : experts that may be prefetched, in memory beyond `staging`; without guesses there is none of it.
     distance : how many layers before its own an expert is announced.
-    foresight : decides whether guesses are worth fetching, and learns; None for a new one.
+    gate : throttles prefetching and learns; None for a new one.
 
     Raises
     ------
-    ValueError : as many forwards and guesses as steps are needed; or a layer or an expert that the residency doesn't
-        have; or a distance below 1.
+    ValueError : not as many forwards and guesses as steps; a layer or an expert that the residency doesn't have; a
+        distance or staging below 1.
     """
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
     if len(kinds) != len(steps):
@@ -100,12 +115,19 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    choose, foresight, done = scheduler or scheduler_for(delays), foresight or Foresight(), []
-    machine = SimulatedPipeline(delays, workers, staging, ahead if guesses is not None else 0, start)
+    gate, done = gate or PrefetchGate(), []
+    ahead = ahead if guesses is not None else 0
+    if staging is None:
+        staging = residency.E                                   # a layer's demand at most
+    elif staging < 1:
+        raise ValueError(f"staging is {staging}; at least one expert must have slots to be loaded into")
+    slots = slot_counts(residency.pools, residency.L if residency.scope == "layer" else 1, staging + ahead)
+    resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
+    machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
 
     def spend(layer: int, cost: Linear, tokens: int) -> None:
         begun, end = machine.now, machine.now + cost[0] + cost[1] * tokens
-        foresight.pause(end - begun)
+        gate.pause(end - begun)
         machine.spend(layer, end)
 
     for forward, (tokens, phase), guessed in progress(list(zip(steps, kinds, guesses or [()] * len(steps))),
@@ -114,17 +136,90 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         for layer, experts in forward:
             spend(layer, other, tokens)
             step = residency.begin(layer, experts)
-            foresight.came(layer, experts)
-            left = machine.start(layer, step.requests, (key for key, _ in step.evicted))
-            machine.load(left, choose(left, delays, workers))
-            fetch = foresight.requests(residency, layer + distance, announced.get(layer + distance, ()),
-                                       machine.read_s / max(1, machine.reads))
-            machine.fetch(layer + distance, fetch, given_order(fetch))
+            gate.came(layer, experts)
+            left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
+            machine.demand(left, scheduler(left, delays, workers))
+            prefetch = gate.requests(residency, layer + distance, announced.get(layer + distance, ()),
+                                     machine.read_s / max(1, machine.reads))
+            machine.queue.prefetch(layer + distance, prefetch, given_order(prefetch))
             machine.run()
         spend(-1, head, tokens)
-        machine.drop_ahead()
+        machine.queue.drop_prefetched()
         done.append(Forward(begun, machine.now, tokens, phase))
-    return Simulation(machine.timeline(), done, residency.counters, Fetched(**machine.fetched))
+    machine.finish()
+    return Simulation(machine.timeline(), done, residency.counters, machine.queue.counts)
+
+
+def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None = None, pools: Pools | None = None,
+           workers: int | None = None, staging: int | None = None, decompress_gbs: float | None = None) -> Simulation:
+    """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
+
+    Parameters
+    ----------
+    run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
+    cache : another policy: a name of `moelab.cache.policies.POLICIES`, or your own; "belady" knows the run's future.
+    device : a card or its name, whose figures replace what was measured (`delays_of`).
+    pools, workers, staging : in place of the run's.
+    decompress_gbs : GB/s of exponents that one thread of `device` puts out; by default the card's figure or, without
+        one, what was measured where the run was recorded.
+
+    Raises
+    ------
+    ValueError : an unknown policy, a card without the figures that are needed, or a run whose policy is an instance;
+        the run of a model in memory without a device.
+    """
+    settings = run.settings
+    policy = cache or settings.policy
+    if cache is None and not isinstance(policy, (str, type)):
+        raise ValueError(f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, a name "
+                         "or a new instance")
+    if settings.delays is None and device is None:
+        raise ValueError("this run's model was in memory, so nothing was read and no delay is known: give device=, or "
+                         "record a run of open_model(…, memory=…)")
+    if policy == "belady":
+        policy = Belady(flat(run.steps))
+    residency = Residency(settings.spec.L, settings.spec.E, pools or settings.pools, policy, settings.scope,
+                          settings.margin)
+    delays, (other, head) = settings.delays, overheads(run)
+    if device is not None:
+        device, head = load_device(device) if isinstance(device, str) else device, (0.0, 0.0)
+        delays, other = _on_device(device, settings, decompress_gbs)
+    guesses = run.guesses if settings.ahead and any(run.guesses) else None
+    return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
+                    staging=staging or settings.staging, other=other, head=head, guesses=guesses, ahead=settings.ahead)
+
+
+def _on_device(device: DeviceSpec, settings: Settings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
+    """`delays_of` for experts as the run's store has them, compressed or not."""
+    spec, half = settings.spec, settings.spec.expert_bytes / 2
+    here = settings.delays or Delays(0, 0, 0, 0, 0, 0, e_bytes=spec.expert_bytes)       # of a resident run: raw experts
+    if spec.dtype == "bfloat16" and here.sm_bytes and here.e_bytes < half:
+        if decompress_gbs is None and "decompress_gbs" not in device.figures:
+            decompress_gbs = half / here.decompress / 1e9
+        delays, other = delays_of(device, spec, here.e_bytes / half, settings.dense_bytes, decompress_gbs)
+        return replace(delays, experts_bytes=here.experts_bytes), other
+    delays, other = delays_of(device, spec.with_dtype("bfloat16"), 1.0, settings.dense_bytes, math.inf)
+    rates, stored = MachineRates.of(device), here.e_bytes + here.sm_bytes
+    return replace(delays, e_read=stored / rates.read, sm_read=0.0, recover=0.0, e_bytes=stored, sm_bytes=0,
+                   expert_base=spec.expert_bytes / rates.memory, experts_bytes=here.experts_bytes), other
+
+
+def overheads(run: EngineRun) -> tuple[Linear, Linear]:
+    """Seconds before a layer's experts, and after the last layer's: (base, per token), fitted to what was measured."""
+    starts = [forward.start for forward in run.forwards]
+    spent: dict[tuple[int, bool], list[float]] = {}
+    for event in run.timeline:
+        at = bisect_right(starts, event.start) - 1
+        if event.kind == "other" and at >= 0:
+            spent.setdefault((run.forwards[at].tokens, event.layer < 0), []).append(event.end - event.start)
+
+    def fit(after: bool) -> Linear:
+        points = {tokens: median(seconds) for (tokens, last), seconds in spent.items() if last == after}
+        if len(points) < 2:
+            return (*points.values(), 0.0)[0], 0.0
+        token = max(np.polyfit(list(points), list(points.values()), 1)[0].item(), 0.0)
+        return max(median(seconds - token * n for n, seconds in points.items()), 0.0), token
+    return fit(False), fit(True)
 
 
 def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, dict[int, int]]]],
@@ -178,6 +273,28 @@ def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:
     return [step for forward in steps for step in forward]
 
 
+@dataclass(frozen=True)
+class MachineRates:
+    """How fast experts arrive (bytes/s), memory is read (bytes/s) and numbers are multiplied (FLOP/s)."""
+
+    read: float
+    memory: float
+    flops: float
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> MachineRates:
+        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit arithmetic.
+
+        ValueError for a card that has neither a link nor a disk, or no arithmetic.
+        """
+        arrival = [device[key] for key in ("link_bandwidth_gbs", "storage_read_gbs") if key in device.figures]
+        compute = [device[key] for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops") if key in device.figures]
+        if not arrival or not compute:
+            raise ValueError(f"{device.name}: the card has no " + ("host link and no disk" if not arrival else "TFLOPS")
+                             + "; add the figure with its source")
+        return cls(arrival[0] * 1e9, device["memory_bandwidth_gbs"] * 1e9, compute[0] * 1e12)
+
+
 def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float, decompress_gbs: float | None = None,
               dense_itemsize: float = 2.0) -> tuple[Delays, Linear]:
     """Delays of an expert and seconds of everything else in a layer, from the figures of a device card.
@@ -188,7 +305,7 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
 
     Parameters
     ----------
-    device : a card with a disk or a host link, a memory bandwidth and TFLOPS (`moelab.offloading.limits.Rates.of`).
+    device : a card with a disk or a host link, a memory bandwidth and TFLOPS (`MachineRates.of`).
     rho : compressed over raw size of the exponents: 1 if they are not compressed.
     dense_bytes : of all weights that every token uses, spread evenly over the L layers.
     decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a card that has no
@@ -203,7 +320,7 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
     if spec.dtype != "bfloat16":
         raise ValueError(f"{spec.name} is stored in {spec.dtype}; exponents are split off bfloat16 only. "
                          "spec.with_dtype('bfloat16') is the same model in bf16")
-    rates = Rates.of(device)
+    rates = MachineRates.of(device)
     if decompress_gbs is None:
         if "decompress_gbs" not in device.figures:
             raise ValueError(f"the card of {device.name} doesn't say how fast a thread decompresses; give "

@@ -6,22 +6,19 @@ copied or allocated while a model runs, so the budget is kept and memory does no
 lies as it does in memory, so it is read *in place*, to where it is computed from, and needs no other slot.
 
 Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of
-4096. Left out: who may have a slot (see the pipeline).
+4096. Who holds which slot: `moelab.schedule.load_queue`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
+from moelab.cache.pools import Pools
 from moelab.store.layout import ALIGN, TORCH_NAMES, ExpertStore, aligned, run
 from moelab.store.reader import aligned_buffer
-
-KINDS = ("full", "e", "sm")
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,12 @@ def lies_as_in_memory(store: ExpertStore) -> bool:
 
 
 class Slots:
-    """`count[kind]` slots of each kind; `free[kind]` holds the numbers of those that nobody has."""
+    """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows."""
 
     def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None,
                  device: torch.device | str = "cpu") -> None:
         self.sizes, self.device = sizes or Sizes.of(store), torch.device(device)
         self.count = count
-        self.all_but([])
         self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device)
                         for kind in ("e", "sm")}
         if self.device.type == "cpu":
@@ -74,11 +70,6 @@ class Slots:
         self._store, self._views, self._places, kinds = store, {}, {}, {}
         # layer → a number that layers share whose experts have tensors of the same shapes
         self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]
-
-    def all_but(self, held: Collection[Any]) -> None:
-        """Count anew what is free: the slots that none of these experts (`Held`) has."""
-        taken = {kind: {one.slots.get(kind) for one in held} for kind in KINDS}
-        self.free = {kind: [i for i in range(self.count[kind]) if i not in taken[kind]] for kind in KINDS}
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +99,12 @@ class Slots:
             self._places[kind] = {name: t.data_ptr() for name, t in self.tensors(0, layer).items()}
         skip = np.array(slots, np.int64) * self.sizes.full
         return {name: first + skip for name, first in self._places[kind].items()}
+
+
+def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
+    """How many slots of each kind hold `copies` of what the pools keep, and `in_flight` experts more."""
+    return {"full": copies * pools.F + in_flight, "e": copies * (pools.C + pools.E) + in_flight,
+            "sm": copies * (pools.C + pools.S) + in_flight}
 
 
 def _host_memory(n: int, device: torch.device) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""The timeline of a real run: `Event`s in a compact table, and the forward passes that they belong to.
+"""The timeline of a real run: `Event`s in a compact table.
 
-An event is a row of 41 bytes, so a thousand tokens of a model with 24 MoE layers take 30 MB and not half a
-gigabyte of Python objects. Every thread of the engine writes without a lock: all that ever changes is one list, which
-grows by `append` and is packed by assigning to a slice of it, and neither can be seen or interrupted halfway.
+A row has 41 bytes, so a thousand tokens of a model with 24 MoE layers take 30 MB and not half a gigabyte of Python
+objects. Every thread writes without a lock: one list grows by `append` and is packed by assigning to a slice of it, and
+neither can be seen or interrupted halfway.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Timeline:
 
     def compact(self) -> None:
         """Pack what is new, if it is much."""
-        with self._packing: self._compact()          # one line: see `Pipeline.change`
+        with self._packing: self._compact()          # one line: see `Pipeline._locked`
 
     def _compact(self) -> None:
         found = self._all
@@ -60,7 +60,3 @@ class Timeline:
                 yield from (Event(names[resource], names[kind], *rest) for resource, kind, *rest in item.tolist())
             else:
                 yield item
-
-    def since(self, start: float) -> list[Event]:
-        """The events that ended after `start`."""
-        return [event for event in self if event.end > start]

@@ -6,27 +6,26 @@ type-I tasks are inserted until the workers lag so far behind the disk that the 
 a worker runs dry. Within a block all E-chunks are read before all SM-chunks; blocks follow each other, and disk and
 workers always take the first operation of this order that is ready.
 
-All chunks of a layer are alike, hence so are their delays. Two things follow that the paper doesn't say. When the
-workers idle depends on how many chunks there are to read and how many are in memory, not on their order, so
-"a position that introduces no additional idle period" (line 13) exists either everywhere in a block or nowhere: one
-simulation of the workers a task decides, instead of one for every position. And the earliest position of all
-would be the block's head each time, which reverses the order by p that lines 4 and 5 establish; here a task is
-never put ahead of one of its own type with as large a p, which keeps the bound and is nearer to the optimum.
-
-Other gaps of the listing, and what is done:
-- type-II tasks that are left when σ_I is empty are in no block: they found blocks of their own;
-- a task that enters a block leaves σ_I or σ_II, or it would be scheduled again by the next block;
-- lines 16 and 18 need a task i* with p_i* ≥ p_j*; without one, j* goes to the head: nothing there should precede it;
-- times count from the start of the layer, not of the block, as the proof needs what earlier blocks left behind.
+Where the listing has gaps:
+- All chunks of a layer have the same delays, so when workers idle depends on how many there are, not on their order:
+  "a position that introduces no additional idle period" (line 13) exists everywhere in a block or nowhere, and one
+  simulation of the workers per task decides.
+- The earliest such position would always be the block's head, which reverses the order by p of lines 4 and 5; here a
+  task never goes ahead of one of its own type with as large a p, which keeps the bound and is nearer to the optimum.
+- Type-II tasks that are left when σ_I is empty found blocks of their own.
+- A task that enters a block leaves σ_I or σ_II.
+- Lines 16 and 18 need a task i* with p_i* ≥ p_j*; without one, j* goes to the head.
+- Times count from the start of the layer, not of the block, as the proof needs what earlier blocks left behind.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapreplace
 from typing import Any, NamedTuple
 
+from moelab.registry import Entry
 from moelab.schedule.requests import Delays, Task
 from moelab.specs import State
 
@@ -60,15 +59,8 @@ class Order(NamedTuple):
 def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
     """Algorithm 1 for a layer's requests, an expert as one task.
 
-    Parameters
-    ----------
     requests : objects with `.key.expert`, `.tokens` and `.state`; those in state FULL have nothing to order.
-    delays : of one expert on this machine.
-    workers : L, decompression threads.
-
-    Raises
-    ------
-    ValueError : no workers.
+    workers : decompression threads; ValueError below 1.
     """
     blocks = schedule([delays.whole(request) for request in requests if request.state is not State.FULL], workers)
     io = [(task.expert, part) for block in blocks for part in ("E", "SM") for task in block
@@ -83,21 +75,20 @@ def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Or
     parts: dict[int, list[str]] = {}
     for expert, part in plan.io:
         parts.setdefault(expert, []).append(part)
-    first = [expert for expert in plan.decode if expert in parts]
-    return plan._replace(io=[(expert, part) for expert in first for part in sorted(parts[expert])])
+    return plan._replace(io=[(expert, part) for expert in plan.decode for part in sorted(parts.get(expert, ()))])
 
 
-def scheduler_for(delays: Delays) -> Callable[[Iterable[Any], Delays, int], Order]:
-    """`order` where decompressing is the slow part and reading E-chunks first gives it a start; else the other.
+def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
+    """`order` where decompressing is the slow part and reading E-chunks first gives it a start; else by expert.
 
     Algorithm 1 assumes requests and stages that cost nothing by themselves. Where an expert is decompressed in less
     time than its SM-chunks are read, what the early start hides is less than what two requests and two passes over
     the weights cost.
     """
-    return order if delays.decompress > delays.sm_read else order_by_expert
+    return (order if delays.decompress > delays.sm_read else order_by_expert)(requests, delays, workers)
 
 
-def naive_order(requests: Iterable[Any]) -> Order:
+def naive_order(requests: Iterable[Any], delays: Delays | None = None, workers: int = 1) -> Order:
     """The baseline: experts in ascending id, of each first E, then SM."""
     return given_order(sorted(requests, key=lambda r: r.key.expert))
 
@@ -109,6 +100,15 @@ def given_order(requests: Iterable[Any]) -> Order:
           if not (request.state.has_e if part == "E" else request.state.has_sm)]
     decode = [request.key.expert for request in missing]
     return Order(io, decode, [[expert] for expert in decode])
+
+
+#: name → how to order a layer's reads and decoding: (requests, delays, workers) → `Order`
+SCHEDULERS = {
+    "default": Entry(default_order, "Algorithm 1, or by expert where reading is slower than decompressing"),
+    "affinity": Entry(order, "ZipMoE's Algorithm 1: E-chunks of a block first, SM-chunks behind them"),
+    "expert": Entry(order_by_expert, "Algorithm 1's order of experts, each in one read and one decode"),
+    "naive": Entry(naive_order, "ascending experts, the baseline", teaching=True),
+}
 
 
 def schedule(tasks: Sequence[Task], workers: int) -> list[Block]:
@@ -177,10 +177,9 @@ def _decompress(threads: list[float], clock: float, ready: int, reads: int, v: f
 def _compute_dominant(busy_until: list[float], io_end: float, v: float, K: int) -> bool:
     """Definition A.1, with v = ρu/K.
 
-    It says "for all threads l … ≥ k·(ρ/K)·u, 0 ≤ k ≤ min{L, K}" and doesn't bind k; §3.3 prints "(l−p)/K·u" for
-    the l-th earliest thread, 1 ≤ l ≤ min{L, K}, where p must be ρ and the minus a product. k = l is what the proof
-    of Lemma B.5 needs: the l-th E-chunk of the next block arrives l·ρu/K after the disk is done with this one, and
-    the thread that comes free l-th must still be busy then. Threads beyond K are busy at least as long as the K-th.
+    The definition doesn't bind its k, and §3.3 prints "(l−p)/K·u" for the l-th earliest thread, where p must be ρ and
+    the minus a product. k = l is what the proof of Lemma B.5 needs: the l-th E-chunk of the next block arrives l·ρu/K
+    after the disk is done with this one, and the thread that comes free l-th must still be busy then.
     """
     return all(end - io_end >= k * v for k, end in enumerate(sorted(busy_until)[:K], 1))
 

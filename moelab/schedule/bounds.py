@@ -1,12 +1,11 @@
 """Lower bounds on the makespan of a layer's tasks: ZipMoE, Lemma B.3.
 
-No schedule ends before the disk has read everything (I), the workers have shared all decompression (C/L), every
-expert has run on the one accelerator (P), and the longest single task has gone its way (Z).
+No schedule ends before the disk has read everything (I), the workers have shared all decompression (C/L, the paper's L
+threads), every expert has run on the one accelerator (P), and the longest single task is done (Z).
 
 The paper's Z, eq. (3), adds up reading all E-chunks and decompressing them. With K ≥ 2 shards that is no lower bound,
-as the first shard is decompressed while the second is read: one missed tensor with K = 2, L = 1, u → 0, v = c = 1
+as the first shard is decompressed while the second is read: one missed tensor with K = 2, one worker, u → 0, v = c = 1
 takes 3 s, not the 4 s of eq. (3). `critical_path` is the exact time of a single task instead; the two agree for K = 1.
-The proof of Theorem B.7 survives, as all that it needs of Z is c + ρu.
 """
 
 from __future__ import annotations

@@ -2,20 +2,22 @@
 
 Two clocks for two readers. `makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A,
 B: one serial disk, L workers, one serial accelerator, recovery for free), so that its bound can be checked.
-`execute` plays experts as the engine does, on a `SimulatedPipeline`, and returns the same `Event` records as the
-engine's own timeline.
+`SimulatedMachine` plays experts as the engine does, with the same `LoadQueue`, and gives the same `Event` records as
+the engine's own timeline; `execute` is one layer of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from moelab.schedule.affinity import Block, Order
-from moelab.schedule.simulated_pipeline import SimulatedPipeline
+from moelab.schedule.load_queue import HOLDS, KINDS, Load, LoadQueue, read_name
 from moelab.schedule.requests import Delays, Operation, operations
-from moelab.specs import Event
+from moelab.specs import Event, ExpertKey, State
 
 RESOURCES = {"read E": "disk", "read SM": "disk", "decompress": "workers", "recover": "stream", "expert": "compute"}
 
@@ -75,14 +77,13 @@ def makespan(blocks: Sequence[Block], workers: int) -> float:
     return max((end for _, end in timetable(blocks, workers).values()), default=0.0)
 
 
-def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int, staging: int | None = None,
-            start: float = 0.0, layer: int = 0) -> tuple[list[Event], float]:
-    """One layer's step in simulated time, as the engine executes it: see `SimulatedPipeline`.
+def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int, start: float = 0.0, layer: int = 0
+            ) -> tuple[list[Event], float]:
+    """One layer's step in simulated time, with slots for all its experts, as the engine executes it.
 
     Parameters
     ----------
-    requests : objects with `.key.expert`, `.tokens`, `.state` and `.keep`.
-    staging : experts that may be in flight; None for no limit.
+    requests : objects with `.key`, `.tokens`, `.state` and `.keep`.
     start : seconds on the clock of the timeline; disk, workers and compute are all free then.
 
     Returns
@@ -91,9 +92,131 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
 
     Raises
     ------
-    ValueError : no workers, no staging buffers, or an order that was made for other requests.
+    ValueError : no workers, or an order that was made for other requests.
     """
-    pipeline = SimulatedPipeline(delays, workers, staging, start=start)
-    pipeline.load(pipeline.start(layer, requests), order)
-    pipeline.run()
-    return pipeline.timeline(), pipeline.now
+    requests = list(requests)
+    machine = SimulatedMachine(delays, workers, dict.fromkeys(KINDS, 2 * len(requests)),
+                               ((request.key, request.state) for request in requests), start=start)
+    machine.demand(machine.begin(layer, requests), order)
+    machine.run()
+    return machine.timeline(), machine.now
+
+
+class SimulatedMachine:
+    """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
+
+    The disk reads one thing at a time. A worker takes an expert's stages, "decompress" and "recover", or both as one,
+    "decode". Compute runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes
+    in `run` and `spend` only, and what is under way goes on from layer to layer, so the disk reads for the next layer
+    while this one is computed. Left out: that reads and decompression slow each other down, and threads' handshakes.
+
+    Parameters
+    ----------
+    slots : of each kind.
+    resident : (key, state) of what is in memory.
+    ahead : how many experts may be prefetched.
+    start : seconds on the clock of the timeline.
+
+    Attributes
+    ----------
+    now : seconds.
+    read_s, reads : seconds and number of the reads that have ended.
+    """
+
+    def __init__(self, delays: Delays, workers: int, slots: Mapping[str, int],
+                 resident: Iterable[tuple[ExpertKey, State]] = (), ahead: int = 0, start: float = 0.0) -> None:
+        if workers < 1:
+            raise ValueError(f"there are {workers} workers; decompression needs at least 1")
+        number = {kind: count() for kind in KINDS}
+        held = {key: {kind: next(number[kind]) for kind in HOLDS[state]} for key, state in resident
+                if state is not State.MISSED}
+        self.delays, self.workers, self.queue = delays, workers, LoadQueue(slots, ahead, held=held)
+        self.now, self.read_s, self.reads = start, 0.0, 0
+        self._seconds = {"decompress": delays.decompress, "recover": delays.recover, "decode": delays.decode_at_once}
+        self._events: list[Event] = []
+        self._running: list[tuple[float, int, Callable[[], None]]] = []     # end; −1 disk, workers, compute; what then
+        self._idle, self._disk_free, self._compute_free, self._computed_until = list(range(workers)), True, True, start
+        self._layer, self._left = -1, 0                         # _left: for compute to do
+        self._requests: dict[ExpertKey, Any] = {}
+        self._ready: deque[ExpertKey] = deque()
+
+    def timeline(self) -> list[Event]:
+        """All events so far, also those under way, in order of their start."""
+        return sorted(self._events, key=lambda event: event.start)
+
+    def spend(self, layer: int, until: float) -> None:
+        """Compute does something else than experts; disk and workers go on with what is prefetched."""
+        if until > self.now:
+            self._left = 1
+            self._compute("other", layer, -1, until)
+            self.run()
+
+    def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()) -> list[Any]:
+        """Begin a layer's step (`LoadQueue.begin`); returns the requests left for `demand`."""
+        requests = sorted(requests, key=lambda request: request.key.expert)
+        self._layer, self._left = layer, len(requests)
+        self._requests = {request.key: request for request in requests}
+        self._ready.extend(request.key for request in requests if request.state is State.FULL)
+        return self.queue.begin(layer, [request for request in requests if request.state is not State.FULL], evicted,
+                                self._ready.append)
+
+    def demand(self, requests: Iterable[Any], order: Order) -> None:
+        """Load the rest of the step's experts, in this order."""
+        self.queue.demand(requests, order)
+
+    def run(self) -> None:
+        """Go on until compute has nothing left to do."""
+        while self._left:
+            self._start()
+            self.now = self._running[0][0]
+            while self._running and self._running[0][0] == self.now:    # all that end together, before anything starts
+                heappop(self._running)[2]()
+
+    def finish(self) -> None:
+        """End what disk and workers are at, and begin nothing more."""
+        while self._running:
+            heappop(self._running)[2]()
+
+    def _start(self) -> None:
+        """Let everybody who is free take what can be done."""
+        if self._disk_free and (found := self.queue.next_read()) is not None:
+            self._read(*found)
+        while self._idle and (found := self.queue.next_decode()) is not None:
+            self._decode(*found)
+        if self._compute_free and self._ready:
+            key = self._ready.popleft()
+            if self.now > self._computed_until:
+                self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, self.now))
+            self._compute("expert", *key, self.now + self.delays.expert(self._requests[key].tokens))
+
+    def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
+        seconds, nbytes = self.delays.read(load.key, "e" in kinds, "sm" in kinds)
+        self._disk_free = False
+
+        def end() -> None:
+            self._disk_free, self.reads, self.read_s = True, self.reads + 1, self.read_s + seconds
+            self.queue.read_done(load, kinds, nbytes)
+        self._begin("disk", -1, read_name(kinds), *load.key, self.now + seconds, end, nbytes)
+
+    def _decode(self, load: Load, tensor: str, operation: str) -> None:
+        worker = heappop(self._idle)
+
+        def end() -> None:
+            heappush(self._idle, worker)
+            self.queue.decode_done(load, tensor, operation)
+        self._begin(f"worker {worker}", worker, operation, *load.key, self.now + self._seconds[operation], end)
+
+    def _compute(self, kind: str, layer: int, expert: int, until: float) -> None:
+        self._computed_until, self._compute_free = until, False
+
+        def end() -> None:
+            self._compute_free = True
+            self._left -= 1
+            if expert >= 0 and (request := self._requests[layer, expert]).keep is not State.FULL:
+                self.queue.computed([request])
+        self._begin("compute", self.workers, kind, layer, expert, until, end)
+
+    def _begin(self, resource: str, number: int, kind: str, layer: int, expert: int, until: float,
+               end: Callable[[], None], nbytes: int = 0) -> None:
+        self._events.append(Event(resource, kind, layer, expert, self.now, until, nbytes))
+        heappush(self._running, (until, number, end))

@@ -1,18 +1,15 @@
 """The exact optimum of small instances, and how far Algorithm 1 is from it.
 
-Branch and bound over every schedule that can matter. A schedule is an order of reads and an order in which workers
-start chunks: starting each as soon as its input and a worker are there loses nothing (sort the starts of any
-schedule and replay them so: by induction none is later), and the accelerator runs whatever is ready. Waiting on
-purpose stays possible, as a chunk that is not read yet may come first in the workers' order.
+Branch and bound over an order of reads and an order in which workers start chunks, each as soon as its input and a
+worker are there; the accelerator runs whatever is ready. A chunk that is not read yet may come first in the workers'
+order, so waiting on purpose is among the schedules.
 
 Four exchanges shrink the search, none of which makes any task ready later:
 - The disk never pauses.
-- A task's E-chunks are read before its SM-chunk: moving the SM-chunk behind the last of them makes everything
-  between earlier, and the task waits for that last E-chunk anyway.
-- All chunks decompress equally long, so the slots of reading and decompressing can be paired first to first, and
-  given to tasks in the order of their last slot: each task's chunks are then consecutive, both among the chunks
-  read and, in the same order, among the chunks read that workers start.
-- Likewise for chunks in memory, apart from those. Tasks of one expert in one state are interchangeable.
+- A task's E-chunks are read before its SM-chunk, as the task waits for the last of them anyway.
+- All chunks decompress equally long, so each task's chunks are consecutive, both among the chunks read and, in the same
+  order, among the chunks read that workers start; likewise among the chunks that are in memory.
+- Tasks of one expert in one state are interchangeable.
 
 Meant for up to about four tasks of one or two chunks.
 """

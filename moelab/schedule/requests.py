@@ -1,8 +1,8 @@
 """Delays, tasks and the graph of operations that an expert's state leaves to do: ZipMoE §3.2, Fig. 6.
 
-A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one SM-chunk. Each
-shard is read and decompressed by itself; when all are decompressed and the SM-chunk is there, the tensor is
-recovered; when all N tensors of an expert are, the expert runs. What is in memory already need not be read.
+A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one SM-chunk. When
+all shards are decompressed and the SM-chunk is there, the tensor is recovered; when all N tensors of an expert are, the
+expert runs. What is in memory already need not be read.
 
     read E 0 → decompress 0 ┐
     read E 1 → decompress 1 ┼→ recover → expert
@@ -68,33 +68,20 @@ class Operation(NamedTuple):
 
 
 def operations(task: Task) -> dict[Operation, tuple[Operation, ...]]:
-    """What a task leaves to do (Fig. 6).
-
-    Returns
-    -------
-    Every operation with those that must end before it starts, in an order that respects them. The last is the
-    expert itself; that of an expert of several tensors waits for what each tensor's graph says.
-    """
+    """What a task leaves to do (Fig. 6): every operation with those that must end before it starts, in an order that
+    respects them. The last is the expert itself, which waits for all its tensors' tasks."""
     where = task.expert, task.tensor
-    expert = Operation("expert", task.expert)
+    expert, recover, sm = Operation("expert", task.expert), Operation("recover", *where), Operation("read SM", *where)
     if task.state is State.FULL:
         return {expert: ()}
     graph: dict[Operation, tuple[Operation, ...]] = {}
-    decompressed = []
     for chunk in range(task.K):
-        read = Operation("read E", *where, chunk)
-        if task.reads_e:
-            graph[read] = ()
-        decompress = Operation("decompress", *where, chunk)
-        graph[decompress] = (read,) if task.reads_e else ()
-        decompressed.append(decompress)
-    sm = Operation("read SM", *where)
+        read = (Operation("read E", *where, chunk),) if task.reads_e else ()
+        graph |= dict.fromkeys(read, ()) | {Operation("decompress", *where, chunk): read}
+    decompressed = tuple(operation for operation in graph if operation.kind == "decompress")
     if task.type_1:
         graph[sm] = ()
-    recover = Operation("recover", *where)
-    graph[recover] = (*decompressed, sm) if task.type_1 else tuple(decompressed)
-    graph[expert] = (recover,)
-    return graph
+    return graph | {recover: (*decompressed, sm) if task.type_1 else decompressed, expert: (recover,)}
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Speculating experts: signals, predictors, their scores, and running a model on their predictions.
 
-Source: Speculating Experts (§3, §4, §6, §8) and dataset-free prefetching (GPU-NDP, §III-D).
+Source: Speculating Experts (§3, §4, §6, §8) and dataset-free prefetching (GPU-NDP, §III-D). A predictor is made by
+`moelab.registry.make("predictor", name, model, …)`.
 """
 
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.execution import MODES, Speculation
-from moelab.speculate.predictors import PREDICTORS, Predictor, make
+from moelab.speculate.predictors import INGREDIENTS, PREDICTORS, Predictor, takes
 from moelab.speculate.signals import DefaultVectors, default_vectors
 from moelab.speculate.training import train
 
-__all__ = ["MODES", "PREDICTORS", "DefaultVectors", "Estimator", "Predictor", "Speculation", "default_vectors", "make",
-           "train"]
+__all__ = ["INGREDIENTS", "MODES", "PREDICTORS", "DefaultVectors", "Estimator", "Predictor", "Speculation",
+           "default_vectors", "takes", "train"]

@@ -2,13 +2,11 @@
 
 Source: Speculating Experts §6.1, §6.2, appendix A (Fig. 11). One small network serves all layers: a projection into a
 narrower space, to which a learned vector of the layer is added, one residual block, a norm and a head. It takes the
-place of the next router's linear layer, so everything after that (softmax, groups, renormalisation) is still the
-architecture's own, and it needs nothing that layer l has not computed before its experts run.
+place of the next router's linear layer; what follows that (softmax, groups, renormalisation) is the architecture's own.
 
     x = A q + p_l        x = x + C silu(B x)        θ = W_head LayerNorm(x)
 
 Shapes: q [T, H], x [T, w], B [n·w, w], θ [T, E]. The paper gives parameter counts but neither w nor n; `sized` finds w.
-Left out: an estimator for every layer apart, which would cost L times the memory.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ FORMAT = "moelab.estimator/1"
 class Estimator(nn.Module):
     """Predicts the router logits of layer l + ahead from the quasi-hidden state at layer l.
 
-    Parameters
-    ----------
-    H, E, L : hidden size, experts a layer, MoE layers.
-    width : w, the latent width.
-    expansion : n, how many times wider the residual block is inside.
-    ahead : how many MoE layers ahead it predicts.
+    width, expansion : w, the latent width, and n, how many times wider the residual block is inside.
     model_id : identity of the model it was trained for; "" for none yet.
     """
 
@@ -53,10 +46,7 @@ class Estimator(nn.Module):
         self.head = nn.Linear(width, E)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
-        """Router logits of layer + ahead [T, E], float32.
-
-        q : quasi-hidden states [T, H]; they come out of a norm, so they need no other.
-        layer : the predicting layer, one for all rows or one a row [T].
+        """Router logits of layer + ahead [T, E], float32; layer : the predicting layer, one for all rows of q or [T].
         """
         x = self.A(q.float()) + self.layer.weight[layer]
         x = x + self.C(F.silu(self.B(x)))
@@ -84,12 +74,10 @@ class Estimator(nn.Module):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    # ------------------------------------------------------------------------------------------- saving, loading
-
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file, whole or not at all; returns its path."""
+        """Write a safetensors file atomically; returns its path."""
         return save_tensors(path, self.state_dict(), {"format": FORMAT, "model_id": self.model_id,
-                                                         "config": json.dumps(self.config)})
+                                                      "config": json.dumps(self.config)})
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
@@ -97,12 +85,12 @@ class Estimator(nn.Module):
 
         Raises
         ------
-        FileNotFoundError, ValueError : no such file; not a whole file of an estimator, or another model's.
+        FileNotFoundError, ValueError : no such file; not a readable estimator, or another model's.
         """
         tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
         if (mine := identity(model)) != about["model_id"]:
             raise ValueError(f"{path} was trained for another model (identity {about['model_id']}, this model's is "
-                             f"{mine}); moelab.speculate.training.train trains one for this model")
+                             f"{mine}); moelab.speculate.train trains one for this model")
         estimator = cls(**json.loads(about["config"]), model_id=about["model_id"])
         estimator.load_state_dict(tensors)
         return estimator.to(getattr(model, "device", "cpu")).eval()

@@ -1,13 +1,12 @@
-"""Running a model on predictions: announced to whoever fetches experts (hint), or executed (speculative, router-free).
+"""Running a model on predictions: announced for prefetching (hint), or executed (speculative, router-free).
 
 Source: Speculating Experts §4, §5.1 (Algorithm 1), §6.4. At each MoE layer, before its experts run, the predictor says
-what a later layer will want; that is announced to the executor, which can fetch while it computes. In hint mode the
-true experts run, so no bit of the output changes; in speculative mode the later layer executes what was predicted for
-it, so nothing is ever fetched twice; router-free, its router does not run at all.
+what a later layer will choose; an executor with a method `prefetch(layer, ids)` is told and can load while it computes.
+In hint mode the true experts run, so no bit of the output changes; in speculative mode the later layer executes what
+was predicted for it, so nothing is read twice; router-free, its router does not run at all.
 
 Shapes: s and r [T, H], ids and weights [T, K]. It hooks the call of the experts, around the executor that is in place,
-so a recording sees what is executed. Left out: the fetching itself; an executor that wants announcements has a method
-`prefetch(layer, ids)`.
+so a recording sees what is executed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
 from moelab.models.patches import Patches
 from moelab.models.stream import streams
-from moelab.speculate.predictors import Estimator, Prediction, Predictor, ask
+from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
 
 MODES = ("hint", "speculative", "router-free")
@@ -36,10 +35,10 @@ class Speculation:
     Parameters
     ----------
     model : any model that moelab can plug; whatever runs its experts stays in place.
-    predictor : see `moelab.speculate.make`. A predictor belongs to one `Speculation`.
+    predictor : `registry.make("predictor", name, model, …)` or your own; it belongs to one `Speculation`.
     mode : "hint", "speculative" or "router-free".
-    prefill : whether predictions are executed in prefill too; by default in decode steps only. Predictions are
-        announced in both.
+    prefill : whether predictions are executed in prefill too; by default in decode steps only. They are announced in
+        both.
 
     Attributes
     ----------
@@ -54,7 +53,7 @@ class Speculation:
     def __init__(self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False) -> None:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
-        if mode == "router-free" and not isinstance(predictor, Estimator):
+        if mode == "router-free" and not isinstance(predictor, EstimatorPredictor):
             raise ValueError(f"router-free needs the predictor 'estimator', which replaces routers; "
                              f"{type(predictor).__name__} asks them")
         self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
@@ -89,7 +88,7 @@ class Speculation:
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
 
     def reset(self) -> None:
-        """Forget the counts."""
+        """Set the counts to 0."""
         device = getattr(self.model, "device", "cpu")
         self.requests, self.hits = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device).unbind(0)
 
@@ -102,7 +101,7 @@ class Speculation:
         return self.hits[pick].sum(0).double() / self.requests[pick].sum(0)
 
     def close(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         self._patches.close()
 
     def __enter__(self) -> Speculation:
@@ -128,10 +127,10 @@ class Speculation:
         self._running = True
 
     def _end(self) -> None:
-        """A stack has run, or failed: nothing of it survives."""
+        """A stack has run, or failed: forget what belongs to its forward pass."""
         self._running, self._phase = False, PREFILL
         self._real: Tensor | None = None                        # which of the T tokens are no padding; None: all
-        self._residuals: dict[int, Tensor] = {}                 # what is r, and what the router reads, of each layer
+        self._residuals: dict[int, Tensor] = {}                 # r and the router's input of each layer
         self._inputs: dict[int, Tensor] = {}
         self._predicted: dict[int, Prediction] = {}
 
@@ -141,7 +140,7 @@ class Speculation:
 
     @torch.no_grad()
     def _before(self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of a layer are about to run: what they are to run with  (Algorithm 1)."""
+        """What the experts of a layer are to run with  (Algorithm 1)."""
         if not self._running or layer.index not in self._residuals:         # a part of the model was called by itself
             return s, ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)
@@ -153,15 +152,17 @@ class Speculation:
         if mine is not None and self._executes:
             ids, weights = mine                                 # lines 6–7
         r, seen = (x.reshape(len(ids), -1) for x in (self._residuals.pop(index), self._inputs.pop(index)))
+        if (target := self.predictor.targets.get(index)) is None:
+            return s, ids, weights
         prediction = self.predictor.predict(index, seen, r, ids, weights)                               # line 8
         if prediction is not None:
-            self._predicted[index + self.predictor.ahead] = prediction
+            self._predicted[target.index] = prediction
             if (prefetch := getattr(layer.experts.executor, "prefetch", None)) is not None:
-                prefetch(index + self.predictor.ahead, prediction[0])                                   # line 9
+                prefetch(target.index, prediction[0])                                                   # line 9
         return s, ids, weights
 
     def _count(self, layer: int, predicted: Tensor, true: Tensor) -> None:
-        if len(true) == 1 and true.device.type == "cpu":        # a decode step: sets are quicker than tensors
+        if len(true) == 1 and true.device.type == "cpu":        # a decode step: sets are faster than tensors
             chosen = set(true[0].tolist()) - {self.predictor.spec.E}
             self.requests[self._phase, layer] += len(chosen)
             self.hits[self._phase, layer] += len(chosen.intersection(predicted[0].tolist()))

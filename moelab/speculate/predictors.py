@@ -1,4 +1,4 @@
-"""Predictors: which experts a later layer will want, asked before this layer's experts have run.
+"""Predictors: which experts a later layer will choose, asked before this layer's experts have run.
 
 Source: Speculating Experts §3.3 (router, quasi), §4 (executing predictions, hence the weights), §6.1, §6.3 (estimator,
 hybrid), §8 (several layers ahead); GPU-NDP §III-D (frequency, dataset-free). The first four read a signal of the token
@@ -8,7 +8,7 @@ itself; frequency, static and previous only remember what was chosen; oracle and
     s, r [T, H]    ids, weights [T, K]    →    ids, weights [T, K] of layer + ahead
 
 Ids and weights come out of the architecture's own router code, whatever the logits came from, so a prediction can be
-executed. Left out: capacity. A router that drops tokens (Switch) is asked as if there were always room.
+executed. A router that drops tokens for lack of capacity (Switch) is asked as if there were always room.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from moelab import recording
 from moelab.models import MoELayer, identity, spec_of
 from moelab.models.stream import check_routers, streams
+from moelab.registry import Entry, find
 from moelab.speculate.signals import DefaultVectors, quasi_hidden
 from moelab.trace import RoutingTrace
 
@@ -33,7 +34,20 @@ from moelab.trace import RoutingTrace
 Prediction = tuple[Tensor, Tensor]
 #: (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted
 Estimate = Callable[[Tensor, int], Tensor]
+#: what predictors are made of, as keyword arguments, and where it comes from
+INGREDIENTS = {
+    "vectors": "moelab.speculate.default_vectors(model, prompts)",
+    "estimator": "a trained moelab.speculate.Estimator",
+    "choice": "moelab.speculate.scoring.choose(trace, model, vectors, estimator)",
+    "trace": "moelab.record(model, prompts)", "seed": "an integer"}
 
+
+def takes(name: str) -> list[str]:
+    """Which of the `INGREDIENTS` a predictor takes, by its name in the registry."""
+    return [part for part in inspect.signature(find("predictor", name)).parameters if part in INGREDIENTS]
+
+
+# ------------------------------------------------------------------------------------------------- asking a router
 
 class _GivenLogits(TorchFunctionMode):
     """While active, a router's linear layer yields the given logits [T, E] in place of its own."""
@@ -51,9 +65,8 @@ class _GivenLogits(TorchFunctionMode):
 
 
 def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Prediction:
-    """What the router of `layer` would choose: (ids, weights), [T, K] each.
+    """What the router of `layer` would choose for inputs x [T, H]: (ids, weights), [T, K] each.
 
-    x : router input [T, H].
     logits : [T, E] that take the place of the router's own; its own code makes weights of them (softmax, sigmoid,
         groups, correction bias, renormalisation).
 
@@ -65,7 +78,7 @@ def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Predictio
 
 
 def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
-    """As `route`, but what the router's code returned, in the architecture's own form."""
+    """As `route`, in the form that the architecture's router returns."""
     if logits is None:
         return layer.ask(x)
     with _GivenLogits(logits) as given:
@@ -88,20 +101,19 @@ def teacher(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Tensor:
 
 def check_given(layer: MoELayer, H: int) -> None:
     """ValueError for a router that does not choose by given logits as by its own: one that scales or caps them."""
-    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0))
     parameter = next(layer.router.parameters())
-    x = x.to(parameter.device, parameter.dtype)
+    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0)).to(parameter.device, parameter.dtype)
     logits = teacher(layer, x)
-    again = teacher(layer, x, logits)
-    if not torch.allclose(again, logits, rtol=2e-2):
+    if not torch.allclose(teacher(layer, x, logits), logits, rtol=2e-2):
         raise ValueError(f"{layer.name}: {type(layer.router).__name__} changes its logits after its linear layer, so "
                          f"an estimator's cannot take their place; use a predictor that asks the router")
 
 
-class Predictor(ABC):
-    """Predicts, at layer l, the experts and weights of layer l + ahead, `ahead` counting MoE layers."""
+# ------------------------------------------------------------------------------------------------------ predictors
 
-    ahead: int = 1
+class Predictor(ABC):
+    """Predicts, at MoE layer l, the experts and weights of layer l + ahead."""
+
     #: whether `predict` reads r, which not every architecture has (`moelab.models.stream`)
     reads_residual = False
 
@@ -110,7 +122,7 @@ class Predictor(ABC):
             raise ValueError(f"ahead is {ahead}; a prediction is for a later layer, so it must be at least 1")
         self.ahead, self.spec = ahead, spec_of(model)
         self.device = getattr(model, "device", torch.device("cpu"))
-        #: layer → the layer that is predicted there; none across the border between encoder and decoder
+        #: predicting layer → predicted layer; none across the border between encoder and decoder
         self.targets: dict[int, MoELayer] = {
             here.index: there for _, layers in recording.stacks(model) for here, there in zip(layers, layers[ahead:])}
 
@@ -125,91 +137,87 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, layer: int, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Prediction | None:
-        """(ids [T, K], weights [T, K]) of layer + ahead; None where there is nothing to say.
+        """(ids [T, K], weights [T, K]) of `targets[layer]`; None where there is nothing to say.
 
-        s : router input of `layer` [T, H].
+        layer : one of `targets`. s : its router input [T, H].
         r : residual before its norm [T, H]; undefined for a predictor that does not say `reads_residual`.
         ids, weights : what `layer` executes, [T, K].
         """
 
-
-class _Aimed(Predictor):
-    """One that needs the layer that is predicted."""
-
-    def predict(self, layer, s, r, ids, weights):
-        target = self.targets.get(layer)
-        return None if target is None else self._predict(layer, target, s, r, ids, weights)
-
-    @abstractmethod
-    def _predict(self, layer: int, target: MoELayer, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        """As `predict`."""
+    def _needs(self, **ingredients: Any) -> None:
+        for name, value in ingredients.items():
+            if value is None:
+                raise ValueError(f"the predictor {type(self).__name__} needs {name}={INGREDIENTS[name]}")
 
 
-class NextRouter(_Aimed):
-    """The next router on this layer's router input s_l: the baseline of §3.3."""
+class NextRouter(Predictor):
+    """The next router on this layer's router input s (Speculating Experts §3.3, the baseline)."""
 
     def __init__(self, model: nn.Module, *, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
         check_routers(model)
 
-    def _predict(self, layer, target, s, r, ids, weights):
-        return route(target, s)
+    def predict(self, layer, s, r, ids, weights):
+        return route(self.targets[layer], s)
 
 
-class Quasi(_Aimed):
-    """The next router on the quasi-hidden state q_l: the paper's Router-PF (§3.3)."""
+class Quasi(Predictor):
+    """The next router on the quasi-hidden state q (§3.3, Router-PF)."""
 
     reads_residual = True
 
-    def __init__(self, model: nn.Module, *, vectors: DefaultVectors, ahead: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, vectors: DefaultVectors | None = None, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
+        self._needs(vectors=vectors)
         vectors.check(model)
         self.vectors, self.streams = vectors.to(self.device), streams(model)
 
-    def quasi(self, layer: int, target: MoELayer, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """q_l [T, H]."""
-        path = self.streams[layer:target.index + 1]
+    def quasi(self, layer: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """q [T, H]."""
+        path = self.streams[layer:self.targets[layer].index + 1]
         return quasi_hidden(path, r, self.vectors.layer_default(layer, ids, weights))
 
-    def _predict(self, layer, target, s, r, ids, weights):
-        return route(target, self.quasi(layer, target, r, ids, weights))
+    def predict(self, layer, s, r, ids, weights):
+        return route(self.targets[layer], self.quasi(layer, r, ids, weights))
 
 
 class Hybrid(Quasi):
-    """Per layer the estimator or the next router on q_l, whichever was better on validation: Hybrid-PF (§6.3).
+    """Per layer the estimator or the next router on q, whichever was better on validation (§6.3, Hybrid-PF).
 
     choice : for each of the L layers, whether the estimator predicts there; `moelab.speculate.scoring.choose` finds it.
     """
 
-    def __init__(self, model: nn.Module, *, vectors: DefaultVectors, estimator: Estimate, choice: Sequence[bool],
-                 ahead: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, vectors: DefaultVectors | None = None, estimator: Estimate | None = None,
+                 choice: Sequence[bool] | None = None, ahead: int = 1) -> None:
         super().__init__(model, vectors=vectors, ahead=ahead)
+        self._needs(estimator=estimator, choice=choice)
         if len(choice) != self.spec.L:
             raise ValueError(f"choice has {len(choice)} entries; it needs one for each of the {self.spec.L} MoE layers")
         if (trained := getattr(estimator, "ahead", ahead)) != ahead:
             raise ValueError(f"this estimator was trained to look {trained} layer(s) ahead, not {ahead}")
         if (mine := identity(model)) != (theirs := getattr(estimator, "model_id", "") or mine):
             raise ValueError(f"this estimator was trained for another model (identity {theirs}, this model's is "
-                             f"{mine}); moelab.speculate.training.train trains one for this model")
+                             f"{mine}); moelab.speculate.train trains one for this model")
         self.estimator, self.choice = estimator, tuple(bool(c) for c in choice)
         for layer, target in self.targets.items():
             if self.choice[layer]:
                 check_given(target, vectors.d.shape[-1])
 
-    def _predict(self, layer, target, s, r, ids, weights):
-        q = self.quasi(layer, target, r, ids, weights)
-        return route(target, q, self.estimator(q, layer) if self.choice[layer] else None)
+    def predict(self, layer, s, r, ids, weights):
+        q = self.quasi(layer, r, ids, weights)
+        return route(self.targets[layer], q, self.estimator(q, layer) if self.choice[layer] else None)
 
 
-class Estimator(Hybrid):
-    """A neural estimator of the next router's logits on q_l, at every layer: Est-PF (§6.1, §6.3)."""
+class EstimatorPredictor(Hybrid):
+    """A trained estimator of the next router's logits on q, at every layer (§6.1, §6.3, Est-PF)."""
 
-    def __init__(self, model: nn.Module, *, vectors: DefaultVectors, estimator: Estimate, ahead: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, vectors: DefaultVectors | None = None, estimator: Estimate | None = None,
+                 ahead: int = 1) -> None:
         super().__init__(model, vectors=vectors, estimator=estimator, choice=[True] * spec_of(model).L, ahead=ahead)
 
 
-class Frequency(_Aimed):
-    """The experts that this prompt's own prefill chose most often: dataset-free prefetching (GPU-NDP §III-D).
+class Frequency(Predictor):
+    """The experts that this prompt's own prefill chose most often (GPU-NDP §III-D, dataset-free).
 
     Each with the mean weight it had there. Nothing is predicted during prefill.
     """
@@ -221,32 +229,34 @@ class Frequency(_Aimed):
     def observe(self, layer, ids, weights):
         self.prefill.setdefault(layer, (ids, weights))
 
-    def _predict(self, layer, target, s, r, ids, weights):
-        known = self.popular.get(target.index)
+    def predict(self, layer, s, r, ids, weights):
+        target = self.targets[layer].index
+        known = self.popular.get(target)
         if known is None or len(known[0]) != len(ids):
-            seen = self.prefill.get(target.index)
+            seen = self.prefill.get(target)
             if seen is None or len(seen[0]) % len(ids):
                 return None
             known = popular(*(t.reshape(len(ids), -1) for t in seen), self.spec.E, self.spec.K)
-            self.popular[target.index] = known
+            self.popular[target] = known
         return known
 
 
-class Static(_Aimed):
+class Static(Predictor):
     """The layer's most popular experts of a recorded trace, the same for every token, with their mean weights."""
 
-    def __init__(self, model: nn.Module, *, trace: RoutingTrace, ahead: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, trace: RoutingTrace | None = None, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
+        self._needs(trace=trace)
         of_model(trace, model)
         ids, weights = (t.movedim(1, 0).flatten(1).to(self.device) for t in (trace.ids.long(), trace.weights))
         self.popular = [t[:, None] for t in popular(ids, weights, self.spec.E, self.spec.K)]     # [L, 1, K] each
 
-    def _predict(self, layer, target, s, r, ids, weights):
-        return tuple(t[target.index].expand(len(ids), -1) for t in self.popular)
+    def predict(self, layer, s, r, ids, weights):
+        return tuple(t[self.targets[layer].index].expand(len(ids), -1) for t in self.popular)
 
 
-class Previous(_Aimed):
-    """What the token before chose at that layer, with its weights. Nothing is predicted during prefill."""
+class Previous(Predictor):
+    """What the token before chose at that layer, with its weights; nothing during prefill."""
 
     def begin(self) -> None:
         self.last: dict[int, Prediction] = {}               # layer → ids and weights [B·S, K]
@@ -254,21 +264,22 @@ class Previous(_Aimed):
     def observe(self, layer, ids, weights):
         self.last[layer] = ids, weights
 
-    def _predict(self, layer, target, s, r, ids, weights):
-        last = self.last.get(target.index)
+    def predict(self, layer, s, r, ids, weights):
+        last = self.last.get(self.targets[layer].index)
         if last is None or len(last[0]) % len(ids):
             return None
         return tuple(t.view(len(ids), -1, t.shape[-1])[:, -1] for t in last)
 
 
-class Oracle(_Aimed):
+class Oracle(Predictor):
     """The truth, from a trace of the very same prompts run one by one in the same order: a control, 100 %.
 
     It checks at every layer that what it is shown is what the trace has. After the last prompt the first comes again.
     """
 
-    def __init__(self, model: nn.Module, *, trace: RoutingTrace, ahead: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, trace: RoutingTrace | None = None, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
+        self._needs(trace=trace)
         self.trace = of_model(trace, model)
         self.prompts = [torch.nonzero(trace.sequence == i).flatten() for i in range(trace.sequences)]     # rows of each
         self.stacks = [{layer.index for layer in layers} for _, layers in recording.stacks(model)]
@@ -293,18 +304,18 @@ class Oracle(_Aimed):
         rows = self.prompts[self.prompt][self.first:self.next]
         return self.trace.ids[rows, layer].long().to(self.device), self.trace.weights[rows, layer].to(self.device)
 
-    def _predict(self, layer, target, s, r, ids, weights):
-        return self._rows(target.index)
+    def predict(self, layer, s, r, ids, weights):
+        return self._rows(self.targets[layer].index)
 
 
-class Random(_Aimed):
+class Random(Predictor):
     """K different experts at random with equal weights: a control, K/E."""
 
     def __init__(self, model: nn.Module, *, seed: int = 0, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
         self.generator = torch.Generator(self.device).manual_seed(seed)
 
-    def _predict(self, layer, target, s, r, ids, weights):
+    def predict(self, layer, s, r, ids, weights):
         noise = torch.rand(len(ids), self.spec.E, generator=self.generator, device=self.device)
         return noise.topk(self.spec.K).indices, torch.full_like(weights, 1 / self.spec.K)
 
@@ -327,35 +338,10 @@ def popular(ids: Tensor, weights: Tensor, E: int, K: int) -> Prediction:
     return chosen, (total.gather(1, chosen) / count.clamp(min=1)).to(weights.dtype)
 
 
-#: name → predictor; another one is a class and a line here
-PREDICTORS: dict[str, type[Predictor]] = {
-    "router": NextRouter, "quasi": Quasi, "estimator": Estimator, "hybrid": Hybrid, "frequency": Frequency,
-    "static": Static, "previous": Previous, "oracle": Oracle, "random": Random,
+#: name → predictor, a class or an `Entry`; another one is a class and a line here
+PREDICTORS: dict[str, type[Predictor] | Entry] = {
+    "router": NextRouter, "quasi": Quasi, "estimator": EstimatorPredictor, "hybrid": Hybrid, "frequency": Frequency,
+    "static": Static, "previous": Previous,
+    "oracle": Entry(Oracle, "the truth from a trace of the same prompts: a control, 100 %", teaching=True),
+    "random": Entry(Random, "K different experts at random: a control, K/E", teaching=True),
 }
-#: what predictors are made of, and where it comes from
-INGREDIENTS = {
-    "vectors": "moelab.speculate.default_vectors(model, prompts)",
-    "estimator": "a trained moelab.speculate.estimator.Estimator",
-    "choice": "moelab.speculate.scoring.choose(trace, model, vectors, estimator)",
-    "trace": "moelab.record(model, prompts)", "seed": "an integer"}
-
-
-def make(name: str, model: nn.Module, *, ahead: int = 1, **ingredients: Any) -> Predictor:
-    """A predictor by its name; of the ingredients it takes those that it needs.
-
-    ingredients : names of `INGREDIENTS`.
-
-    Raises
-    ------
-    ValueError : an unknown predictor or ingredient, or an ingredient that is missing.
-    """
-    if name not in PREDICTORS:
-        raise ValueError(f"there is no predictor {name!r}; there are {', '.join(PREDICTORS)}")
-    if unknown := ingredients.keys() - INGREDIENTS.keys():
-        raise ValueError(f"no predictor takes {', '.join(sorted(unknown))}; they take {', '.join(INGREDIENTS)}")
-    takes = inspect.signature(PREDICTORS[name]).parameters
-    given = {key: value for key, value in ingredients.items() if key in takes and value is not None}
-    for key, parameter in takes.items():
-        if key in INGREDIENTS and parameter.default is parameter.empty and key not in given:
-            raise ValueError(f"the predictor {name!r} needs {key}={INGREDIENTS[key]}")
-    return PREDICTORS[name](model, ahead=ahead, **given)

@@ -1,13 +1,12 @@
-"""Training examples from a trace on disk, a buffer at a time: what an estimator sees and what it should have said.
+"""Training examples of an estimator from a trace on disk, a buffer at a time.
 
 Source: Speculating Experts §6.1. The quasi-hidden state q_l is computed from the residual and the experts of layer l,
-the teacher's logits from the router input of layer l + 1, by its own router. A buffer is filled with short stretches of
-tokens from random places of the trace; files are read, not mapped, since mapped pages count as memory.
+the teacher's logits from the router input of layer l + ahead, by its own router. A buffer is filled with short
+stretches of tokens from random places of the trace; files are read, not mapped, since mapped pages count as memory.
 
-    residuals [T, L, H], ids and weights [T, L, K]  →  q_l [R, H]       router inputs [T, L, H]  →  logits_{l+1} [R, E]
+    residuals [T, L, H], ids and weights [T, L, K]  →  q [R, H]      router inputs [T, L, H]  →  logits [R, E]
 
-One row (R of them) is a token at a predicting layer. Left out: a token that passes only one of the two layers, or was
-dropped there.
+A row (R of them) is a token at a predicting layer that passed both layers and was dropped in neither.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.specs import MoESpec
 from moelab.speculate.predictors import Quasi, of_model, teacher
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import HIDDEN, RoutingTrace, hidden_path
@@ -51,8 +49,8 @@ class Rows:
             raise ValueError(f"layers is {layers}; with ahead={ahead} the layers that predict are "
                              f"{sorted(self.quasi.targets)}")
         self.layers = sorted(self.quasi.targets if layers is None else layers)
-        self.spec: MoESpec = trace.spec
-        self.model_id, self.T, self.H = trace.model_id, len(trace), trace.residuals.shape[-1]
+        self.spec, self.model_id, self.T = trace.spec, trace.model_id, len(trace)
+        self.H = trace.residuals.shape[-1]
         if not self.T:
             raise ValueError("this trace has no tokens; record some prompts")
         home = trace._hidden_home
@@ -70,7 +68,7 @@ class Rows:
         return ([(a, min(a + size, self.T))] for a in range(0, self.T, size))
 
     def spans(self, buffer: int, seed: int, most: int) -> list[tuple[int, int]]:
-        """The stretches (first token, end) of the buffer with this number, at most `most` tokens; no state needed."""
+        """The stretches (first token, end) of the buffer with this number, at most `most` tokens."""
         n = math.ceil(self.T / self.stretch)
         epoch, place = divmod(buffer, math.ceil(n / self.stretches))
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(seed, "stretches", epoch)))
@@ -94,11 +92,9 @@ class Rows:
         for l in self.layers:
             target = self.quasi.targets[l]
             t = (passed[:, l] & passed[:, target.index]).nonzero().flatten()
-            q = self.quasi.quasi(l, target, r[t, l], ids[t, l], weights[t, l])
-            parts.append((q, torch.full_like(t, l), teacher(target, s[t, target.index]),
-                          ids[t, target.index]))
-        q, layer, logits, true = (torch.cat(part) for part in zip(*parts))
-        return q, layer, logits, true
+            q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
+            parts.append((q, torch.full_like(t, l), teacher(target, s[t, target.index]), ids[t, target.index]))
+        return tuple(torch.cat(part) for part in zip(*parts))
 
     def fingerprint(self) -> str:
         """Sixteen hex digits from tokens at 64 places of the trace."""
@@ -107,7 +103,7 @@ class Rows:
 
 
 class FileRows:
-    """Rows of a tensor in a safetensors file, sliced as the tensor would be but read, never mapped."""
+    """Rows of a tensor in a safetensors file, sliced as the tensor would be, but read, not mapped."""
 
     DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I16": torch.int16}
 

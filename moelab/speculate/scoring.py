@@ -1,17 +1,15 @@
-"""How well signals and predictors foresee routing, from a trace that was recorded with `hidden=True`.
+"""How well signals and predictors predict routing, from a trace that was recorded with `hidden=True`.
 
 Source: Speculating Experts §3.3: cosine similarity to the true router input (Fig. 3), recall@K (Fig. 4) and rank
-alignment (Fig. 5), per layer. A trace is walked as a run would be, prompt by prompt, a prefill at once and, for those
-that remember, decode token by token, so that they see what they would have seen; every number is an exact count.
-
-Entry l of a result is about what layer l says of layer l + ahead: [L − ahead]. Left out: what executing a prediction
-does to the layers after it, see `moelab.speculate.execution`.
+alignment (Fig. 5), per layer; exact counts. A trace is walked as a run would be, prompt by prompt, a prefill at once
+and, for predictors with a memory, decode token by token. Entry l of a result, [L − ahead], is about what layer l says
+of layer l + ahead; what executing a prediction does to later layers is not seen here (`moelab.speculate.execution`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +17,18 @@ from torch import Tensor, nn
 
 from moelab.intervals import t95
 from moelab.progress import progress
+from moelab.registry import make
 from moelab.speculate.execution import found
-from moelab.speculate.predictors import Estimate, Predictor, Quasi, make, of_model
+from moelab.speculate.predictors import Estimate, Predictor, Quasi, of_model
 from moelab.speculate.signals import DefaultVectors
-from moelab.trace import DECODE, PREFILL, RoutingTrace
+from moelab.trace import DECODE, RoutingTrace
 
 
 @dataclass(frozen=True)
 class Score:
     """What a predictor got right, by prompt (P of them) and predicting layer.
 
-    Attributes
-    ----------
-    requests : int64 [P, L − ahead], experts that were chosen where there was a prediction.
-    hits : int64 [P, L − ahead], how many of them were among the predicted ones.
+    requests, hits : int64 [P, L − ahead], experts chosen where there was a prediction; those that were predicted.
     aligned : int64 [L − ahead, K], tokens whose expert of each rank, by weight, was predicted at that very rank.
     tokens : int64 [L − ahead, K], tokens that had an expert of that rank.
     """
@@ -67,9 +63,7 @@ class Score:
 
 @torch.no_grad()
 def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -> Score:
-    """Walk a trace with a predictor and count.
-
-    phase : `PREFILL`, `DECODE`, or None for both. What is not counted is walked all the same.
+    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in both.
 
     Raises
     ------
@@ -79,17 +73,18 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
     requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long).unbind(0)
     aligned, tokens = torch.zeros(2, n, K, dtype=torch.long).unbind(0)
     remembers = type(predictor).observe is not Predictor.observe
-    for prompt, forwards in walk(trace, token_by_token=remembers):
+    for prompt, passes in walk(trace, token_by_token=remembers):
         predictor.begin()
-        for forward in forwards:
-            counted = phase is None or forward.phase == phase
-            for layer in forward.layers:
-                s, r, ids, weights = forward.at(layer, predictor.device)
+        for one in passes:
+            for layer in one.layers:
+                s, r, ids, weights = one.at(layer, predictor.device)
                 predictor.observe(layer, ids, weights)
-                prediction = predictor.predict(layer, s, r, ids, weights)
-                if prediction is None or not counted:
+                if layer not in predictor.targets:
                     continue
-                _, _, true, true_weights = forward.at(layer + predictor.ahead, predictor.device)
+                prediction = predictor.predict(layer, s, r, ids, weights)
+                if prediction is None or phase not in (None, one.phase):
+                    continue
+                _, _, true, true_weights = one.at(predictor.targets[layer].index, predictor.device)
                 there = true != E
                 requests[prompt, layer] += int(there.sum())
                 hits[prompt, layer] += int((found(prediction[0], true) & there).sum())
@@ -102,24 +97,22 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
 @torch.no_grad()
 def similarity(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, phase: int | None = None,
                ahead: int = 1) -> dict[str, Tensor]:
-    """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + ahead, float64 [L − ahead] each.
-
-    phase : as for `score`. Layers without a successor, such as an encoder's last, are NaN  (§3.3, Fig. 3).
-    """
+    """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + ahead, float64 [L − ahead] each
+    (§3.3, Fig. 3); NaN for layers without a target, such as an encoder's last. phase : as for `score`."""
     quasi = Quasi(model, vectors=vectors, ahead=ahead)
     total = {name: torch.zeros(trace.spec.L - ahead, dtype=torch.double) for name in ("s", "q")}
     count = torch.zeros(trace.spec.L - ahead, dtype=torch.long)
     of_model(trace, model)
-    for _, forwards in walk(trace):
-        for forward in forwards:
-            if phase is not None and forward.phase != phase:
+    for _, passes in walk(trace):
+        for one in passes:
+            if phase not in (None, one.phase):
                 continue
-            for layer in forward.layers:
+            for layer in one.layers:
                 if (target := quasi.targets.get(layer)) is None:
                     continue
-                s, r, ids, weights = forward.at(layer, quasi.device)
-                true = forward.at(target.index, quasi.device)[0].float()
-                q = quasi.quasi(layer, target, r, ids, weights)
+                s, r, ids, weights = one.at(layer, quasi.device)
+                true = one.at(target.index, quasi.device)[0].float()
+                q = quasi.quasi(layer, r, ids, weights)
                 for name, signal in (("s", s), ("q", q)):
                     total[name][layer] += F.cosine_similarity(signal.float(), true, dim=-1).sum().double().cpu()
                 count[layer] += len(s)
@@ -128,15 +121,9 @@ def similarity(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, p
 
 def choose(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, estimator: Estimate) -> tuple[bool, ...]:
     """For each of the L layers, whether the estimator has the better recall@K on a validation trace  (§6.3)."""
-    bag = {"vectors": vectors, "estimator": estimator}
-    by_estimator, by_router = (score(trace, make(name, model, **bag)).recall for name in ("estimator", "quasi"))
+    by_estimator = score(trace, make("predictor", "estimator", model, vectors=vectors, estimator=estimator)).recall
+    by_router = score(trace, make("predictor", "quasi", model, vectors=vectors)).recall
     return (*(by_estimator > by_router).tolist(), False)            # the last layer predicts nothing
-
-
-def as_decode(trace: RoutingTrace, after: int) -> RoutingTrace:
-    """The trace of a text as if all of it but the first `after` tokens had been generated: what predictors that learn
-    from the prefill, or from the previous token, can be scored on."""
-    return replace(trace, phase=torch.where(trace.position < after, PREFILL, DECODE).to(torch.uint8))
 
 
 def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:
@@ -148,25 +135,25 @@ def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:
 # --------------------------------------------------------------------------------------------------- walking a trace
 
 @dataclass(frozen=True)
-class Forward:
-    """One forward pass of one prompt: the rows of a trace that it computed, and the layers that they passed."""
+class TracedPass:
+    """One forward pass of one prompt: the rows [T] of a trace that it computed, and the layers that they passed."""
 
     trace: RoutingTrace
-    rows: Tensor            # [T]
+    rows: Tensor
     phase: int
     layers: list[int]
 
     def at(self, layer: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """s [T, H], r [T, H], ids [T, K], weights [T, K] of a layer."""
         t = self.trace
-        columns = t.router_inputs, t.residuals, t.ids, t.weights
-        s, r, ids, weights = (column[self.rows, layer].to(device) for column in columns)
+        s, r, ids, weights = (column[self.rows, layer].to(device)
+                              for column in (t.router_inputs, t.residuals, t.ids, t.weights))
         return s, r, ids.long(), weights
 
 
-def walk(trace: RoutingTrace, token_by_token: bool = False) -> Iterator[tuple[int, list[Forward]]]:
-    """(prompt, its forward passes in order): the prefill at once, an encoder's before its decoder's, then the decode
-    steps, one by one or, where tokens do not depend on each other, all at once.
+def walk(trace: RoutingTrace, token_by_token: bool = False) -> Iterator[tuple[int, list[TracedPass]]]:
+    """(prompt, its forward passes in order): the prefill, an encoder's before its decoder's, then the decode steps,
+    one by one or all at once.
 
     Raises
     ------
@@ -183,5 +170,5 @@ def walk(trace: RoutingTrace, token_by_token: bool = False) -> Iterator[tuple[in
         if token_by_token:
             new |= phase == DECODE
         starts = [*torch.nonzero(new).flatten().tolist(), len(rows)]
-        yield prompt, [Forward(trace, rows[a:b], int(phase[a]), torch.nonzero(passed[a]).flatten().tolist())
+        yield prompt, [TracedPass(trace, rows[a:b], int(phase[a]), torch.nonzero(passed[a]).flatten().tolist())
                        for a, b in zip(starts, starts[1:])]

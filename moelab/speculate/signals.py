@@ -1,16 +1,16 @@
-"""Default vectors and quasi-hidden states: a guess of the next router's input before this layer's experts have run.
+"""Default vectors and quasi-hidden states: the next router's input, predicted before this layer's experts have run.
 
-Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual stream is replaced by what it adds on
-average, a vector that was measured beforehand; the sum over the chosen experts, the layer default, is added to the
-residual, and the next layer's norm makes of it what its router might see.
+Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual stream is replaced by its average, a
+vector that was measured beforehand; the sum over the chosen experts, the layer default, is added to the residual, and
+the next layer's norm is applied.
 
     d_l = Σ_k g_{l,k} d_{l,e_k} + shared_l        q_l = norm_{l+1}(d_l + r_l)
 
 That is a plain pre-norm block. Where a model scales or norms what the block adds (`moelab.models.stream`), d_l
 estimates v_l, what is added before that norm, and is put through it.
 
-Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H]. Left out: what attention of layer l + 1, or
-a dense layer in between, adds to the stream; that is the error which the predictors are left with.
+Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H]. What attention of layer l + 1, or a dense
+layer in between, adds to the stream is missing from q; that is the predictors' error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DefaultVectors:
                              f"model's is {mine}); moelab.speculate.default_vectors(model, prompts) measures its own")
 
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file, whole or not at all; returns its path."""
+        """Write a safetensors file atomically; returns its path."""
         return save_tensors(path, {name: getattr(self, name) for name in ("d", "shared", "counts")}, {
             "format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)})
 
@@ -86,7 +86,7 @@ class DefaultVectors:
 
         Raises
         ------
-        FileNotFoundError, ValueError : no such file; not a whole file of default vectors, or another model's.
+        FileNotFoundError, ValueError : no such file; not readable default vectors, or another model's.
         """
         tensors, about = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
         vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
@@ -97,10 +97,9 @@ class DefaultVectors:
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     """q = norm(d + r), with the norm of the layer that is predicted: [T, H] in r's dtype  (§3.2).
 
-    path : the residual stream around this layer, around those in between and around the one that is predicted; what an
-        architecture does to d before it is added, and to the stream in between, is done here too.
-    r : residual stream before this layer's norm [T, H].
-    d : this layer's default [T, H].
+    path : the residual stream around this layer, those in between and the one that is predicted; what an architecture
+        does to d before it is added, and to the stream in between, is done here too.
+    r, d : residual stream before this layer's norm, and this layer's default, [T, H] each.
     """
     here, *between, following = path
     x = here.added(r, d)
@@ -116,10 +115,9 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
 
     Parameters
     ----------
-    model : any model that moelab can plug; whatever computes its experts goes on doing so and is listened to.
+    model : any model that moelab can plug; whatever computes its experts goes on doing so.
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
     max_new_tokens : tokens generated greedily after each prompt, which count too.
-    tokenizer : by default the model's own.
 
     Raises
     ------
@@ -143,7 +141,7 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
 
 
 class _Sums:
-    """Listens to the executor of every layer and to what it adds to the stream: sums and counts of experts' outputs."""
+    """Sums and counts of experts' outputs, and of what else a layer adds to the stream, seen by hooks."""
 
     def __init__(self, L: int, E: int, streams: list[Stream], weighted: bool) -> None:
         self.streams, self.weighted = streams, weighted
@@ -190,7 +188,7 @@ class _Sums:
 
 
 class _Listener:
-    """An experts module as an executor sees it, which passes on each expert's output before it is weighted."""
+    """An experts module as an executor sees it, which keeps each expert's output before it is weighted."""
 
     def __init__(self, experts: SeamExperts, sums: _Sums) -> None:
         self._experts, self._sums = experts, sums

@@ -1,13 +1,10 @@
 """Training the expert estimator from activations on disk, in memory that does not grow with their number.
 
-Source: Speculating Experts §6.1, §6.2 (Fig. 9), appendix A: distillation, the loss is KL(true router ‖ estimator). A
-trace recorded with `hidden=True` has all that is needed (`moelab.speculate.rows`): rows from random places of it are
-shuffled in a buffer, trained on, and the next buffer is read.
-
-A router that takes a softmax is matched in that distribution; one that takes a sigmoid of each logit is matched
-expert by expert, because a softmax would leave open a constant that its weights depend on. What the paper doesn't
-tell is chosen here: Muon for the matrices within, which on the shipped model learns more from the same tokens than
-AdamW, AdamW for the rest, a warm-up and a cosine. Left out: training on several devices.
+Source: Speculating Experts §6.1, §6.2 (Fig. 9), appendix A: distillation, the loss is KL(true router ‖ estimator).
+Rows (`moelab.speculate.rows`) from random places of a trace are shuffled in a buffer, trained on, and the next buffer
+is read. A softmax router is matched in that distribution; a sigmoid router expert by expert, because a softmax would
+leave open a constant that its weights depend on. Our choices: Muon for the inner matrices, which on the shipped model
+learns more from the same tokens than AdamW; AdamW for the rest; a warm-up and a cosine. One device.
 
 Shapes: R rows, a row is a token at a predicting layer; q [R, H], logits [R, E].
 """
@@ -16,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -27,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moelab.files import atomic
 from moelab.progress import progress
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.execution import found
@@ -35,7 +32,6 @@ from moelab.speculate.rows import Rows, digest_of, seed_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 
-FORMAT = "moelab.training/1"
 WARMUP = 0.02           # of all tokens
 
 
@@ -43,12 +39,8 @@ WARMUP = 0.02           # of all tokens
 class Point:
     """Where training was after a number of tokens, measured on the validation trace.
 
-    Attributes
-    ----------
-    tokens : training tokens seen, repetitions included.
-    loss : mean KL divergence, nats.
-    hit_rate : for each predicting layer 0 … L − ahead − 1, share of the true experts that were predicted
-        (recall@K); NaN where nothing is predicted.
+    tokens : training tokens seen, repetitions included. loss : mean KL divergence, nats.
+    hit_rate : recall@K of each predicting layer 0 … L − ahead − 1; NaN where nothing is predicted.
     """
 
     tokens: int
@@ -64,10 +56,8 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A trained estimator and how it came about: `history` is Fig. 9, its first point before training.
-
-    `best` is the point with the lowest validation loss, and the estimator has the weights it had there.
-    """
+    """A trained estimator; `history` is Fig. 9, its first point before training. The estimator has the weights of
+    `best`, the point with the lowest validation loss."""
 
     estimator: Estimator
     history: tuple[Point, ...]
@@ -85,9 +75,8 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     Parameters
     ----------
     trace : recorded with `hidden=True`; a path, or a trace whose hidden states lie on disk, is streamed.
-    vectors : the default vectors that make q_l, the same that predictors will use.
-    validation : a trace, or the path of one, of text that is not in `trace`. It decides when to stop, so measure
-        the result on a third one.
+    vectors : the default vectors that make q, the same that predictors will use.
+    validation : of text that is not in `trace`. It decides when to stop, so measure the result on a third one.
     parameters : of the estimator (`Estimator.sized`).
     tokens : training tokens in all; a shorter trace is repeated, newly shuffled.
     batch : rows a step; a token is one row for every predicting layer.
@@ -95,10 +84,9 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     every : tokens between validations and checkpoints, about; by default a twentieth of `tokens`.
     patience : validations in a row without a lower loss, after which training stops.
     layers : the predicting layers to train for; all by default.
-    ahead : layer l predicts layer l + ahead.
     seed : decides the first weights and the order; the same arguments give the same weights on the same machine.
-    checkpoint : a file that is rewritten at every validation. If it exists, training goes on from there and ends
-        as if it had never been interrupted.
+    checkpoint : a file that is rewritten at every validation; if it exists, training resumes from it, with the same
+        result as without the interruption.
 
     Raises
     ------
@@ -130,7 +118,7 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
 
 
 class _Run:
-    """All that changes while an estimator is trained, and how."""
+    """The state of a training, and its steps."""
 
     def __init__(self, data: Rows, settings: dict[str, Any]) -> None:
         self.data, self.settings = data, settings
@@ -195,19 +183,15 @@ class _Run:
         return Training(self.estimator.eval(), tuple(self.history), self.best,
                         stopped_early=self.worse >= self.settings["patience"])
 
-    # --------------------------------------------------------------------------------------------- checkpoints
-
     COUNTERS = ("seen", "buffers", "worse")
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        torch.save({"format": FORMAT, "settings": json.dumps(self.settings),
-                    "counters": {name: getattr(self, name) for name in self.COUNTERS},
-                    "history": [asdict(point) for point in self.history], "best": asdict(self.best),
-                    "weights": self.estimator.state_dict(), "best_weights": self.best_weights,
-                    "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}, part)
-        os.replace(part, path)
+        with atomic(path) as part:
+            torch.save({"settings": json.dumps(self.settings),
+                        "counters": {name: getattr(self, name) for name in self.COUNTERS},
+                        "history": [asdict(point) for point in self.history], "best": asdict(self.best),
+                        "weights": self.estimator.state_dict(), "best_weights": self.best_weights,
+                        "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}, part)
 
     def resume(self, path: Path) -> None:
         try:

@@ -31,7 +31,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -313,12 +313,16 @@ class ExpertStore:
     identity : of the model that the store was made from, see `moelab.models.identity`.
     weights, files : the other weights and the small files, by name.
     layers : one `Layer` for each MoE layer.
+    weights_bytes : of the other weights.
 
     Raises
     ------
     FileNotFoundError : no such folder or no index in it.
     StoreError : another format or version, a damaged index, a file that is missing or has another size.
     """
+
+    #: whether chunks begin at multiples of `ALIGN`; bytes of memory that reading takes beside its buffers
+    aligned, scratch = True, 0
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -398,6 +402,23 @@ class ExpertStore:
             raise LookupError(f"{self.folder} has no expert {expert} of MoE layer {layer}; it has "
                               f"{len(self.layers)} layers of {self.spec.E} experts")
         return self.layers[layer].experts[expert]
+
+    def stored_bytes(self, layer: int, expert: int, part: str) -> int:
+        """Bytes that are read for a part of an expert."""
+        return run(self.entries(layer, expert), part)[1]
+
+    def paths(self, layer: int) -> list[Path]:
+        """The files that hold a layer's experts."""
+        return [self.folder / self.layers[layer].file]
+
+    def extents(self, parts: list[Any]) -> Iterable[tuple[Path, int, list[memoryview]]]:
+        """What to read for `Chunks` that follow each other in the file: (file, offset, memory to fill)."""
+        path = self.folder / self.layers[parts[0].layer].file
+        return [(path, parts[0].offset, [memoryview(part.data) for part in parts])]
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(size for _, _, _, size, _ in self.weights.values())
 
     def require(self, identity: str) -> None:
         """Raise StoreError unless the store was made from the model with this identity."""

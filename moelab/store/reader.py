@@ -57,7 +57,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A part of an expert in memory: `data` holds the file's bytes from `offset` on."""
+    """A part of an expert in memory: `data` holds the file's bytes from `offset` on; `nbytes` of them were read."""
 
     layer: int
     expert: int
@@ -65,6 +65,7 @@ class Chunks:
     entries: dict[str, TensorEntry]
     data: np.ndarray = field(repr=False)
     offset: int
+    nbytes: int
 
     def plane(self, name: str, i: int) -> Plane:
         """Plane `i` of a tensor, as views of `data`."""
@@ -77,7 +78,7 @@ class Reader:
 
     Parameters
     ----------
-    store : where from.
+    store : where from; a `moelab.models.direct.CheckpointStore` is read without checksums and never "direct".
     mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file system refuses
         direct reads, they are buffered (`mode` says what is done).
     bandwidth : bytes a second that reads are slowed down to, all threads together, to stand for a slower disk (a
@@ -91,12 +92,15 @@ class Reader:
             raise ValueError(f"unknown mode {mode!r}; here there are auto, {', '.join(modes())}")
         if bandwidth is not None and not bandwidth > 0:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
-        self.store, self.bandwidth, self.verify = store, bandwidth, verify
+        if mode == "direct" and not store.aligned:
+            raise ValueError(f"the tensors in {store.folder} do not begin at multiples of {ALIGN} bytes, so they "
+                             f"cannot be read past the page cache; convert it to a store, or use another mode")
+        self.store, self.bandwidth, self.verify = store, bandwidth, verify and store.checksum is not None
         self.counters = Counters()
         self._files: dict[str, int] = {}                        # a file of each layer, opened when it is first read
         weakref.finalize(self, _close, self._files)
         self._lock, self._free_at = threading.Lock(), 0.0
-        self.mode = fastest_mode(store) if mode == "auto" else mode
+        self.mode = mode if mode != "auto" else fastest_mode(store) if store.aligned else "buffered"
 
     def buffer(self, part: str = "both") -> np.ndarray:
         """A new buffer that is large enough for this part of any expert of the store."""
@@ -136,32 +140,18 @@ class Reader:
                 raise ValueError(f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
                                  f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
                                  f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one")
-            found.append(Chunks(layer, expert, part, entries, buffer[:length], offset))
+            found.append(Chunks(layer, expert, part, entries, buffer[:length], offset,
+                                self.store.stored_bytes(layer, expert, part)))
         filled = [chunks for chunks in found if len(chunks.data)]
         if filled:
             self._fill(filled)
         return found
 
     def _fill(self, parts: list[Chunks]) -> None:
-        first = parts[0]
-        path = self.store.folder / self.store.layers[first.layer].file
-        views, offset, requests, start = [memoryview(c.data) for c in parts], first.offset, 0, time.perf_counter()
-        total = sum(len(view) for view in views)
-        try:
-            while views:
-                requests += 1
-                n = self._request(path, views, offset)
-                if not n:
-                    raise StoreError(f"{path} ends at byte {offset:,}, inside {_which(first)}, which take the bytes "
-                                     f"{first.offset:,} to {first.offset + total:,}; the file is cut off")
-                offset += n
-                while views and n >= len(views[0]):
-                    n -= len(views.pop(0))
-                if n:
-                    views[0] = views[0][n:]
-        except OSError as error:
-            raise OSError(error.errno, f"reading {path} at byte {offset:,} ({_which(first)}) failed: "
-                                       f"{error.strerror}") from error
+        total, requests, start = 0, 0, time.perf_counter()
+        for path, offset, views in self.store.extents(parts):
+            total += sum(map(len, views))
+            requests += self._read_extent(path, offset, views, parts[0])
         with self._lock:
             if self.bandwidth:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
@@ -172,6 +162,26 @@ class Reader:
             self.counters.bytes += total
             self.counters.requests += requests
             self.counters.seconds += time.perf_counter() - start
+
+    def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> int:
+        """Fill the views with a file's bytes from `begin` on; returns how many requests that took."""
+        offset, requests, end = begin, 0, begin + sum(map(len, views))
+        try:
+            while views:
+                requests += 1
+                n = self._request(path, views, offset)
+                if not n:
+                    raise StoreError(f"{path} ends at byte {offset:,}, inside {_which(what)}, which take the bytes "
+                                     f"{begin:,} to {end:,}; the file is cut off")
+                offset += n
+                while views and n >= len(views[0]):
+                    n -= len(views.pop(0))
+                if n:
+                    views[0] = views[0][n:]
+        except OSError as error:
+            raise OSError(error.errno, f"reading {path} at byte {offset:,} ({_which(what)}) failed: "
+                                       f"{error.strerror}") from error
+        return requests
 
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
@@ -196,6 +206,8 @@ class Reader:
 
     def check(self, chunks: Chunks, only: str | None = None) -> None:
         """Raise StoreError unless the chunks, or those of the tensor `only`, match their checksums."""
+        if self.store.checksum is None:
+            return
         for name, entry in chunks.entries.items() if only is None else [(only, chunks.entries[only])]:
             for i, (_, expected) in enumerate(entry.planes):
                 if chunks.part != "both" and (i == 0) != (chunks.part == "E"):
@@ -209,9 +221,9 @@ class Reader:
                             f"does not match its checksum; copy the store again, or convert the model again")
 
     def drop_cache(self, layer: int) -> None:
-        """Ask the system to forget what it has cached of a layer's file, where it can be asked."""
-        if hasattr(os, "posix_fadvise"):
-            with open(self.store.folder / self.store.layers[layer].file, "rb") as f:
+        """Ask the system to forget what it has cached of a layer's files, where it can be asked."""
+        for path in self.store.paths(layer) if hasattr(os, "posix_fadvise") else ():
+            with open(path, "rb") as f:
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The tables of the Neural Engine, as rows for `moelab.viz.markdown.table`: plans, conversions, drops, modelled costs.
+"""The tables of the Neural Engine, as rows for `moelab.viz.notebook.table`: plans, conversions, drops, modelled costs.
 
 Nothing is computed here beyond what a cell shows; where a row quotes the paper, it says so.
 """
@@ -22,9 +22,8 @@ from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.bench.ane import cpu_share
 from moelab.bench.ane_accuracy import Answers, LossByOrder
 from moelab.bench.ane_conversion import Conversion
-from moelab.cards import load_device
-from moelab.specs import MoESpec
-from moelab.viz.markdown import span
+from moelab.cards import load_device, load_model
+from moelab.table import span
 
 Row = dict[str, Any]
 #: name of a plan of `moelab.bench.ane_accuracy.candidates` → what it is
@@ -210,7 +209,7 @@ def unsaid(found: Mapping[str, Study]) -> list[Row]:
                 f"modelled, {len(found[model])} runs": span(*least_and_most(found[model], figure)), "source": source}
 
     phi, _, qwen = MACHINES
-    L, (seconds, joules, watts), rows = MoESpec.from_card(phi).L, TABLE_9, []
+    L, (seconds, joules, watts), rows = load_model(phi).L, TABLE_9, []
     for system in ("cpu", "anemll"):
         title = SYSTEMS[system].title
         rows += [row(f"{qwen}, {title} ÷ ours: wall", f"{TABLE_6[system][0] / TABLE_6['npumoe'][0]:.2f}", qwen,

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 from plotly.subplots import make_subplots
 
-from moelab.bench.static import NOBODY, Costs, Ran
+from moelab.bench.static import NOBODY, DropCosts, Ran
 from moelab.experts.blocks import Padding
 from moelab.viz import theme
 from moelab.viz.engine_figures import _beside
@@ -71,7 +71,7 @@ def dropping(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, floa
     return _styled(figure, kind, height=140 + 190 * len(panels))
 
 
-def capacity(costs: Costs) -> go.Figure:
+def capacity(costs: DropCosts) -> go.Figure:
     """What capacity factors drop, pad and cost, a panel each for counts, language loss and right answers.
 
     costs : ways named by their factor, e.g. of `moelab.bench.static.capacity_factors`.
@@ -112,7 +112,7 @@ def differences(panels: Mapping[str, Mapping[str, tuple[float, float, float]]], 
     return _styled(figure, kind, height=150 + 38 * len(names), left=130)
 
 
-def drop_orders(costs: Costs) -> go.Figure:
+def drop_orders(costs: DropCosts) -> go.Figure:
     """What each order of dropping costs in language loss and right answers; no experts at all in the latter only."""
     tasks = [task for task in costs.scores if task != "loss"]
     loss = {way: costs.loss(way) for way in costs.tallies if way != NOBODY}

@@ -1,4 +1,4 @@
-"""The tables of static shapes, as rows for `moelab.viz.markdown.table`: what was counted and measured, in text.
+"""The tables of static shapes, as rows for `moelab.viz.notebook.table`: what was counted and measured, in text.
 
 Nothing is computed here beyond what a cell shows; where a row quotes a source, it says so.
 """
@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
+from moelab.bench.measure import Samples
 from moelab.bench.neuron_examples import BlockAdvice, Example
-from moelab.bench.roofline import LOADING, Contest
-from moelab.bench.static import BASELINE, NOBODY, BlockCount, Costs, Ran, TierPlan
-from moelab.bench.store import Samples
+from moelab.bench.roofline import LOADING, ExpertTimes
+from moelab.bench.static import BASELINE, NOBODY, BlockCount, DropCosts, Ran, TierPlan
 from moelab.cards import load_model
 from moelab.experts.blocks import Padding, intensity_factor
 from moelab.experts.blockwise import BlockMap
@@ -21,7 +21,7 @@ from moelab.parallel.advice import Advice
 from moelab.parallel.eplb import Balance
 from moelab.experts.quantization import Quantized
 from moelab.experts.neuron import expected_unique
-from moelab.viz.markdown import ms, percent
+from moelab.table import ms, percent
 
 Row = dict[str, Any]
 
@@ -63,7 +63,7 @@ def block_sizes(asked: Sequence[BlockAdvice]) -> list[Row]:
              "advised B": str(one.advice.block_size), "compute-bound": one.advice.compute_bound} for one in asked]
 
 
-def capacity(costs: Costs) -> list[Row]:
+def capacity(costs: DropCosts) -> list[Row]:
     """What each capacity factor drops, pads and costs, with the paper's drops, padding and accuracy below."""
     tasks = [task for task in costs.scores if task != "loss"]
     plain = {task: of[BASELINE] for task, of in costs.scores.items()}
@@ -79,7 +79,7 @@ def capacity(costs: Costs) -> list[Row]:
     return [first, *own, *paper]
 
 
-def orders(costs: Costs) -> list[Row]:
+def orders(costs: DropCosts) -> list[Row]:
     """What each order of dropping costs, its loss beside that of dropping at random."""
     rows = []
     for way in costs.tallies:
@@ -105,7 +105,7 @@ def plans(ran: Mapping[str, Ran]) -> list[Row]:
              "rows computed ÷ routed": f"{of.total.slots / of.total.routed:.2f}"} for name, of in ran.items()]
 
 
-def contests(found: Mapping[str, Contest]) -> list[Row]:
+def executors(found: Mapping[str, ExpertTimes]) -> list[Row]:
     """The fastest executor here beside transformers' fastest, and beside the roofline."""
     return [{"phase": phase, "best of transformers, ms": f"{ms(of.stock[0])} ({of.stock[1].split()[1]})",
              "best here, ms": f"{ms(of.ours[0])} ({of.ours[1]})", "times as fast": f"{of.speedup:.2f}",
@@ -146,10 +146,10 @@ def parallel_ways(advice: Mapping[str, Mapping[int, Advice]]) -> list[Row]:
             | {f"why ({min(of)})": " ".join(of[min(of)].reasons)} for name, of in advice.items()]
 
 
-def _loss(costs: Costs, way: str) -> str:
+def _loss(costs: DropCosts, way: str) -> str:
     return "{relative:+.2f} % ± {relative error:.2f}".format(**costs.scores["loss"][way])
 
 
-def _points(costs: Costs, way: str) -> Row:
+def _points(costs: DropCosts, way: str) -> Row:
     return {f"{task}, points (95 %)": costs.told(task, way).replace(" points (95 % ", " (")
             for task in costs.scores if task != "loss"}

@@ -1,4 +1,4 @@
-"""The tables of GPU-NDP, as rows for `moelab.viz.markdown.table`: costs, balance, speedups beside what is published.
+"""The tables of GPU-NDP, as rows for `moelab.viz.notebook.table`: costs, balance, speedups beside what is published.
 
 Nothing is computed here beyond what a cell shows; "N.S." is not supported, as the experts do not fit.
 """
@@ -12,14 +12,13 @@ from typing import Any
 from moelab.bench.dataset_free import Answer, Interval
 from moelab.bench.ndp import OneLayer
 from moelab.cards import load_model
-from moelab.ndp.claims import CLAIMS, HALVES, INCREMENTS, MISSES
+from moelab.ndp.claims import CLAIMS, HALVES, INCREMENTS, MISSES, error
 from moelab.ndp.costs import Costs
-from moelab.ndp.fit import error
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.simulation import Result
 from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_needed
 from moelab.specs import MoESpec
-from moelab.viz.markdown import ms
+from moelab.table import ms
 
 Row = dict[str, Any]
 

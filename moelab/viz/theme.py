@@ -1,8 +1,7 @@
-"""The look of every figure: a small plotly template that is readable in grey and by the colour-blind.
+"""The look of every figure: a plotly template that is readable in grey and by the colour-blind.
 
-Colours are those of Okabe and Ito; lines also differ in dash, points in marker and bars in pattern, so nothing
-depends on colour alone. The template is about 2 KB where plotly's own is 7, because every figure carries a copy.
-Axis titles state their unit; captions and descriptions are not optional.
+Colours are those of Okabe and Ito; lines also differ in dash, points in marker and bars in pattern. Every figure
+carries a copy of the template, so it is small: 2 KB where plotly's own has 7.
 """
 
 from __future__ import annotations
@@ -48,50 +47,42 @@ def _template() -> go.layout.Template:
 pio.templates["moelab"] = _template()
 
 
-def themed(fig: go.Figure) -> go.Figure:
-    """A copy of the figure in moelab's look; what the figure sets itself stays."""
-    return go.Figure(fig).update_layout(template="moelab")
-
-
 def to_json(fig: go.Figure) -> dict[str, Any]:
-    """The themed figure as plain JSON: {"data": …, "layout": …}."""
-    return json.loads(themed(fig).to_json())
-
-
-def show(fig: go.Figure, caption: str, alt: str, name: str | None = None) -> None:
-    """Show a figure in a notebook, with its caption below and its description as text for who sees no figure.
-
-    Parameters
-    ----------
-    fig : the figure; it is not changed.
-    caption : what it shows, with units and the kind of its numbers.
-    alt : the figure in words.
-    name : the name under which a run keeps it.
-    """
-    from IPython.display import display
-    config = {"displaylogo": False, "responsive": True}
-    display({PLOTLY: to_json(fig) | {"config": config}, "text/plain": f"[Figure: {alt}]"}, raw=True,
-            metadata={"moelab_figure": name} if name else {})
-    display({"text/markdown": f"*{caption}*", "text/plain": caption}, raw=True)
+    """The figure in moelab's look as plain JSON, {"data": …, "layout": …}; what the figure sets itself stays."""
+    return json.loads(go.Figure(fig).update_layout(template="moelab").to_json())
 
 
 def render_png(figures: list[dict[str, Any]], seconds: float = 30.0) -> list[bytes]:
     """PNG pictures of figures given as plotly JSON; [] where kaleido or its browser is missing, or takes too long.
 
-    A picture is a convenience for viewers that run no scripts, so no failure to draw one is an error, and a
-    browser that hangs must hold nobody up: one process, with a limit, draws them all.
+    One process with a time limit, `python -m moelab.viz.theme FOLDER`, draws them all, so that it can be ended
+    together with its browser.
     """
     with tempfile.TemporaryDirectory(prefix="moelab-png-") as folder:
         (Path(folder) / "figures.json").write_text(json.dumps(figures))
         try:
-            subprocess.run([sys.executable, "-m", "moelab.viz.png", folder], cwd=Path(__file__).parents[2], check=True,
-                           timeout=seconds + len(figures), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run([sys.executable, "-m", "moelab.viz.theme", folder], cwd=Path(__file__).parents[2],
+                           check=True, timeout=seconds + len(figures), stdout=subprocess.DEVNULL,
+                           stderr=subprocess.DEVNULL)
         except (OSError, subprocess.SubprocessError):
             return []
         return [(Path(folder) / f"{i}.png").read_bytes() for i in range(len(figures))]
+
+
+def _write_png(folder: Path) -> None:
+    """Draw the plotly figures of FOLDER/figures.json as 0.png, 1.png, …"""
+    figures = [go.Figure({"data": f["data"], "layout": f["layout"]})
+               for f in json.loads((folder / "figures.json").read_text())]
+    pio.write_images(figures, [folder / f"{i}.png" for i in range(len(figures))], format="png",
+                     width=[fig.layout.width or 800 for fig in figures],
+                     height=[fig.layout.height or 420 for fig in figures])
 
 
 def plotly_js() -> str:
     """The source of plotly.js, for a page that works without a network."""
     from plotly.offline import get_plotlyjs
     return get_plotlyjs()
+
+
+if __name__ == "__main__":
+    _write_png(Path(sys.argv[1]))

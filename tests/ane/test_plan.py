@@ -20,7 +20,7 @@ from moelab.experts.tiers import capacity_tiers, capacity_tiers_of_loads
 from moelab.specs import MoESpec
 from tests.depth import depth
 
-PHI, QWEN = MoESpec.from_card("Phi-3.5-MoE"), MoESpec.from_card("Qwen3-30B-A3B")
+PHI, QWEN = cards.load_model("Phi-3.5-MoE"), cards.load_model("Qwen3-30B-A3B")
 SMALL = MoESpec("small", "test", 3, (0, 2), E=6, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4)
 
 
@@ -226,9 +226,9 @@ def test_the_operators_are_partitioned_as_the_paper_says():
     assert all(op.reason and op.source for op in OPERATORS)
 
 
-@pytest.mark.parametrize("card", cards.models())
+@pytest.mark.parametrize("card", cards.MODELS)
 def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
-    spec = MoESpec.from_card(card)
+    spec = cards.load_model(card)
     plan = make_plan(spec, *assumed_counts(spec, chunks=2), max_graph_bytes=1e12)
     attention, experts = (spec.model_type in ATTENTION_GRAPHS, spec.model_type not in NO_EXPERT_GRAPHS)
     assert {layer.attention for layer in plan.layers} == {"ane" if attention else "cpu"}
@@ -247,7 +247,7 @@ def test_only_the_experts_shrink_with_their_format():
 
 def test_what_stays_on_the_ane_fits_the_machine():
     """DeepSeek-V3's experts take twenty times the memory of an M2 Max: those most tokens come to stay."""
-    spec = MoESpec.from_card("DeepSeek-V3")
+    spec = cards.load_model("DeepSeek-V3")
     counts, tokens = assumed_counts(spec)
     free = make_plan(spec, counts, tokens, max_graphs=10**6)
     assert free.ane_bytes > 1e12
@@ -265,7 +265,7 @@ def test_what_stays_on_the_ane_fits_the_machine():
 
 @pytest.mark.parametrize("name", ["Phi-3.5-MoE", "Qwen3-30B-A3B", "Mixtral-8x7B"])
 def test_what_the_paper_ran_fits(name):
-    spec = MoESpec.from_card(name)
+    spec = cards.load_model(name)
     plan = make_plan(spec, *assumed_counts(spec), memory_bytes=192e9)
     assert not any("groups of experts stay" in problem for problem in plan.problems)
     attention = sum(layer.attention == "ane" for layer in plan.layers)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from moelab.cards import load_model
 from moelab.ane.settings import Setting, fastest, settings
 from moelab.ane.device.synthetic_popularity import assumed_loads
-from moelab.specs import MoESpec
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def found():
 
 def test_drops_and_padding_are_those_of_loops_over_unseen_chunks(found):
     assert set(found) == {Setting(t, s, G, 256) for t in (1, 3) for s in (0.75, 1.0) for G in (1, 8)}
-    loads = assumed_loads(MoESpec.from_card("Phi-tiny-MoE"), 256, 80, seed=1)[64:]
+    loads = assumed_loads(load_model("Phi-tiny-MoE"), 256, 80, seed=1)[64:]
     for setting, of in found.items():
         routed = executed = rows = 0
         for chunk in loads.tolist():

@@ -11,7 +11,7 @@ import pytest
 from moelab import datasets
 from moelab.ane.device.published import TABLE_3
 from moelab.bench import ane_accuracy
-from moelab.models import open_model
+from moelab import open_model
 from moelab.recording import record
 
 

@@ -1,4 +1,4 @@
-"""The engine's benchmark on a tiny model: contenders agree bit for bit, what is missing is said, tables are whole."""
+"""The engine's benchmark on a tiny model: engines agree bit for bit, what is missing is said, tables are whole."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, stress
+from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
 from moelab.specs import MoESpec
@@ -53,9 +53,9 @@ def test_eager_is_what_transformers_computes(place, eager):
 
 
 @pytest.mark.parametrize("name, more", [
-    ("mapped", {}), ("probe", {}), ("probe", {"slots": 11}), ("moelab", {}), ("moelab", {"budget": 1.0}),
+    ("mapped", {}), ("lru baseline", {}), ("lru baseline", {"slots": 11}), ("moelab", {}), ("moelab", {"budget": 1.0}),
     ("moelab", {"options": {"workers": 2, "bandwidth": 1e8}})])
-def test_contenders_agree_with_eager_bit_for_bit(place, eager, name, more):
+def test_engines_agree_with_eager_bit_for_bit(place, eager, name, more):
     report = peers.run(name, options(place, **more))
     assert report["digest"] == eager["digest"] and report["best"] == eager["best"]
     assert report["digest"] != peers.run("mapped", options(place, tokens=[1] * 17))["digest"]
@@ -68,11 +68,11 @@ def test_accelerate_agrees_with_eager(place, eager, tmp_path):
     assert peers.run("accelerate", options(place, layers=1, offload=str(tmp_path)))["digest"] == eager["digest"]
 
 
-def test_the_probe_is_an_lru_of_experts(place):
+def test_the_lru_baseline_is_an_lru_of_experts(place):
     """Its hits are those of a list that is searched and reordered, on the same steps."""
     trace = place / "trace.json"
     peers.run("moelab", options(place, trace=str(trace)))
-    report = peers.run("probe", options(place, slots=9))
+    report = peers.run("lru baseline", options(place, slots=9))
     kept, hits, total = [], 0, 0
     for number, forward in enumerate(json.loads(trace.read_text())["steps"]):
         for layer, experts in forward:
@@ -84,12 +84,12 @@ def test_the_probe_is_an_lru_of_experts(place):
     assert report["decode_hit_rate"] == hits / total
 
 
-def test_the_probe_refuses_fewer_slots_than_a_layer_has_experts(place):
+def test_the_lru_baseline_refuses_fewer_slots_than_a_layer_has_experts(place):
     with pytest.raises(ValueError, match="7 slots; it needs one for each of a layer's 8 experts"):
-        peers.run("probe", options(place, slots=7))
+        peers.run("lru baseline", options(place, slots=7))
 
 
-def test_a_contender_is_a_process_whose_last_line_is_its_report(place, eager):
+def test_an_engine_is_a_process_whose_last_line_is_its_report(place, eager):
     done = subprocess.run([sys.executable, "-m", "moelab.bench.peers", "mapped", json.dumps(options(place))],
                           capture_output=True, text=True, check=True)
     line = done.stdout.splitlines()[-1]
@@ -102,9 +102,9 @@ def test_what_is_not_installed_is_said(place, monkeypatch):
 
 
 def bench(place, reports):
-    """A bench whose contenders say what they are told to."""
-    class Told(harness.Bench):
-        def contend(self, arm, decode=None):
+    """A benchmark whose engines report what they are told to."""
+    class Told(harness.EngineBenchmark):
+        def report(self, arm, decode=None):
             return reports[arm[0]]
     return Told(SPEC, place, 5, DECODE, 2, {})
 
@@ -115,7 +115,7 @@ def report(tpot, digest="same"):
             "decode_hit_rate": 0.5}
 
 
-def test_tables_have_a_row_for_every_contender_and_a_reason_for_those_that_are_missing(place):
+def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_missing(place):
     told = {"moelab": report(0.1), "eager": report(0.2), "moelab fast": report(0.05, "other"),
             "llama.cpp": {"result": "not installed (x)"}}
     made = bench(place, told)
@@ -132,9 +132,9 @@ def test_tables_have_a_row_for_every_contender_and_a_reason_for_those_that_are_m
 
 
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
-    made = harness.Bench(SPEC, place, 5, DECODE, 1, {"probe": "/no/such/python"})
-    assert made.contend(("probe", {}, None))["result"].startswith("not installed (no interpreter")
-    assert made.contend(("nobody", {}, None))["result"] == "failed: KeyError: 'nobody'"
+    made = harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {"lru baseline": "/no/such/python"})
+    assert made.report(("lru baseline", {}, None))["result"].startswith("not installed (no interpreter")
+    assert made.report(("nobody", {}, None))["result"] == "failed: KeyError: 'nobody'"
 
 
 def test_no_control_group_is_said_and_limits_nothing(tmp_path):
@@ -156,7 +156,7 @@ def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_pa
         assert not group.procs.parent.exists()
 
 
-def test_without_a_file_system_of_our_own_the_folder_is_used_and_the_reason_given(tmp_path, monkeypatch):
+def test_without_a_separate_file_system_the_folder_is_used_and_the_reason_given(tmp_path, monkeypatch):
     def refuse(*words):
         raise OSError(f"{words[0]}: Permission denied")
     monkeypatch.setattr(machine, "_command", refuse)
@@ -168,7 +168,7 @@ def test_without_a_file_system_of_our_own_the_folder_is_used_and_the_reason_give
 def test_arguments_are_checked_before_anything_is_measured():
     with pytest.raises(ValueError, match="no section speed; there are resident, limit"):
         engine.run(["speed"])
-    with pytest.raises(ValueError, match="CONTENDER=INTERPRETER"):
+    with pytest.raises(ValueError, match="ENGINE=INTERPRETER"):
         engine.run(["memory"], python=["/usr/bin/python"])
 
 
@@ -192,21 +192,3 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
     fused = load_file(shard)["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16).numpy()
     up = written["blk.1.ffn_up_exps.weight"].data.view(np.int16).reshape(8, 32, 64)
     assert np.array_equal(up, fused[:, 32:]) and len(written) == 2 * 12 + 3
-
-
-def test_stress_finds_nothing_and_counts():
-    found = stress.stress(2)
-    assert found["all equal to eager"] and found["set-ups"] == 2 and found["misses"] > 0
-
-
-def test_stress_notices_a_wrong_weight(monkeypatch):
-    right = stress.CpuDecoder.__call__
-
-    def wrong(self, kind, chunks, name, out):
-        right(self, kind, chunks, name, out)
-        out.add_(1)
-    monkeypatch.setattr(stress.CpuDecoder, "__call__", wrong)
-    monkeypatch.setattr(stress, "CODECS", ["huffman"])          # a raw store is not decoded
-    monkeypatch.setattr(stress, "draw", lambda rng, store: {"budget": 1.0})
-    with pytest.raises(AssertionError, match="not eager's"):
-        stress.stress(1)

@@ -12,7 +12,7 @@ from moelab.ndp.claims import FIT, HALVES, JUDGED
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.hardware import VARIANTS
 from moelab.ndp.routing import recorded_routing
-from moelab.ndp.sweep import MODELS, Assumptions, Cell, Sweep, paper_sweep
+from moelab.ndp.sweep import MODELS, Assumptions, Sweep, paper_sweep
 from moelab.specs import Event
 from moelab.viz import ndp_tables as tables
 
@@ -27,7 +27,7 @@ def result(**figures):
 def test_gains_pair_the_cells_that_both_have():
     cells = {("m", 2, LITERAL, 0): result(moe_decode=3.0), ("m", 2, BETTER, 0): result(moe_decode=2.0),
              ("m", 1, LITERAL, 0): None, ("m", 1, BETTER, 0): None}
-    sweep = Sweep(ASSUMED, {key: Cell(*key, of) for key, of in cells.items()})
+    sweep = Sweep(ASSUMED, cells)
     assert ndp.gains(sweep) == {"moe_prefill": [1.0], "moe_decode": [1.5], "end_to_end": [1.0]}
 
 
@@ -84,7 +84,7 @@ def test_prompts_by_length_and_a_filled_memory():
 
 def test_an_offloaded_generation_is_simulated_on_hypothetical_hardware(tmp_path):
     """Record what an offloaded model routes, and time it: on demand by hand, K experts a layer and token."""
-    model = moelab.offload(moelab.convert(None, tmp_path / "store", codec="raw"), budget="50%")
+    model = moelab.open_model(moelab.convert(None, tmp_path / "store", codec="raw"), memory="50%")
     trace = moelab.record(model, ["def add(a, b):\n", "import os\n"], max_new_tokens=4, min_new_tokens=4)
     model.moelab.close()
     spec, routing = trace.spec, recorded_routing(trace, 1)

@@ -27,11 +27,11 @@ def test_the_stores_hold_the_experts(stores):
 
 @pytest.mark.parametrize("mode", modes())
 def test_every_expert_is_read_once_and_decoded_after_it_was_read(stores, mode):
-    assert [kind for kind, _, _ in reading.read_only(stores[0], mode)["disk"]] == ["read"] * 5
-    spans = reading.one_after_the_other(stores[1], mode)["one thread"]
+    assert [kind for kind, _, _ in reading.timeline(stores[0], mode, None)["disk"]] == ["read"] * 5
+    spans = reading.timeline(stores[1], mode, 0)["one thread"]
     assert [kind for kind, _, _ in spans] == ["read", "decode"] * 5
     assert all(before[2] <= after[1] for before, after in zip(spans, spans[1:]))
-    rows = reading.overlapped(stores[1], mode, threads=2)
+    rows = reading.timeline(stores[1], mode, threads=2)
     assert list(rows) == ["disk", "thread 1", "thread 2"] and len(rows["disk"]) == 5
     decodes = sorted(rows["thread 1"] + rows["thread 2"], key=lambda span: span[1])
     assert len(decodes) == 5
@@ -47,18 +47,18 @@ def test_a_damaged_expert_fails_instead_of_hanging(tmp_path):
     data[store.entries(0, 2)["weight"].planes[0][1][0].offset] ^= 1
     file.write_bytes(data)
     with pytest.raises(ValueError, match="expert 2"):
-        reading.overlapped(store, "buffered", threads=2)
+        reading.timeline(store, "buffered", threads=2)
 
 
 def test_an_error_of_a_decoder_comes_out(stores, monkeypatch):
     monkeypatch.setattr(reading, "decode", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        reading.overlapped(stores[1], "buffered", threads=1)
+        reading.timeline(stores[1], "buffered", threads=1)
 
 
 def test_a_slower_disk_takes_its_time(stores):
     seconds = sum(e.numel() * 2 for e in EXPERTS) / 2e6
-    assert reading.duration(reading.read_only(stores[0], "buffered", bandwidth=2e6)) >= 0.95 * seconds
+    assert reading.duration(reading.timeline(stores[0], "buffered", None, bandwidth=2e6)) >= 0.95 * seconds
 
 
 def test_comparison_and_summary(stores):

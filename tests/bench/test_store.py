@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moelab import bench
-from moelab.bench import store
+from moelab.bench import measure, store
 from moelab.store.codecs import CODECS
 
 SMALL = 1 << 16
@@ -29,7 +29,7 @@ def test_the_synthetic_expert_is_as_compressible_as_trained_weights():
 def test_arms_take_turns_of_several_runs_of_which_the_first_does_not_count():
     order, now = [], iter(range(100))
     arms = {name: lambda name=name: order.append(name) for name in "ab"}
-    samples = store.interleaved(arms, repeats=3, clock=lambda: next(now), loops=2)
+    samples = measure.interleaved(arms, repeats=3, clock=lambda: next(now), loops=2)
     assert order == ["a", "a", "a", "b", "b", "b"] * 3
     assert samples == {"a": [0.5] * 3, "b": [0.5] * 3}
 
@@ -40,7 +40,7 @@ def test_who_returns_new_memory_has_it_again_within_a_turn():
 
     def work(name):
         spent[0] += next(seconds[name])
-    samples = store.interleaved({name: lambda name=name: work(name) for name in seconds}, 4, lambda: spent[0], loops=2)
+    samples = measure.interleaved({name: lambda name=name: work(name) for name in seconds}, 4, lambda: spent[0], loops=2)
     assert samples["fresh"] == samples["given"] == [1.0] * 4
 
 

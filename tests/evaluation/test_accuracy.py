@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import moelab
-from moelab import datasets
+from moelab import datasets, registry
 from moelab.evaluation import accuracy, scores
 from moelab.datasets import Prompt
 from moelab.models import eager, plug, unplug
@@ -225,7 +225,7 @@ def test_hints_change_nothing_and_recall_is_reported(model):
     speculate = pytest.importorskip("moelab.speculate")
 
     def mode(name, predictor):
-        return lambda: speculate.Speculation(model, speculate.make(predictor, model), name, prefill=True)
+        return lambda: speculate.Speculation(model, registry.make("predictor", predictor, model), name, prefill=True)
     found = accuracy.compare(model, {"baseline": nullcontext, "hint": mode("hint", "router"),
                                      "random": mode("speculative", "random")}, ("loss",), windows=4, tokens=64)
     samples, rows = found["samples"]["loss"], found["scores"]["loss"]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.experts import EXECUTORS
-from moelab.models import open_model, plug
+from moelab import open_model
+from moelab.models import plug
 from moelab.models.seam import eager
 from moelab.registry import make
 

@@ -184,7 +184,7 @@ def test_the_rule_with_a_capacity_factor_drops_in_prompts_only():
 def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_path):
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if name == "switch_transformers" else {})
-    model = models.open_model(tiny.save(name, tmp_path), experts=opened)
+    model = models.open_checkpoint(tiny.save(name, tmp_path), experts=opened)
     executors = [AllExperts(), Selective(), NeuronRule(block_size=16), Blockwise(4), Blockwise(4, skip_blocks=False),
                  *(Blockwise(4, sharding=sharding) for sharding in SHARDINGS[1::2])]
     with torch.no_grad():

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from moelab.experts.executor import Sorted, dispatch
 from moelab.experts.quantization import E2M1, FORMATS, MXFP4, Int8, Quantized, layer_error, quantize
-from moelab.models import discover, eager, open_model, plug, plugged
+from moelab import open_model
+from moelab.models import discover, eager, plug, plugged
 
 from tests.models import tiny
 from .toy import LAYOUTS, make_experts, make_routing

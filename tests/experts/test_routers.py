@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from moelab.experts.routers import (ARCHITECTURES, REFUSED, ROUTERS, Architecture, Groups, LinearRouter, Sparsemixer, Top1,
                                     TopK, route_in_shards, router_for)
-from moelab.models import discover, eager, open_model, plugged, spec_of
+from moelab import open_model
+from moelab.models import discover, eager, plugged, spec_of
 from moelab.parallel.volumes import gather_volume
 from moelab.specs import MoESpec
 

@@ -211,7 +211,7 @@ def test_capacities_of_another_model_and_saliency_of_another_pass_are_refused():
 
 def opened(tmp_path, name="qwen3_moe"):
     """(model, its MoE layers behind the seam)."""
-    model = models.open_model(tiny.save(name, tmp_path / name))
+    model = models.open_checkpoint(tiny.save(name, tmp_path / name))
     return model, models.plug(model)
 
 

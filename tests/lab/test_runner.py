@@ -37,7 +37,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     (other / "kernel.json").write_text(json.dumps({"argv": ["/bin/false", "{connection_file}"],
                                                    "display_name": "other", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
-    path = notebook("good", *GOOD, "import ipywidgets\nfrom moelab.viz.widgets import interact\n"
+    path = notebook("good", *GOOD, "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
                     "interact(lambda x: display(x), x=ipywidgets.IntSlider(2, description='x [1]'))",
                     "import os, sys\nprint(os.getcwd(), sys.executable, seed, smoke, os.environ['MOELAB_HEADLESS'])")
     directory = run_notebook(path, {"seed": "7"})
@@ -63,7 +63,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
 
 def test_an_error_in_a_widget_callback_fails_the_run(notebook, results):
     pytest.importorskip("ipywidgets")
-    path = notebook("widget", "import ipywidgets\nfrom moelab.viz.widgets import interact\n"
+    path = notebook("widget", "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
                     "def inverse(x): return 1 / x\n"
                     "interact(inverse, x=ipywidgets.IntSlider(0, -3, 3, description='x [1]'))", "print('end')")
     with pytest.raises(NotebookFailed, match="callback of a widget") as failure:

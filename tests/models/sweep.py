@@ -24,9 +24,10 @@ import transformers
 from safetensors.torch import load_file
 
 import moelab
-from moelab.models import compat, deepseek, discover, open_model, plug
-from moelab.models.configs import REFUSED
-from moelab.specs import MoESpec
+from moelab.configs import spec_from_config
+from moelab import open_model
+from moelab.models import compat, deepseek, discover, plug
+from moelab.configs import REFUSED
 from moelab.store import codecs
 
 from . import tiny
@@ -81,7 +82,7 @@ class Case:
 
 def geometry(case: Case) -> None:
     """The spec says what the model has: L, E, H, I and the weights of an expert, K what a router chooses."""
-    spec, layers = MoESpec.from_config(case.model.config), discover(case.model)
+    spec, layers = spec_from_config(case.model.config), discover(case.model)
     chosen: list[int] = []
     hooks = [layer.router.register_forward_hook(
         lambda _m, _a, out, layer=layer: chosen.append(layer.routing(out)[0].shape[-1])) for layer in layers]
@@ -147,11 +148,10 @@ def convert(case: Case) -> None:
 
 
 def offload(case: Case) -> None:
-    """Both stores, with memory for a third and for four fifths of the experts."""
-    for store in case.stores:
+    """Both stores and the checkpoint itself, with memory for a third and for four fifths of the experts."""
+    for source in (case.source, *case.stores):
         for budget in BUDGETS:
-            model = moelab.offload(store, budget)
-            with model.moelab:
+            with moelab.open_model(source, memory=budget) as model:
                 case.same(model)
 
 
@@ -176,7 +176,7 @@ def refused(name: str) -> str | None:
     if not reasons:
         return None
     try:
-        MoESpec.from_config(config)
+        spec_from_config(config)
     except ValueError as error:
         assert reasons[0] in str(error)
         return reasons[0]

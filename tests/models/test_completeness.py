@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from moelab.models import discover, open_model
+from moelab import open_model
+from moelab.models import discover
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.completeness import complete
 from moelab.models.opening import load_config

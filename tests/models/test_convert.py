@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from moelab.__main__ import main as moelab_main
 from moelab.bench.faults import corruptions, small_checkpoint
-from moelab.models import discover, open_model, plug
+from moelab import open_model
+from moelab.models import discover, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models import convert as converting
 from moelab.models.convert import convert, identity_of, open_store, require_model, restore

@@ -13,8 +13,9 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import moelab
-from moelab.models import compat, configs, discover, guard, open_model, plug, seam
-from moelab.specs import MoESpec
+from moelab.configs import spec_from_config
+from moelab import open_model
+from moelab.models import compat, configs, discover, guard, plug, seam
 
 from . import tiny
 
@@ -185,7 +186,7 @@ def test_a_large_models_miniature_is_small(name, changes, monkeypatch):
 def test_a_spec_that_is_not_the_models_is_refused(fact, value):
     config = tiny.config("mixtral")
     layers = discover(compat.meta_twin(config))
-    spec = MoESpec.from_config(config)
+    spec = spec_from_config(config)
     guard.check_spec(spec, layers)
     with pytest.raises(ValueError, match=r"mixtral\): model.layers.0.mlp has .* and by its config"):
         guard.check_spec(replace(spec, **{fact: value}), layers)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import moelab
-from moelab.models import discover, identity, open_model, plug
+from moelab import open_model
+from moelab.models import discover, identity, plug
 from moelab.models.identity import PIECE, WHOLE, samples
 from moelab.models.convert import convert, identity_of, open_store, restore
 from moelab.store.reader import StoreExperts
@@ -47,7 +48,7 @@ def test_one_model_however_it_is_opened(name, tmp_path):
     store = convert(source, tmp_path / "s").folder
     found = {identity_of(source), identity_of(store), identity(open_model(source, experts="external")),
              identity(open_model(source)), identity(open_model(store)), identity(open_store(store)),
-             identity(moelab.offload(store, "50%"))}
+             identity(moelab.open_model(store, memory="50%"))}
     if name != "mxfp4":                                                 # what was dequantised is not given back
         found |= {identity_of(restore(store, tmp_path / "r")), identity(open_model(source, dtype=torch.float32))}
     assert len(found) == 1 and len(found.pop()) == 16

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import moelab
-from moelab.models import discover, open_model, plug, unplug
+from moelab import open_model
+from moelab.models import discover, open_checkpoint, plug, unplug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 
 from . import tiny
@@ -28,7 +27,7 @@ def test_the_small_model_opens_by_default():
 
 def test_resident_is_plain_transformers(tmp_path):
     folder = tiny.save("qwen3_moe", tmp_path / "m")
-    ours = open_model(folder)
+    ours = open_checkpoint(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
     ids = torch.arange(3, 20)[None]
     assert type(ours) is type(theirs) and torch.equal(ours(ids).logits, theirs(ids).logits)
@@ -68,11 +67,11 @@ def test_external_never_reads_the_experts(tmp_path):
 
 def test_peak_memory_of_external_experts_does_not_hold_them(tmp_path):
     """400 MB of experts: opening the model without them takes the 110 MB that any model takes, not those."""
-    from moelab.bench.foundation import _OPEN, write_checkpoint
-    size = write_checkpoint(tmp_path, 0.4e9)
-    done = subprocess.run([sys.executable, "-c", _OPEN, str(tmp_path), "external"], capture_output=True, text=True)
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["peak"] - said["imports"] < size / 2
+    from moelab.bench.foundation import OPEN, write_checkpoint
+    from moelab.bench.measure import in_process
+    size = write_checkpoint(tmp_path / "model", 0.4e9)
+    found = in_process(OPEN, tmp_path / "model", "external")
+    assert found["peak"] - found["imports"] < size / 2
 
 
 def test_unplug_gives_the_stock_classes_back(tmp_path):

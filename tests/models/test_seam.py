@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.models import discover, eager, open_model, plug, plugged, unplug
+from moelab import open_model
+from moelab.models import discover, eager, plug, plugged, unplug
 from moelab.models.seam import SeamExperts
 
 from . import tiny

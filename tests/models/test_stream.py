@@ -255,7 +255,7 @@ def model_E(layer) -> int:
 
 def test_an_external_model_has_the_same_stream(tmp_path):
     """It has no experts to run, and needs none."""
-    from moelab.models import open_model
+    from moelab import open_model
     path = tiny.save("qwen2_moe", tmp_path)
     mine, theirs = (streams(open_model(path, experts=kind)) for kind in ("external", "resident"))
     for a, b in zip(mine, theirs, strict=True):

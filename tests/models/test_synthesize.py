@@ -12,7 +12,7 @@ import torch
 
 from moelab import cards
 from moelab.__main__ import main
-from moelab.models import open_model
+from moelab import open_model
 from moelab.models import synthesize as synthesizing
 from moelab.models.convert import convert, open_store
 from moelab.generate import generate
@@ -28,7 +28,7 @@ def card(monkeypatch):
     """A card of a few kilobytes under the name "card", and a pool to go with it."""
     spec = MoESpec("card", "qwen3_moe", 8, tuple(range(8)), E=4, K=2, H=64, I=48, vocab=96, heads=4, kv_heads=2,
                    head_dim=16)
-    monkeypatch.setattr(cards, "load_model", lambda name: spec)
+    monkeypatch.setattr(synthesize, "load_model", lambda name: spec)
     monkeypatch.setattr(synthesizing, "POOL", 1 << 16)
     return spec
 
@@ -47,8 +47,8 @@ def test_the_weights_have_the_entropy_of_trained_ones():
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GPT-OSS-20B", "DeepSeek-V2-Lite", "Mixtral-8x7B", "Llama4-Maverick",
                                   "GLM-4.7-Flash", "Phi-tiny-MoE", "OLMoE-1B-7B", "DeepSeek-MoE-16B"])
 def test_the_experts_have_the_cards_geometry(name):
-    spec = scaled(MoESpec.from_card(name), 0.1)
-    assert spec.num_layers < MoESpec.from_card(name).num_layers
+    spec = scaled(cards.load_model(name), 0.1)
+    assert spec.num_layers < cards.load_model(name).num_layers
     twin = synthesizing.compat.meta_twin(config_of(spec))
     experts = {n: p for n, p in twin.named_parameters() if ".experts." in n}
     assert sum(p.numel() for p in experts.values()) == spec.L * spec.E * spec.expert_params

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
+from moelab.ndp.event_simulation import event_seconds
 from moelab.ndp.plans import make_plan, problems
 from moelab.ndp.prefetch import experts_that_fit, hit_rate, most_used, places, utilisation
 from moelab.ndp.routing import count, recorded_routing, simulated_routing
-from moelab.ndp.simulation import ENGINES, Run, event_seconds, numbered, place, simulate, timeline
+from moelab.ndp.simulation import Run, numbered, place, simulate, timeline
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import check, metrics
@@ -57,20 +58,17 @@ def test_steps_are_ordered_as_experts_would_leave():
     assert run.decode_step(0, np.array([1, 7]), np.array([False, True])).resident.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", PAPER)
-def test_a_timeline_obeys_the_rules_of_all_timelines(name, engine):
+def test_a_timeline_obeys_the_rules_of_all_timelines(name):
     spec, machine = toy.spec(K=3), toy.machine(3)
     routing = simulated_routing(spec, 1, prompt=5, answer=4)
-    events, forwards = timeline(machine, SYSTEMS[name], routing, forwards=range(5), engine=engine)
-    overlaps = name == "NDP+TP+LB" and engine == "closed form"              # outputs slip in between weights
-    assert check([event for event in events if not (overlaps and event.resource == "link")]) == []
+    events, forwards = timeline(machine, SYSTEMS[name], routing, forwards=range(5))
+    assert check(events) == []
     found = metrics(events, forwards)
-    result = simulate(machine, SYSTEMS[name], routing,
-                      seconds=event_seconds if engine == "event simulation" else layer_seconds)
-    assert found["ttft_s"] == pytest.approx(result.prefill)
+    result = simulate(machine, SYSTEMS[name], routing, seconds=event_seconds)
+    assert found.ttft == pytest.approx(result.prefill)
     assert sum(f[1] - f[0] for f in forwards[1:]) == pytest.approx(result.decode)
-    assert found["wall_s"] == pytest.approx(result.end_to_end) and found["decode_tokens"] == 4
+    assert found.wall == pytest.approx(result.end_to_end) and found.decode_tokens == 4
 
 
 def test_what_is_no_timeline():
@@ -78,8 +76,6 @@ def test_what_is_no_timeline():
     for forwards in ((-1,), (0, 3)):
         with pytest.raises(ValueError, match="1 to 2, decode"):
             timeline(toy.machine(), SYSTEMS["NDP"], routing, forwards)
-    with pytest.raises(ValueError, match="known are event simulation, closed form"):
-        timeline(toy.machine(), SYSTEMS["NDP"], routing, engine="simpy")
 
 
 def test_what_is_no_prompt():
@@ -295,9 +291,8 @@ def test_a_schedule_that_plans_wrongly_is_refused(name, words, prompt):
     spoilt = Spoilt(SYSTEMS[name], SPOILS[words], prompt)
     with pytest.raises(ValueError, match=f"(?s)Spoilt.plan of a step of .* is wrong: .*({words})"):
         simulate(toy.machine(3), spoilt, routing)
-    for engine in ENGINES:
-        with pytest.raises(ValueError, match=words):
-            timeline(toy.machine(3), spoilt, routing, (0, 1), engine=engine)
+    with pytest.raises(ValueError, match=words):
+        timeline(toy.machine(3), spoilt, routing, (0, 1))
 
 
 @settings(max_examples=60, deadline=None)

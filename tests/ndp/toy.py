@@ -6,7 +6,7 @@ import numpy as np
 
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
-from moelab.ndp.plans import Step
+from moelab.ndp.plans import LayerStep
 from moelab.ndp.routing import Routing
 from moelab.specs import MoESpec
 
@@ -28,9 +28,9 @@ def costs(units: int = 2, **changes) -> Costs:
     return Costs(spec(**changes), machine(units))
 
 
-def step(tokens, homes=None, resident=None, S: int = 1) -> Step:
+def step(tokens, homes=None, resident=None, S: int = 1) -> LayerStep:
     n = len(tokens)
-    return Step(np.arange(n), np.array(tokens), np.array(homes if homes is not None else [0] * n),
+    return LayerStep(np.arange(n), np.array(tokens), np.array(homes if homes is not None else [0] * n),
                 np.array(resident if resident is not None else [False] * n, bool), S)
 
 

@@ -24,13 +24,15 @@ from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
-from moelab.speculate import Speculation, make
+from moelab.registry import make
+from moelab.schedule.load_queue import LoadQueue
+from moelab.speculate import Speculation
 from tests.depth import depth
 from tests.models import tiny
 from tests.offloading.test_offload import DELAYS, assert_equal, generate, jitter, threads
 
 PACKAGE = Path(moelab.__file__).parent
-TRACED = tuple(str(PACKAGE / part) for part in ("offloading", "cache", "speculate", "models/seam.py"))
+TRACED = tuple(str(PACKAGE / part) for part in ("offloading", "schedule", "cache", "speculate", "models/seam.py"))
 #: how a model is set up: (codec, mode of speculation, options of `offload`)
 SETUPS = [("raw", None, {}), ("huffman", None, {"plan": Pools(2, 2, 1, 1), "policy": "zipmoe", "workers": 2}),
           ("zstd-huffman", "hint", {"plan": Pools(F=3), "ahead": 4, "policy": "marking"}),
@@ -70,9 +72,9 @@ def set_up(folder, codec, mode, options):
         model = offload(folder / codec, "10MB", delays=DELAYS, **({"plan": Pools(F=4)} | options))
         stack.callback(model.moelab.close)
         if mode:
-            stack.enter_context(Speculation(model, make("router", model), mode))
+            stack.enter_context(Speculation(model, make("predictor", "router", model), mode))
         if mode == "speculative":
-            stack.enter_context(Speculation(reference, make("router", reference), mode))
+            stack.enter_context(Speculation(reference, make("predictor", "router", reference), mode))
         yield model, reference
     assert not threads()
 
@@ -80,14 +82,14 @@ def set_up(folder, codec, mode, options):
 def in_order(model):
     """What must be true after a generation that was not interrupted."""
     offloading = model.moelab
-    pipeline, slots = offloading.engine.pipeline, offloading.engine.pipeline.slots
-    for kind in slots.free:
-        taken = [one.slots[kind] for one in pipeline.held.values() if kind in one.slots]
-        for load in (load for job in pipeline._ahead.values() for load in [*job.loads.values(), *job.done.values()]):
-            taken += [slot for key, slot in load.held.slots.items() if key == kind and slot not in taken]
-        assert not Counter(slots.free[kind] + taken) - Counter(range(slots.count[kind]))       # no slot is given twice
-    assert {key for key, one in pipeline.held.items() if "full" in one.slots} >= set(
-        key for key in pipeline.held if offloading.residency.state(key).value == "F")
+    pipeline, queue = offloading.engine.pipeline, offloading.engine.pipeline.queue
+    for kind in queue.free:
+        taken = [one[kind] for one in queue.held.values() if kind in one]
+        for load in (load for batch in queue.prefetched.values() for load in batch.loads.values()):
+            taken += [slot for key, slot in load.slots.items() if key == kind and slot not in taken]
+        assert not Counter(queue.free[kind] + taken) - Counter(range(pipeline.slots.count[kind]))       # no slot is given twice
+    assert {key for key, one in queue.held.items() if "full" in one} >= set(
+        key for key in queue.held if offloading.residency.state(key).value == "F")
     assert len(offloading.forwards) == len(offloading.steps) == len(offloading.guesses)
     assert not offloading.cancel()
     assert len(threads()) == len(pipeline.threads)
@@ -237,14 +239,13 @@ def test_a_thread_that_dies_ends_the_generation_with_its_error(folder, monkeypat
     """Whoever waits for it must not wait for ever."""
     with set_up(folder, "huffman", None, {"workers": 2}) as (model, reference):
         generate(model)
-        pipeline = type(model.moelab.engine.pipeline)
-        landed, calls = pipeline._landed, iter(range(10**6))
+        done, calls = LoadQueue._done, iter(range(10**6))
 
         def broken(self, load, error):
             if next(calls) == 3:
                 raise MemoryError("no memory for a dictionary")
-            return landed(self, load, error)
-        monkeypatch.setattr(pipeline, "_landed", broken)
+            return done(self, load, error)
+        monkeypatch.setattr(LoadQueue, "_done", broken)
         model.moelab.residency.clear()
         model.moelab.engine._sound = False
         with watched(), pytest.raises(MemoryError, match="a dictionary"):

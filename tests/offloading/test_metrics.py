@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelab.cache.residency import CacheCounters
 from moelab.offloading.metrics import Forward, check, metrics, process
 from moelab.specs import Event, State
 
@@ -22,38 +23,38 @@ EVENTS = [
 
 def test_a_run_by_hand():
     found = metrics(EVENTS, FORWARDS)
-    assert found["ttft_s"] == 4 and found["tpot_s"] == 2.5
-    assert (found["tpot_p10_s"], found["tpot_p90_s"]) == pytest.approx((2.1, 2.9))
-    assert found["throughput_tok_s"] == pytest.approx(4 / 6)            # from the prefill's end at 4 to 10
-    assert found["wall_s"] == 10 and found["between_forwards_s"] == 1
-    assert (found["prefill_tokens"], found["decode_tokens"]) == (10, 4)
-    assert found["read_bytes"] == 440
-    assert found["read_bytes_per_prefill_token"] == 40 and found["read_bytes_per_token"] == 10
-    assert found["stall_s"] == 4 and found["stall_s_per_step"] == 1
-    assert found["busy_s"] == {"compute": 5, "disk": 4, "worker 0": 1.5}
-    assert found["utilisation"]["disk"] == pytest.approx(4 / 9)
-    assert found["read_rate_bytes_s"] == 110 and found["overlap_efficiency"] == 0
-    assert found["kind_s"]["wait"] == 4 and found["kind_s"]["decompress"] == 1
-    assert found["compute_share"] == pytest.approx({"other": 2 / 9, "wait": 4 / 9, "expert": 3 / 9, "unaccounted": 0})
+    assert found.ttft == 4 and found.tpot == 2.5
+    assert (found.tpot_p10, found.tpot_p90) == pytest.approx((2.1, 2.9))
+    assert found.throughput == pytest.approx(4 / 6)            # from the prefill's end at 4 to 10
+    assert found.wall == 10 and found.between_forwards == 1
+    assert (found.prefill_tokens, found.decode_tokens) == (10, 4)
+    assert found.read_bytes == 440
+    assert found.read_bytes_per_prefill_token == 40 and found.read_bytes_per_token == 10
+    assert found.stall == 4 and found.stall_per_step == 1
+    assert found.busy == {"compute": 5, "disk": 4, "worker 0": 1.5}
+    assert found.utilisation["disk"] == pytest.approx(4 / 9)
+    assert found.read_rate == 110 and found.overlap_efficiency == 0
+    assert found.by_kind["wait"] == 4 and found.by_kind["decompress"] == 1
+    assert found.compute_share == pytest.approx({"other": 2 / 9, "wait": 4 / 9, "expert": 3 / 9, "unaccounted": 0})
 
 
 def test_nothing_happened():
     found = metrics([], [])
-    assert found["ttft_s"] is found["tpot_s"] is found["overlap_efficiency"] is found["throughput_tok_s"] is None
-    assert found["read_bytes"] == found["stall_s"] == found["wall_s"] == 0 and found["compute_share"] == {}
+    assert found.ttft is found.tpot is found.overlap_efficiency is found.throughput is None
+    assert found.read_bytes == found.stall == found.wall == 0 and found.compute_share == {}
 
 
 def test_decoding_without_a_prefill_and_reads_before_the_first_forward():
     found = metrics([Event("disk", "read", 0, 0, -2, -1, 50)], [(0, 2, 1, "decode")])
-    assert found["throughput_tok_s"] == 0.5 and found["ttft_s"] is None
-    assert found["read_bytes"] == 50 and found["read_bytes_per_token"] == 0
+    assert found.throughput == 0.5 and found.ttft is None
+    assert found.read_bytes == 50 and found.read_bytes_per_token == 0
 
 
 def test_counters_are_merged_with_the_rates_that_follow():
-    found = metrics([], [], {"hits": {State.FULL: 6, State.COMPRESSED: 3}, "misses": 3, "evictions": 2})
-    assert found["hits"] == {"F": 6, "C": 3} and found["evictions"] == 2
-    assert found["hit_rate"] == 0.5 and found["any_hit_rate"] == 0.75
-    assert metrics([], [], {"hits": {}, "misses": 0})["hit_rate"] is None
+    found = metrics([], [], CacheCounters(hits={State.FULL: 6, State.COMPRESSED: 3}, misses=3, evictions=2))
+    assert found.hits == {"F": 6, "C": 3} and found.evictions == 2
+    assert found.hit_rate == 0.5 and found.any_hit_rate == 0.75
+    assert metrics([], [], CacheCounters()).hit_rate is None
 
 
 @pytest.mark.parametrize("forwards, message", [
@@ -89,11 +90,11 @@ def test_of_any_sound_run(run):
     events, forwards = run
     assert check(events) == []
     found = metrics(events, forwards)
-    assert found["read_bytes"] == sum(event.bytes for event in events)
-    assert sum(found["kind_s"].values()) == pytest.approx(sum(found["busy_s"].values()) + found["stall_s"])
-    assert sum(found["compute_share"].values()) == pytest.approx(1)
+    assert found.read_bytes == sum(event.bytes for event in events)
+    assert sum(found.by_kind.values()) == pytest.approx(sum(found.busy.values()) + found.stall)
+    assert sum(found.compute_share.values()) == pytest.approx(1)
     if len(forwards) > 1:
-        assert found["tpot_p10_s"] <= found["tpot_s"] <= found["tpot_p90_s"]
+        assert found.tpot_p10 <= found.tpot <= found.tpot_p90
     assert metrics(sorted(events), forwards) == found                    # whole seconds: every sum is exact
 
 
@@ -103,10 +104,10 @@ def test_another_clock_scales_times_and_leaves_shares(run, factor):
     moved = metrics([e._replace(start=e.start * factor, end=e.end * factor) for e in events],
                     [f._replace(start=f.start * factor, end=f.end * factor) for f in forwards])
     found = metrics(events, forwards)
-    assert moved["ttft_s"] == pytest.approx(found["ttft_s"] * factor)
-    assert moved["stall_s"] == pytest.approx(found["stall_s"] * factor)
-    assert moved["overlap_efficiency"] == pytest.approx(found["overlap_efficiency"], abs=1e-9)
-    assert moved["compute_share"] == pytest.approx(found["compute_share"], abs=1e-9)
+    assert moved.ttft == pytest.approx(found.ttft * factor)
+    assert moved.stall == pytest.approx(found.stall * factor)
+    assert moved.overlap_efficiency == pytest.approx(found.overlap_efficiency, abs=1e-9)
+    assert moved.compute_share == pytest.approx(found.compute_share, abs=1e-9)
 
 
 @pytest.mark.parametrize("events, problem", [

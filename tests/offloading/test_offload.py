@@ -160,10 +160,10 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
     slots = offloaded.moelab.engine.pipeline.slots
     assert slots.nbytes <= 8 * sizes.in_flight
     generate(offloaded)
-    held = offloaded.moelab.engine.pipeline.held
+    queue = offloaded.moelab.engine.pipeline.queue
     residency = offloaded.moelab.residency
-    assert {key for key, one in held.items() if "full" in one.slots} == set(residency.resident(State.FULL))
-    assert len(slots.free["full"]) == slots.count["full"] - len(held)
+    assert {key for key, one in queue.held.items() if "full" in one} == set(residency.resident(State.FULL))
+    assert len(queue.free["full"]) == slots.count["full"] - len(queue.held)
     offloaded.moelab.close()
 
 
@@ -273,9 +273,10 @@ def test_an_interrupt_leaves_the_engine_usable(qwen):
     for point in range(1, 6):
         generate_interrupted(offloaded, point)
         assert_equal(offloaded, reference, seed=point)
-    slots, held = offloaded.moelab.engine.pipeline.slots, offloaded.moelab.engine.pipeline.held
+    pipeline = offloaded.moelab.engine.pipeline
     for kind in ("full", "e", "sm"):
-        assert len(slots.free[kind]) + sum(kind in one.slots for one in held.values()) == slots.count[kind]
+        held = sum(kind in one for one in pipeline.queue.held.values())
+        assert len(pipeline.queue.free[kind]) + held == pipeline.slots.count[kind]
     offloaded.moelab.close()
 
 
@@ -300,11 +301,11 @@ def test_metrics_and_steps_of_a_run(qwen):
     offloaded = offload(store, 0.4)                             # measures its delays itself
     generate(offloaded, batch=2, prompt=9, new=5)
     found, offloading = offloaded.moelab.metrics(), offloaded.moelab
-    assert found["prefill_tokens"] == 18 and found["decode_tokens"] == 2 * 4
+    assert found.prefill_tokens == 18 and found.decode_tokens == 2 * 4
     assert len(offloading.steps) == len(offloading.forwards) == 5
     assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
     assert sum(offloading.steps[0][0][1].values()) == 18 * 3
-    assert found["read_bytes"] == offloading.engine.pipeline.reader.counters.bytes > 0
+    assert found.read_bytes == offloading.engine.pipeline.reader.counters.bytes > 0
     offloading.reset()
     assert not offloading.steps and not len(offloading.timeline) and not offloading.residency.counters.requests
     offloading.close()

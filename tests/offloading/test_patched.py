@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import offload, open_model
+from moelab import open_model
 from moelab.models import discover, eager, plug, plugged, unplug
 from moelab.models.patches import bare
 from moelab.models.stream import streams
+from moelab.offloading.offload import offload
 from moelab.recording import record
 from moelab.models.fast_decode import FastDecode
-from moelab.speculate import Speculation, default_vectors, make
+from moelab.registry import make
+from moelab.speculate import Speculation, default_vectors
 from tests.depth import depth
 from tests.models.test_patches import HOOKS, kinds, snapshot
 
@@ -31,9 +33,9 @@ def estimator(model):
 
 def speculation(model, mode="hint"):
     if mode == "hint":
-        return Speculation(model, make("router", model))
+        return Speculation(model, make("predictor", "router", model))
     vectors = default_vectors(model, [PROMPT])                  # which puts on and takes off, too
-    return Speculation(model, make("estimator", model, vectors=vectors, estimator=estimator(model)), mode)
+    return Speculation(model, make("predictor", "estimator", model, vectors=vectors, estimator=estimator(model)), mode)
 
 
 PUT_ON = {"first": speculation, "second": speculation, "free": lambda model: speculation(model, "router-free"),

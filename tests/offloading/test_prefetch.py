@@ -14,7 +14,8 @@ from moelab.models import plug
 from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
-from moelab.speculate import Speculation, make
+from moelab.registry import make
+from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from tests.models import tiny
 from tests.offloading.test_offload import DELAYS, assert_equal, generate_interrupted, jitter, threads
@@ -22,15 +23,14 @@ from tests.offloading.test_offload import DELAYS, assert_equal, generate_interru
 
 def nothing_is_lost(model):
     """Every slot is either free or held by an expert that residency keeps."""
-    pipeline = model.moelab.engine.pipeline
-    slots, held = pipeline.slots, pipeline.held
+    slots, queue = model.moelab.engine.pipeline.slots, model.moelab.engine.pipeline.queue
     deadline = time.monotonic() + 10                    # what nobody wants any more is still read to its end
-    while sum(len(slots.free[k]) + sum(k in one.slots for one in held.values()) - slots.count[k]
-              for k in slots.free) and time.monotonic() < deadline:
+    while sum(len(queue.free[k]) + sum(k in one for one in queue.held.values()) - slots.count[k]
+              for k in queue.free) and time.monotonic() < deadline:
         time.sleep(1e-3)
     for kind in ("full", "e", "sm"):
-        taken = [one.slots[kind] for one in held.values() if kind in one.slots]
-        assert sorted([*slots.free[kind], *taken]) == list(range(slots.count[kind]))
+        taken = [one[kind] for one in queue.held.values() if kind in one]
+        assert sorted([*queue.free[kind], *taken]) == list(range(slots.count[kind]))
 
 
 @pytest.mark.parametrize("codec", ["huffman", "raw"])
@@ -41,10 +41,10 @@ def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
     for budget, ahead, guess in ((4 * Sizes.of(store).in_flight, 3, "random"), (0.5, 2, "router")):
         offloaded = offload(store, budget, ahead=ahead, delays=DELAYS)
         jitter(offloaded, random.Random(0))
-        with offloaded.moelab as offloading, Speculation(offloaded, make(guess, offloaded), "hint"):
+        with offloaded.moelab as offloading, Speculation(offloaded, make("predictor", guess, offloaded), "hint"):
             assert_equal(offloaded, reference)
             assert check(offloading.timeline) == []
-            assert offloading.metrics()["fetched_ahead"]["begun"]
+            assert offloading.metrics().prefetched["begun"]
             nothing_is_lost(offloaded)
 
 
@@ -60,7 +60,7 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
         offloaded = offload(store, "10MB", plan=plan or Pools(F=5), policy="zipmoe", workers=workers, staging=staging,
                             ahead=room, delays=DELAYS)
         jitter(offloaded, chance)
-        with Speculation(offloaded, make(guess, offloaded, ahead=distance), "hint"):
+        with Speculation(offloaded, make("predictor", guess, offloaded, ahead=distance), "hint"):
             for seed in range(2):
                 assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
         decisions.append(offloaded.moelab.residency.counters)
@@ -74,12 +74,12 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
     model, store = qwen
     resident = open_model(model)
     offloaded = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS)
-    with Speculation(resident, make("router", resident), "speculative"), \
-            Speculation(offloaded, make("router", offloaded), "speculative"):
+    with Speculation(resident, make("predictor", "router", resident), "speculative"), \
+            Speculation(offloaded, make("predictor", "router", offloaded), "speculative"):
         for seed in range(4):
             offloaded.moelab.reset()
             assert_equal(offloaded, resident, seed=seed, batch=1, new=6)
-            found = offloaded.moelab.metrics()["fetched_ahead"]
+            found = offloaded.moelab.metrics().prefetched
             for forward in offloaded.moelab.forwards[1:]:
                 reads = [(e.layer, e.expert) for e in offloaded.moelab.timeline
                          if e.resource == "disk" and forward.start <= e.start < forward.end]
@@ -100,13 +100,13 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
             engine.prefetch(1, torch.arange(8)[None])
         result = inner(engine, x, ids, weights, experts)
         deadline = time.monotonic() + 10
-        while experts.layer == 0 and len(engine.pipeline._ahead[1].done) < 8 and time.monotonic() < deadline:
+        while experts.layer == 0 and engine.pipeline.queue.busy and time.monotonic() < deadline:
             time.sleep(1e-3)
         return result
     plug(offloaded, executor=announcing)
     with torch.inference_mode():
         offloaded(torch.tensor([[5]]))
-    found = offloaded.moelab.metrics()["fetched_ahead"]
+    found = offloaded.moelab.metrics().prefetched
     needed = {request for layer, experts in offloaded.moelab.steps[0] if layer == 1 for request in experts}
     for event in offloaded.moelab.timeline:
         if event.resource == "disk":
@@ -167,7 +167,7 @@ def test_interruptions_with_guesses_under_way(qwen):
     model, store = qwen
     offloaded, reference = offload(store, "10MB", plan=Pools(2, 2, 1, 1), ahead=6, delays=DELAYS), open_model(model)
     jitter(offloaded, random.Random(1))
-    with Speculation(offloaded, make("random", offloaded), "hint"):
+    with Speculation(offloaded, make("predictor", "random", offloaded), "hint"):
         for point in range(0, 12, 3):
             generate_interrupted(offloaded, point)
             assert_equal(offloaded, reference, seed=point)
@@ -195,6 +195,6 @@ def test_a_prefill_needs_no_guesses(qwen):
     assert_equal(offloaded, reference, prompt=60, new=2)
     prefill, *decode = offloaded.moelab.guesses
     assert [(layer, sorted(experts)) for layer, experts in prefill] == [(1, list(range(8)))] and not any(decode)
-    assert offloaded.moelab.metrics()["fetched_ahead"]["used"]
+    assert offloaded.moelab.metrics().prefetched["used"]
     nothing_is_lost(offloaded)
     offloaded.moelab.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moelab.cache.pools import Pools
 from moelab.models import discover, plug
-from moelab.offloading.prefetch_gate import KEEP, Foresight
+from moelab.offloading.prefetch_gate import KEEP, PrefetchGate
 from moelab.offloading.offload import offload
 from tests.offloading.test_offload import DELAYS
 
@@ -35,25 +35,25 @@ def gain_of_fetching(p, idle, n, read, chance, rounds=4_000):
                                            (0.05, 8, 2.0)])
 def test_the_rule_agrees_with_what_happens(idle, n, read):
     """Where the simulation is clearly for or against, the rule says the same; it may err near the border only."""
-    foresight = Foresight()
-    foresight.pause(idle)
+    gate = PrefetchGate()
+    gate.pause(idle)
     for p in (0.02, 0.1, 0.9, 1.0):
-        foresight.precision[0] = p
+        gate.precision[0] = p
         gain = gain_of_fetching(p, idle, n, read, random.Random(0))
         if abs(gain) > 0.1 * read:
-            assert foresight.worth(0, range(n), read) == (gain > 0), (p, gain)
+            assert gate.worth(0, range(n), read) == (gain > 0), (p, gain)
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 7), min_size=1), st.sets(st.integers(0, 7))), min_size=1, max_size=20))
 def test_precision_is_a_running_mean_of_what_was_right(rounds):
-    foresight, mean = Foresight(), 0.5
+    gate, mean = PrefetchGate(), 0.5
     for guessed, wanted in rounds:
-        foresight.worth(3, guessed, 1.0)
-        foresight.came(3, wanted)
+        gate.worth(3, guessed, 1.0)
+        gate.came(3, wanted)
         mean = KEEP * mean + (1 - KEEP) * sum(expert in wanted for expert in guessed) / len(guessed)
-    assert foresight.precision[3] == pytest.approx(mean)
-    foresight.came(3, {1})                                      # nothing was guessed: nothing is learnt
-    assert foresight.precision[3] == pytest.approx(mean)
+    assert gate.precision[3] == pytest.approx(mean)
+    gate.came(3, {1})                                      # nothing was guessed: nothing is learnt
+    assert gate.precision[3] == pytest.approx(mean)
 
 
 def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
@@ -61,8 +61,8 @@ def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
     offloaded = offload(store, "10MB", plan=Pools(), ahead=4, delays=DELAYS, bandwidth=2e6)
     engine = offloaded.moelab.engine
     inner, begin = type(engine).__call__, engine.residency.begin
-    engine.foresight.precision = {1: 0.5}
-    engine.foresight.idle, engine.foresight.pause = 1e-4, lambda seconds: None      # on a busy machine all is idle
+    engine.gate.precision = {1: 0.5}
+    engine.gate.idle, engine.gate.pause = 1e-4, lambda seconds: None      # on a busy machine all is idle
     chosen = {}
     engine.residency.begin = lambda layer, tokens: (chosen.__setitem__(layer, set(tokens)), begin(layer, tokens))[1]
     assert len(discover(offloaded)) == 2
@@ -79,7 +79,7 @@ def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
         offloaded.moelab.reset()
         for _ in range(passes):
             offloaded(torch.tensor([[5]]))                      # the same token: layer 1 wants the same as before
-        return offloaded.moelab.metrics()["fetched_ahead"]["begun"]
+        return offloaded.moelab.metrics().prefetched["begun"]
     with torch.inference_mode():
         begun(30)
         assert begun(5) == 0                                    # it has learnt not to listen

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.cache.planning import plan
-from moelab.models import discover, open_model
+from moelab import open_model
+from moelab.models import discover
 from moelab.offloading import profile as profiling
 from moelab.models.convert import convert, open_store
-from moelab.offloading.limits import Rates
-from moelab.offloading.profile import MeasuredDelays, Profile, profile
-from moelab.offloading.microbenchmarks import EXPERT_TOKENS, FORWARD_TOKENS, Rounds
+from moelab.offloading.profile import EXPERT_TOKENS, FORWARD_TOKENS, MeasuredDelays, Microbenchmarks, Profile, profile
+from moelab.offloading.simulator import MachineRates
 from moelab.store.layout import run
 from moelab.store.reader import Reader, StoreExperts
 
@@ -58,7 +58,7 @@ def test_a_raw_store_is_read_in_place_and_only_checked(store, tmp_path):
     assert delays.sm_read == delays.recover == 0 < delays.decode_at_once
     assert delays.e_read == statistics.median(found.seconds["read both"]) > 0
     with torch.no_grad(), ThreadPoolExecutor(1) as pool, Reader(raw) as reader:
-        rounds = Rounds(raw, open_store(raw, mode="buffered"), reader, pool, 1, np.random.default_rng(0))
+        rounds = Microbenchmarks(raw, open_store(raw, mode="buffered"), reader, pool, 1, np.random.default_rng(0))
         rounds._read_in_place()
         source = StoreExperts(raw)
         for slot, layer in rounds.full.items():
@@ -91,7 +91,7 @@ def test_a_model_is_left_as_it_was(name, tmp_path):
 def test_a_model_is_left_as_it_was_after_an_error(store, monkeypatch):
     model = open_store(store, mode="buffered")
     before = [layer.experts.executor for layer in discover(model)]
-    monkeypatch.setattr(Rounds, "_forward", lambda self, tokens: 1 / 0)
+    monkeypatch.setattr(Microbenchmarks, "_forward", lambda self, tokens: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         profile(store, model, seconds=0, mode="buffered")
     assert [layer.experts.executor for layer in discover(model)] == before
@@ -100,7 +100,7 @@ def test_a_model_is_left_as_it_was_after_an_error(store, monkeypatch):
 def test_what_is_decoded_are_the_experts(store):
     model, truth = open_model(store.folder, experts="external"), StoreExperts(store, mode="buffered")
     with Reader(store, "buffered") as reader, ThreadPoolExecutor(2) as pool, torch.inference_mode():
-        rounds = Rounds(store, model, reader, pool, 2, np.random.default_rng(1))
+        rounds = Microbenchmarks(store, model, reader, pool, 2, np.random.default_rng(1))
         for slot, layer in rounds.full.items():
             for tensor in rounds.slots.tensors(slot, layer).values():
                 tensor.zero_()
@@ -127,7 +127,7 @@ def test_delays_and_the_device_are_the_medians(measured):
     assert all(measured.when in figure.source for figure in device.figures.values())
     both = measured.nbytes["e"] + measured.nbytes["sm"]
     assert device["storage_read_gbs"] == pytest.approx(both / statistics.median(measured.seconds["read both"]) / 1e9)
-    rates = Rates.of(device)
+    rates = MachineRates.of(device)
     assert rates.read == pytest.approx(1e9 * device["storage_read_gbs"]) and rates.flops > 0
 
 

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.offloading.prefetch_gate import Foresight
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.simulator import flat, guesses_of, simulate, steps_of
-from moelab.schedule.affinity import scheduler_for
+from moelab.registry import make
+from moelab.schedule.affinity import default_order
 from moelab.schedule.execution import execute
 from moelab.schedule.requests import Delays
 from moelab.specs import State
-from moelab.speculate import Speculation, make
+from moelab.speculate import Speculation
 from tests.offloading.test_offload import DELAYS, generate
 from tests.offloading.test_simulator import trace
 
@@ -28,7 +29,7 @@ machines = st.builds(Delays, e_read=seconds, sm_read=seconds, decompress=seconds
                      expert_token=seconds, e_bytes=st.just(3), sm_bytes=st.just(5))
 
 
-class Always(Foresight):
+class Always(PrefetchGate):
     """Fetches whatever is guessed."""
 
     def worth(self, layer, experts, read_s):
@@ -54,13 +55,14 @@ def runs(draw):
 @given(runs(), machines)
 def test_without_guesses_layers_are_executed_one_by_one(run, machine):
     L, E, steps, forwards, guesses, pools, options = run
+    options |= {"staging": None}                                # as `execute` has slots for all
     asked, events, now = Residency(L, E, pools), [], options["start"]
     for forward in steps:
         for layer, experts in forward:
             now += options["other"][0]
             requests = asked.begin(layer, experts).requests
-            plan = scheduler_for(machine)(requests, machine, options["workers"])
-            found, now = execute(requests, plan, machine, options["workers"], options["staging"], now, layer)
+            plan = default_order(requests, machine, options["workers"])
+            found, now = execute(requests, plan, machine, options["workers"], now, layer)
             events += found
         now += options["head"][0]
     for more in ({}, {"ahead": 3}, {"ahead": 0, "guesses": guesses}):
@@ -70,14 +72,14 @@ def test_without_guesses_layers_are_executed_one_by_one(run, machine):
 
 
 @settings(deadline=None, max_examples=150)
-@given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.sampled_from([Foresight, Always]))
-def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ahead, distance, foresight):
+@given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.sampled_from([PrefetchGate, Always]))
+def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ahead, distance, gate):
     L, E, steps, forwards, guesses, pools, options = run
     alone = Residency(L, E, pools)
     decisions = [alone.begin(*step) for step in flat(steps)]
     inside = Residency(L, E, pools)
     played = simulate(steps, forwards, inside, machine, **options, guesses=guesses, ahead=ahead, distance=distance,
-                      foresight=foresight())
+                      gate=gate())
     assert played.counters == alone.counters
     assert {state: inside.resident(state) for state in State} == {state: alone.resident(state) for state in State}
     assert check(played.events) == []
@@ -86,9 +88,9 @@ def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ah
     demanded = sum((not r.state.has_e) * machine.e_bytes + (not r.state.has_sm) * machine.sm_bytes
                    for step in decisions for r in step.requests if r.state is not State.FULL)
     fetched, found = played.fetched, played.metrics()
-    assert found["fetched_ahead"] == asdict(fetched)
-    assert found["read_bytes"] == demanded + fetched.wasted
-    assert 0 <= fetched.wasted <= fetched.nbytes <= found["read_bytes"]
+    assert found.prefetched == asdict(fetched)
+    assert found.read_bytes == demanded + fetched.wasted
+    assert 0 <= fetched.wasted <= fetched.nbytes <= found.read_bytes
     assert 0 <= fetched.early <= fetched.used <= fetched.begun
     # a layer is computed in one piece, after its "other" and before the next one's
     compute = [event for event in played.events if event.resource == "compute" and event.end > event.start]
@@ -109,10 +111,10 @@ def test_perfect_guesses_by_a_closed_form(L, K, read, compute, other, tokens):
 
     def tpot(**more):
         return simulate(steps, [(1, "decode")] * tokens, Residency(L, K, Pools()), machine, other=(other, 0.0),
-                        **more).metrics()["tpot_s"]
+                        **more).metrics().tpot
     first = other + max(K * read + compute, read + K * compute)
     assert tpot() == pytest.approx(L * first)
-    assert tpot(guesses=steps, ahead=K, foresight=Always()) == pytest.approx(
+    assert tpot(guesses=steps, ahead=K, gate=Always()) == pytest.approx(
         first + (L - 1) * max(K * read, other + K * compute))
 
 
@@ -122,7 +124,7 @@ def test_copying_takes_as_long_as_computing_or_computing_nothing():
                                             (Delays(1, 1, 0, 0, 0, 0, e_bytes=1), 0, 3 * 4, 3 * 4)):
         for guesses, took in ((None, demand), (steps, guessed)):
             played = simulate(steps, [(1, "decode")], Residency(3, 2, Pools()), machine, other=(other, 0.0),
-                              guesses=guesses, ahead=2, foresight=Always())
+                              guesses=guesses, ahead=2, gate=Always())
             assert played.forwards[0].end == took
             assert (played.fetched.used, played.fetched.wasted) == (0 if guesses is None else 4, 0)
 
@@ -132,13 +134,13 @@ def test_a_read_under_way_is_not_interrupted_and_the_layer_waits_for_it():
     steps, guesses = [[(0, {0: 1}), (1, {0: 1})]], [[(1, [5, 6, 7])]]
     machine = Delays(2, 0, 0, 0, 1, 0, e_bytes=1)
     played = simulate(steps, [(1, "decode")], Residency(2, 8, Pools()), machine, other=(3.0, 0.0), guesses=guesses,
-                      ahead=2, foresight=Always())
+                      ahead=2, gate=Always())
     reads = [(e.layer, e.expert, e.start, e.end) for e in played.events if e.resource == "disk"]
     # while layer 0 computes (5–6) and layer 1 attends (6–9), two are fetched, and no third: there is no room for it
     assert reads == [(0, 0, 3, 5), (1, 5, 5, 7), (1, 6, 7, 9), (1, 0, 9, 11)]
     assert asdict(played.fetched) == {"begun": 2, "used": 0, "early": 0, "nbytes": 2, "wasted": 2}
     played = simulate(steps, [(1, "decode")], Residency(2, 8, Pools()), machine, other=(2.0, 0.0), guesses=guesses,
-                      ahead=2, foresight=Always())
+                      ahead=2, gate=Always())
     reads = [(e.layer, e.expert, e.start, e.end) for e in played.events if e.resource == "disk"]
     assert reads == [(0, 0, 2, 4), (1, 5, 4, 6), (1, 6, 6, 8), (1, 0, 8, 10)]       # layer 1 comes at 7 and waits
     assert played.forwards[0].end == 11
@@ -151,7 +153,7 @@ def test_the_disk_never_rests_while_something_is_wanted(run, machine, distance):
     L, E, steps, forwards, guesses, _, options = run
     options |= {"staging": None, "other": (1.5, 0.0)}
     played = simulate(steps, forwards, Residency(L, E, Pools()), machine, **options, guesses=guesses, ahead=99,
-                      distance=distance, foresight=Always())
+                      distance=distance, gate=Always())
     came = defaultdict(list)
     for event in played.events:
         if event.kind == "other" and event.layer >= 0:
@@ -174,15 +176,15 @@ def test_a_bad_guesser_is_ignored_and_a_good_one_is_not():
     def play(guesses, steps=steps, **more):
         return simulate(steps, [(1, "decode")] * len(steps), Residency(3, 8, Pools(F=4)), machine, other=(0.5, 0.0),
                         guesses=guesses, ahead=2, **more)
-    foresight = Foresight()
-    learnt, right = play(wrong, foresight=foresight), play(steps)
+    gate = PrefetchGate()
+    learnt, right = play(wrong, gate=gate), play(steps)
     assert learnt.fetched.used == 0 and right.fetched.wasted == 0 and right.fetched.used > 150
     # before its first read, a new run doesn't know what a read takes, and fetches
-    assert play(wrong[:20], steps[:20], foresight=foresight).fetched.begun <= 2
+    assert play(wrong[:20], steps[:20], gate=gate).fetched.begun <= 2
     demand = play(None)
     assert right.forwards[-1].end < 0.95 * demand.forwards[-1].end
     assert demand.forwards[-1].end <= learnt.forwards[-1].end < 1.03 * demand.forwards[-1].end
-    assert play(wrong, foresight=Always()).forwards[-1].end > learnt.forwards[-1].end
+    assert play(wrong, gate=Always()).forwards[-1].end > learnt.forwards[-1].end
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -213,15 +215,15 @@ def test_the_engines_decisions_on_the_engines_steps_and_guesses(qwen, mode):
         told.append((len(offloading.steps) - 1, layer, list(dict.fromkeys(ids.T.reshape(-1).tolist()))))
         prefetch(layer, ids)
     offloading.engine.prefetch = announced
-    with offloading, Speculation(offloaded, make("router", offloaded), mode), torch.inference_mode():
+    with offloading, Speculation(offloaded, make("predictor", "router", offloaded), mode), torch.inference_mode():
         generate(offloaded, batch=1, new=8)
         found = offloading.metrics()
         guesses = [[(layer, experts) for at, layer, experts in told if at == n] for n in range(len(offloading.steps))]
         played = simulate(offloading.steps, offloading.forwards, Residency(2, 8, Pools(2, 3, 2, 4), "zipmoe"), DELAYS,
                           staging=3, guesses=guesses, ahead=4, other=(1e-3, 0.0))
-    assert any(guesses) and found["fetched_ahead"]["begun"] and played.fetched.begun
-    assert {name: found[name] for name in ("hits", "misses", "evictions", "rereads")} == {
-        name: played.metrics()[name] for name in ("hits", "misses", "evictions", "rereads")}
+    assert any(guesses) and found.prefetched["begun"] and played.fetched.begun
+    assert all(getattr(found, name) == getattr(played.metrics(), name)
+               for name in ("hits", "misses", "evictions", "rereads"))
 
 
 def test_errors():
@@ -232,3 +234,5 @@ def test_errors():
         simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, guesses=steps, ahead=1, distance=0)
     with pytest.raises(ValueError, match="ahead is -1"):
         simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, guesses=steps, ahead=-1)
+    with pytest.raises(ValueError, match="staging is 0"):
+        simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, staging=0)

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab import convert, offload
+from moelab import cards, convert, registry
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward, check
-from moelab.offloading.simulator import delays_of, flat, simulate, steps_of
-from moelab.schedule.affinity import naive_order
+from moelab.offloading.offload import offload
+from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.simulator import MachineRates, delays_of, flat, overheads, replay, simulate, steps_of
 from moelab.schedule.requests import Delays
-from moelab.specs import DeviceSpec, Figure, MoESpec, State
+from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from tests.models import tiny
@@ -55,7 +56,7 @@ def test_decisions_are_those_of_the_residency(policy, pools, scope):
     assert all(inside.state(r.key) is alone.state(r.key) for step in decisions for r in step.requests)
     needed = sum((not r.state.has_e) * DELAYS.e_bytes + (not r.state.has_sm) * DELAYS.sm_bytes
                  for step in decisions for r in step.requests if r.state is not State.FULL)
-    assert simulation.metrics()["read_bytes"] == needed
+    assert simulation.metrics().read_bytes == needed
     assert not check(simulation.events) and simulation.kind == "simulated"
     computed = [(event.layer, event.expert) for event in simulation.events if event.kind == "expert"]
     assert sorted(computed) == sorted((layer, expert) for layer, experts in flat(steps) for expert in experts)
@@ -82,7 +83,7 @@ def test_one_worker_and_one_miss_by_hand():
     simulation = simulate([[(0, {3: 1})]], [(1, "decode")], Residency(L, E, Pools(F=1)), DELAYS, other=(1e-3, 0.0))
     read_both_then_decode = 1e-3 + 3e-4 + 5e-4 + 4e-4 + 1e-4 + 2.1e-4
     assert simulation.forwards[0].end == pytest.approx(read_both_then_decode)
-    assert simulation.metrics()["tpot_s"] == pytest.approx(read_both_then_decode)
+    assert simulation.metrics().tpot == pytest.approx(read_both_then_decode)
 
 
 def test_a_faster_disk_is_never_slower():
@@ -103,10 +104,10 @@ def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
     cold, warm = (simulate(steps, forwards, residency, DELAYS) for _ in range(2))
     assert cold.counters.misses > 0 == warm.counters.misses
     naive = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS,
-                     scheduler=lambda requests, delays, workers: naive_order(requests))
+                     scheduler=registry.find("scheduler", "naive"))
     affine = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS)
     assert naive.counters == affine.counters
-    assert naive.metrics()["read_bytes"] == affine.metrics()["read_bytes"]
+    assert naive.metrics().read_bytes == affine.metrics().read_bytes
 
 
 def test_a_runs_own_forwards_are_accepted():
@@ -175,10 +176,21 @@ def test_delays_of_a_card_by_hand():
     assert other == pytest.approx((1000 / 10e9, 1000 / 1e9))
 
 
+def test_rates_of_a_card_prefer_the_link_and_16_bit():
+    assert MachineRates.of(cards.load_device("jetson-agx-orin-64gb")) == MachineRates(3.5e9, 204.8e9, 42.5e12)
+    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
+    assert MachineRates.of(cards.load_device("oneplus-12")).flops == pytest.approx(0.355e12)
+    with pytest.raises(ValueError, match="Apple M2 Ultra: the card has no host link and no disk"):
+        MachineRates.of(cards.load_device("m2-ultra"))
+    bare = DeviceSpec("bare", {"storage_read_gbs": Figure(1, "GB/s", "measured", "here")})
+    with pytest.raises(ValueError, match="no TFLOPS"):
+        MachineRates.of(bare)
+
+
 def test_cards_of_the_package_and_what_they_lack():
     from moelab.cards import load_device
     orin = load_device("jetson-agx-orin-64gb")
-    delays, _ = delays_of(orin, MoESpec.from_card("Qwen3-30B-A3B"), 0.32, dense_bytes=2e9, decompress_gbs=1.5)
+    delays, _ = delays_of(orin, load_model("Qwen3-30B-A3B"), 0.32, dense_bytes=2e9, decompress_gbs=1.5)
     assert delays.e_bytes / delays.e_read == pytest.approx(3.5e9)
     with pytest.raises(ValueError, match="doesn't say how fast a thread decompresses"):
         delays_of(card(storage_read_gbs=1, memory_bandwidth_gbs=1, fp32_tflops=1), SPEC, 0.5, 0)
@@ -207,6 +219,36 @@ def test_the_bytes_are_each_experts_own(tmp_path, pools):
                 total[event.layer, event.expert] += event.bytes
         assert len({stored(store.entries(0, e), "E")[1] for e in range(8)}) > 2, "the experts compress alike"
         assert read[0] == read[1] and found.counters == engine.residency.counters
-        assert found.metrics()["read_bytes"] == engine.metrics()["read_bytes"]
+        assert found.metrics().read_bytes == engine.metrics().read_bytes
     took = {round((e.end - e.start) / e.bytes, 15) for e in found.events if e.kind == "read E"}
     assert len(took) <= 1, "a read takes as long as its bytes, relative to the mean expert's"
+
+
+def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
+    """The engine's decisions on its own run; the optimum hits at least as often; a card's clock is another clock."""
+    model = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 1), policy="lfu", staging=3)
+    with model.moelab as offloading:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        run, found = offloading.run, offloading.metrics()
+    played = replay(run)
+    assert played.counters == run.counters and played.hit_rate == found.hit_rate
+    assert played.metrics().read_bytes == found.read_bytes
+    assert (played.tpot, played.ttft) == (played.metrics().tpot, played.metrics().ttft)
+    whole = {name: replay(run, cache=name, pools=Pools(F=6)) for name in ("lru", "belady")}
+    assert whole["belady"].hit_rate >= whole["lru"].hit_rate
+    there = replay(run, device="jetson-agx-orin-32gb")
+    assert there.counters == run.counters and 0 < there.tpot < played.tpot
+
+
+def test_what_is_measured_besides_experts_is_fitted():
+    """(base, per token) before a layer's experts, from forwards of 1 and 5 tokens; after the last, from one only."""
+    residency = Residency(1, 2, Pools())
+    made = EngineRun(Settings(SPEC, Pools(), "lru", "model", None, 1, 1, 0, DELAYS, 0), residency)
+    for start, tokens, other in ((0.0, 5, 3.0), (10.0, 1, 1.0), (20.0, 1, 1.0)):
+        made.begin_forward()
+        made.timeline.add(Event("compute", "other", 0, -1, start, start + other))
+        made.timeline.add(Event("compute", "other", -1, -1, start + 5, start + 7))
+        made.end_forward(Forward(start, start + 7, tokens, "decode"))
+    other, head = overheads(made)
+    assert other == pytest.approx((0.5, 0.5)) and head == pytest.approx((2.0, 0.0))

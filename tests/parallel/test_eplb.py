@@ -148,10 +148,10 @@ def test_the_guides_examples():
     assert advise(spec(64, 1024), 1).kind == "one device"
 
 
-@pytest.mark.parametrize("name", cards.models())
+@pytest.mark.parametrize("name", cards.MODELS)
 @pytest.mark.parametrize("devices", [1, 2, 6, 16, 64])
 def test_advice_fits_the_devices(name, devices):
-    spec = MoESpec.from_card(name)
+    spec = cards.load_model(name)
     for load in (None, [1] * spec.E, zipf(spec.E, 1.0)):
         made = advise(spec, devices, load)
         assert made.tp * made.ep == devices and made.ep <= spec.E and made.reasons
@@ -179,7 +179,7 @@ def test_reasons_are_true(E, I, devices):
 
 
 def test_a_skewed_load_moves_advice_to_larger_tp():
-    spec = MoESpec.from_card("Qwen3-30B-A3B")
+    spec = cards.load_model("Qwen3-30B-A3B")
     even, skewed = advise(spec, 16, [1] * spec.E), advise(spec, 16, zipf(spec.E, 1.0))
     assert even.tp == 1 and skewed.tp > 1 and "times the mean" in str(skewed)
     with pytest.raises(ValueError, match="128 experts"):

@@ -18,7 +18,8 @@ from moelab.experts.sharding import on_hidden, on_intermediate, share
 from moelab.parallel import VARIANTS, Placement, ShardedExperts, degree, launch, volumes
 from moelab.parallel.eplb import balance
 from moelab.parallel.exchange import pack, unpack
-from moelab.models import discover, eager, open_model, plug
+from moelab import open_model
+from moelab.models import discover, eager, plug
 from moelab.registry import make
 from tests.models import tiny
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.schedule.affinity import Order, naive_order, order, schedule
+from moelab import registry
+from moelab.schedule.affinity import SCHEDULERS, Order, naive_order, order, schedule
 from moelab.schedule.execution import timetable
 from moelab.schedule.requests import Delays, Task
 from moelab.specs import ExpertKey, State
@@ -99,7 +100,7 @@ def test_type_2_alone_is_scheduled():
 
 @given(requests(), delays, st.integers(1, 4))
 def test_an_order_reads_what_is_missing_once(asked, machine, workers):
-    for found in (order(asked, machine, workers), naive_order(asked)):
+    for found in (registry.find("scheduler", name)(asked, machine, workers) for name in SCHEDULERS):
         missing = [r for r in asked if r.state is not State.FULL]
         wanted = ([(r.key.expert, "E") for r in missing if not r.state.has_e]
                   + [(r.key.expert, "SM") for r in missing if not r.state.has_sm])

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.schedule.affinity import naive_order, order
-from moelab.schedule.execution import RESOURCES, execute, makespan, timetable
+from moelab.schedule.execution import RESOURCES, SimulatedMachine, execute, makespan, timetable
+from moelab.schedule.load_queue import HOLDS, KINDS
 from moelab.schedule.requests import Delays, Task, operations
 from moelab.specs import ExpertKey, State
 from tests.schedule.instances import LOADING, Request, delays, requests, task_sets
@@ -121,9 +122,10 @@ def check(events, asked, workers, start, end):
 @settings(max_examples=300, deadline=None)
 @given(requests(), delays, st.integers(1, 5), st.none() | st.integers(1, 5), st.sampled_from([0.0, 12.5]),
        st.booleans())
-def test_execute_respects_the_graph(asked, machine, workers, staging, start, naive):
+def test_execute_respects_the_graph(asked, machine, workers, in_flight, start, naive):
     plan = naive_order(asked) if naive else order(asked, machine, workers)
-    events, end = execute(asked, plan, machine, workers, staging, start, layer=2)
+    events, end = execute(asked, plan, machine, workers, start, layer=2) if in_flight is None else limited(
+        asked, plan, machine, workers, in_flight, start)
     check(events, asked, workers, start, end)
     assert [event.start for event in events] == sorted(event.start for event in events)
     assert sum(event.bytes for event in events) == sum(
@@ -137,18 +139,27 @@ def test_execute_respects_the_graph(asked, machine, workers, staging, start, nai
     assert now == pytest.approx(end)
 
 
+def limited(asked, plan, machine, workers, in_flight, start=0.0):
+    """The step with so many slots beside those of a cache that has room for what is there before and after it."""
+    slots = {kind: max(sum(kind in HOLDS[state] for state in states) for states in (
+        [r.state for r in asked], [r.keep for r in asked])) + in_flight for kind in KINDS}
+    pipeline = SimulatedMachine(machine, workers, slots, ((r.key, r.state) for r in asked), start=start)
+    pipeline.demand(pipeline.begin(2, asked), plan)
+    pipeline.run()
+    return pipeline.timeline(), pipeline.now
+
+
 @settings(max_examples=150, deadline=None)
 @given(requests(), delays, st.integers(1, 4), st.integers(1, 4))
-def test_staging_limits_what_is_in_flight(asked, machine, workers, staging):
-    events, _ = execute(asked, order(asked, machine, workers), machine, workers, staging, layer=2)
+def test_slots_limit_what_is_in_flight(asked, machine, workers, in_flight):
+    """Where nothing is kept and nothing is there, an expert has its slots from its first operation to its last."""
+    asked = [r._replace(state=State.MISSED, keep=State.MISSED) for r in asked]
+    events, _ = limited(asked, order(asked, machine, workers), machine, workers, in_flight)
     spans = []
     for r in asked:
-        if r.state is not State.FULL:
-            mine = [event for event in events if event.expert == r.key.expert]
-            decoded = max(event.end for event in mine if event.resource.startswith("worker"))
-            spans.append((min(event.start for event in mine),
-                          decoded if r.keep is State.FULL else max(event.end for event in mine)))
-    assert at_most(spans, staging)
+        mine = [event for event in events if event.expert == r.key.expert]
+        spans.append((min(event.start for event in mine), max(event.end for event in mine)))
+    assert at_most(spans, in_flight)
 
 
 @settings(deadline=None)
@@ -168,8 +179,8 @@ def test_execute_and_makespan_agree_where_they_model_the_same(asked, machine, wo
     assert execute(asked, plan, machine, workers)[1] == pytest.approx(makespan(blocks, workers))
 
 
-def timeline(asked, plan, workers=1, staging=None):
-    events, end = execute(asked, plan, UNIT, workers, staging)
+def timeline(asked, plan, workers=1):
+    events, end = execute(asked, plan, UNIT, workers)
     return [(e.resource, e.kind, e.expert, e.start, e.end) for e in events], end
 
 
@@ -198,21 +209,23 @@ def test_hits_run_first_and_only_run():
     assert timeline(asked[1:], order(asked[1:], UNIT, 2))[1] == 14
 
 
-def test_more_experts_in_a_block_than_staging_buffers_is_no_deadlock():
+def test_more_experts_in_a_block_than_slots_is_no_deadlock():
     asked = [request(e, "M") for e in range(4)]
     machine = Delays(e_read=2.0, sm_read=3.0, decompress=0.5, recover=0.1, expert_base=0.5, expert_token=0.0)
     plan = order(asked, machine, 1)
     assert plan.io[:4] == [(0, "E"), (1, "E"), (2, "E"), (3, "E")]
-    events, _ = execute(asked, plan, machine, 1, staging=1)
+    events, _ = limited(asked, plan, machine, 1, 1)
     assert [(e.kind, e.expert) for e in events if e.resource == "disk"] == [
         (kind, e) for e in range(4) for kind in ("read E", "read SM")]
 
 
-def test_what_is_kept_gives_its_place_back_when_decoded():
-    for keep, second in (("F", 10), ("C", 16), ("M", 16)):
+def test_an_expert_that_is_kept_takes_a_slot_of_the_cache():
+    """One slot beside the cache's: of two experts that are kept whole, the second waits only for chunks' slots; of
+    two that are not, also until the first is computed."""
+    for keep, second in (("F", 10), ("M", 16)):
         asked = [request(0, "M", keep), request(1, "M", keep)]
-        events, _ = timeline(asked, naive_order(asked), staging=1)
-        assert [e[3] for e in events if e[0] == "disk"] == [0, second]
+        events, _ = limited(asked, naive_order(asked), UNIT, 1, 1)
+        assert [e.start for e in events if e.resource == "disk"] == [0, second]
 
 
 def test_nothing_to_execute():
@@ -224,7 +237,5 @@ def test_errors():
     plan = order(asked, UNIT, 1)
     with pytest.raises(ValueError, match="0 workers"):
         execute(asked, plan, UNIT, 0)
-    with pytest.raises(ValueError, match="0 staging buffers"):
-        execute(asked, plan, UNIT, 1, staging=0)
     with pytest.raises(ValueError, match="the requests leave"):
         execute(asked[1:], plan, UNIT, 1)

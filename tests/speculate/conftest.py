@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.models import open_model
+from moelab import open_model, registry
+from moelab.speculate import takes
 
 from tests.models import tiny
+
+
+def make(name, model, *, ahead=1, **bag):
+    """A predictor, of a bag from which it takes what it needs."""
+    return registry.make("predictor", name, model, ahead=ahead,
+                         **{part: value for part, value in bag.items() if part in takes(name)})
 
 
 @pytest.fixture(scope="session")

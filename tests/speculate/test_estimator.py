@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moelab.models import identity, open_model
-from moelab.specs import MoESpec
+from moelab.cards import load_model
+from moelab import open_model
+from moelab.models import identity
 from moelab.speculate.estimator import Estimator
 
 from tests.models import tiny
@@ -41,7 +42,7 @@ def test_forward_is_appendix_a_row_by_row(H, E, L, width, expansion, T):
 @pytest.mark.parametrize("card, parameters", [("GPT-OSS-20B", 4_000_000), ("Qwen3-30B-A3B", 17_000_000),
                                               ("GPT-OSS-120B", 45_000_000)])
 def test_the_papers_budgets_are_met_and_the_latent_is_narrower_than_the_model(card, parameters):
-    spec = MoESpec.from_card(card)
+    spec = load_model(card)
     with torch.device("meta"):
         estimator = Estimator.sized(spec.H, spec.E, spec.L, parameters)
     assert estimator.parameter_count == pytest.approx(parameters, rel=0.02)

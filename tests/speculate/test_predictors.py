@@ -10,13 +10,15 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab import registry
 from moelab.models import discover
 from moelab.models.stream import streams
 from moelab.recording import record
-from moelab.speculate import PREDICTORS, default_vectors, make
+from moelab.speculate import PREDICTORS, default_vectors, takes
 from moelab.speculate.predictors import ask, popular, route
 
 from tests.models import tiny
+from tests.speculate.conftest import make
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 
@@ -105,11 +107,11 @@ def test_router_and_quasi_are_the_next_router_on_s_and_q(model):
         rows = trace.router_inputs[:, layer.index].ne(0).any(-1).nonzero().flatten()
         s, r, ids, weights = (column[rows, layer.index] for column in (trace.router_inputs, trace.residuals, trace.ids,
                                                                        trace.weights))
-        said = tuple(p.predict(layer.index, s, r, ids.long(), weights) for p in (by_router, by_quasi))
         following = layers[layer.index + 1]
         if ("encoder" in layer.name) != ("encoder" in following.name):
-            assert said == (None, None)
+            assert layer.index not in by_router.targets and layer.index not in by_quasi.targets
             continue
+        said = tuple(p.predict(layer.index, s, r, ids.long(), weights) for p in (by_router, by_quasi))
         q = streams(model)[following.index].norm(r + vectors.layer_default(layer.index, ids.long(), weights).to(r.dtype))
         for (got, got_weights), x in zip(said, (s, q)):
             for t in range(len(rows)):                                  # each token for itself
@@ -117,7 +119,7 @@ def test_router_and_quasi_are_the_next_router_on_s_and_q(model):
                 want, want_weights = following.routing(following.router(one))
                 assert sorted(got[t].tolist()) == sorted(want[0].tolist())
                 torch.testing.assert_close(got_weights[t].sort().values, want_weights[0].sort().values)
-    assert by_router.predict(len(layers) - 1, s, r, ids.long(), weights) is None
+    assert len(layers) - 1 not in by_router.targets
 
 
 def test_the_hybrid_is_one_or_the_other(tiny_model):
@@ -223,13 +225,15 @@ def test_the_oracle_notices_another_prompt(tiny_model):
 
 def test_what_is_missing_or_anothers_is_said(tiny_model):
     model = tiny_model("mixtral")
-    with pytest.raises(ValueError, match="no predictor 'psychic'; there are router, quasi"):
+    with pytest.raises(ValueError, match="no predictor 'psychic'; there are: router, quasi"):
         make("psychic", model)
-    with pytest.raises(ValueError, match="no predictor takes crystal"):
-        make("router", model, crystal="ball")
-    with pytest.raises(ValueError, match=r"'quasi' needs vectors=moelab.speculate.default_vectors"):
+    with pytest.raises(ValueError, match="crystal.*it takes model, \\*, ahead|crystal.*it takes model, ahead"):
+        registry.make("predictor", "router", model, crystal="ball")
+    with pytest.raises(ValueError, match=r"Quasi needs vectors=moelab.speculate.default_vectors"):
         make("quasi", model)
-    with pytest.raises(ValueError, match="'oracle' needs trace=moelab.record"):
+    with pytest.raises(ValueError, match=r"Hybrid needs estimator=a trained"):
+        make("hybrid", model, vectors=default_vectors(model, PROMPTS[:1]))
+    with pytest.raises(ValueError, match="Oracle needs trace=moelab.record"):
         make("oracle", model)
     with pytest.raises(ValueError, match="ahead is 0"):
         make("router", model, ahead=0)
@@ -248,9 +252,12 @@ def test_targets_stop_at_the_last_layer(tiny_model, ahead):
 
 
 def test_the_registry_is_complete():
-    assert list(PREDICTORS) == ["router", "quasi", "estimator", "hybrid", "frequency", "static", "previous", "oracle",
-                                "random"]
-    assert all(cls.__doc__ for cls in PREDICTORS.values())
+    described = registry.describe("predictor")
+    assert list(PREDICTORS) == list(described) == ["router", "quasi", "estimator", "hybrid", "frequency", "static",
+                                                   "previous", "oracle", "random"]
+    assert all(purpose for purpose, _ in described.values())
+    assert [name for name, (_, kind) in described.items() if kind == "teaching"] == ["oracle", "random"]
+    assert takes("hybrid") == ["vectors", "estimator", "choice"] and takes("random") == ["seed"]
 
 
 def test_layers_that_are_not_adjacent_are_neighbours_among_moe_layers(tiny_model):

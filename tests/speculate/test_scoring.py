@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch
 from moelab.models import discover
 from moelab.models.stream import streams
 from moelab.recording import record
-from moelab.speculate import default_vectors, make
+from moelab.speculate import default_vectors
 from moelab.speculate.predictors import route
-from moelab.speculate.scoring import as_decode, choose, score, similarity, walk
+from moelab.speculate.scoring import choose, score, similarity, walk
 from moelab.trace import DECODE, PREFILL
+
+from tests.speculate.conftest import make
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 
@@ -127,9 +130,8 @@ def test_those_that_remember_see_one_token_at_a_time(tiny_model):
 
 def test_a_text_as_if_generated(tiny_model):
     model = tiny_model("olmoe")
-    trace = as_decode(record(model, PROMPTS, hidden=True), after=3)
-    assert [(int(i), int(p)) for i, p in zip(trace.sequence, trace.phase)] == [
-        (i, DECODE if t >= 3 else PREFILL) for i, prompt in enumerate(PROMPTS) for t in range(len(prompt))]
+    trace = record(model, PROMPTS, hidden=True)
+    trace = replace(trace, phase=torch.where(trace.position < 3, PREFILL, DECODE).to(torch.uint8))
     assert score(trace, make("frequency", model)).requests[:, 0].tolist() == [4 * 2, 0, 2 * 2]
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import moelab
-from moelab.models import discover, eager, open_model, plug
+from moelab import open_model
+from moelab.models import discover, eager, plug
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate.signals import DefaultVectors, default_vectors, quasi_hidden

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moelab.models.stream import streams
 from moelab.recording import record
-from moelab.speculate import DefaultVectors, default_vectors, make, rows, training
+from moelab.speculate import DefaultVectors, default_vectors, rows, training
 from moelab.speculate.predictors import route
 from moelab.speculate.rows import Rows, teacher
 from moelab.speculate.scoring import score
@@ -222,9 +222,11 @@ def test_unusable_arguments_are_named(small, tiny_model):
 
 STREAM = """
 import json, re, resource, sys, torch
-from moelab.models import open_model
+from moelab import open_model
 from moelab.speculate import DefaultVectors
 from moelab.speculate.training import train
+
+from tests.speculate.conftest import make
 torch.set_num_threads(1)
 model = open_model(sys.argv[1])
 vectors = DefaultVectors.load(sys.argv[2], model)
@@ -241,7 +243,8 @@ print(json.dumps([before, peak(), done.history[-1].tokens]))
 
 
 def test_memory_does_not_grow_with_the_trace(tmp_path):
-    from moelab.models import identity, open_model
+    from moelab import open_model
+    from moelab.models import identity
     from moelab.trace import GrowingTensor, hidden_path
 
     from tests.models import tiny

@@ -24,7 +24,7 @@ def chunks_of(tensor, codec, K):
         planes.append((plane.codec, tuple(found)))
     entries = {"w": TensorEntry("BF16" if tensor.dtype == torch.bfloat16 else "F16", tuple(tensor.shape), "",
                                 tuple(planes))}
-    return [Chunks(0, 0, part, entries, np.frombuffer(data, np.uint8), 0) for part, data in parts.items()]
+    return [Chunks(0, 0, part, entries, np.frombuffer(data, np.uint8), 0, len(data)) for part, data in parts.items()]
 
 
 @settings(max_examples=60)
@@ -54,6 +54,6 @@ def test_joining_in_place_is_joining(n, seed):
 def test_a_damaged_chunk_is_named():
     tensor = (torch.randn(60_000) * 0.02).bfloat16()
     e, _ = chunks_of(tensor, "zstd", 1)
-    broken = Chunks(4, 17, "E", e.entries, e.data[::-1].copy(), 0)
+    broken = Chunks(4, 17, "E", e.entries, e.data[::-1].copy(), 0, len(e.data))
     with pytest.raises(StoreError, match="w of expert 17 of MoE layer 4"):
         stages.decompress(broken, "w", torch.empty_like(tensor))

@@ -4,15 +4,15 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
+from moelab.cards import load_model
 from moelab.ane.plan import make_plan  # noqa: E402
 from moelab.ane.device.published import TABLE_5  # noqa: E402
 from moelab.ane.device.rates import fit  # noqa: E402
 from moelab.ane.device.synthetic_popularity import assumed_counts  # noqa: E402
-from moelab.specs import MoESpec  # noqa: E402
 from moelab.viz import ane_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
-SPEC = MoESpec.from_card("Phi-3.5-MoE")
+SPEC = load_model("Phi-3.5-MoE")
 PLAN = make_plan(SPEC, *assumed_counts(SPEC))
 RUNS = {"P=1024": {"cpu": 1.8, "naive": 5.5}, "P=4096": {"cpu": 1.6, "naive": 3.4}}
 MADE = Lazily({

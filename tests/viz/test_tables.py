@@ -19,13 +19,13 @@ from moelab.ane.device.synthetic_popularity import assumed_loads  # noqa: E402
 from moelab.ane.systems import ABLATION, SYSTEMS  # noqa: E402
 from moelab.bench import ane, neuron_examples, parallel, static  # noqa: E402
 from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
-from moelab.bench.roofline import Contest  # noqa: E402
+from moelab.bench.roofline import ExpertTimes  # noqa: E402
 from moelab.experts.executor import Tally  # noqa: E402
 from moelab.ndp import conditions  # noqa: E402
 from moelab.ndp.claims import CLAIMS, FIT, JUDGED  # noqa: E402
 from moelab.ndp.sweep import MODELS, Assumptions  # noqa: E402
+from moelab.table import head_and_rows, markdown_table  # noqa: E402
 from moelab.viz import ane_figures, ane_tables, expert_figures, expert_tables, ndp_tables  # noqa: E402
-from moelab.viz.markdown import lines  # noqa: E402
 
 
 def row(rows, head, value):
@@ -36,7 +36,7 @@ def shown(rows, n):
     """The Markdown of rows, of which there are n."""
     rows = list(rows)
     assert len(rows) == n
-    text = lines(rows)
+    text = markdown_table(*head_and_rows(rows))
     assert len({line.count("|") for line in text.splitlines()}) == 1, "a cell holds a bar"
     return rows
 
@@ -65,8 +65,8 @@ def test_of_static_shapes(costs):
     assert rows[4]["accuracy in the paper, fp16 → NPUMoE"] == "88.57 → 87.62 %"                 # HellaSwag's
     assert row(shown(expert_tables.orders(costs), 2), "who is dropped first", "2")["against random, nats"] == "+0.0000"
     assert expert_tables.knob(static.block_paddings(16, 4, 2)[8], 16, 4, 2, 0).startswith("B = 8, 16 tokens, Zipf 0:")
-    contest = Contest({"transformers eager": [0.004], "gemv": [0.002]}, 1e9, 1e9, {"FLOPs": 0.001})
-    assert shown(expert_tables.contests({"decode": contest}), 1)[0] == {
+    times = ExpertTimes({"transformers eager": [0.004], "gemv": [0.002]}, 1e9, 1e9, {"FLOPs": 0.001})
+    assert shown(expert_tables.executors({"decode": times}), 1)[0] == {
         "phase": "decode", "best of transformers, ms": "4.00 (eager)", "best here, ms": "2.00 (gemv)",
         "times as fast": "2.00", "share of the roofline that it reaches": "50 %"}
     raced = {1: {"selective": [0.001, 0.003], "all_experts": [0.004]}}

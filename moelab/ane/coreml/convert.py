@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from moelab.configs import spec_from_config
 from moelab.ane.coreml.attention_graph import attention_shape, save_attention
 from moelab.ane.coreml.converted import FORMAT, ConvertedModel, attention_file, group_file
 from moelab.ane.coreml.evaluator import Evaluator
@@ -47,7 +48,6 @@ from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint, CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
-from moelab.specs import MoESpec
 
 COMPUTE_UNITS = ("cpuAndNeuralEngine", "cpuOnly", "cpuAndGPU", "all")
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
@@ -102,8 +102,8 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
     ------
     FileExistsError : the destination exists, another process converts into it, or an unfinished conversion with other
         settings lies beside it.
-    FileNotFoundError, ValueError : as `open_model`; a plan of another model; experts that have no graphs; a chunk that
-        is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
+    FileNotFoundError, ValueError : as `open_checkpoint`; a plan of another model; experts that have no graphs; a
+        chunk that is no multiple of 16 or longer than the context; a graph that does not compute what torch does.
     ImportError : coremltools is not installed.
     """
     coremltools()
@@ -112,7 +112,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: Plan 
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
     checkpoint = Checkpoint.at(opening.find(model))
     config = compat.dequantising(opening.load_config(checkpoint.folder))
-    spec = MoESpec.from_config(config, name=opening.model_name(model, checkpoint.folder))
+    spec = spec_from_config(config, name=opening.model_name(model, checkpoint.folder))
     if plan is None:
         plan = make_plan(spec, *assumed_counts(spec), bytes_per_weight=WEIGHTS[settings.weights] / 8,
                          popularity="assumed")

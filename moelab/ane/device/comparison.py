@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from moelab.cards import load_model
 from moelab.ane.device.device_model import REFERENCE_BYTES, DeviceModel, Prefill
 from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
 from moelab.ane.device.published import CLAIMS, ENERGY_PER_TOKEN_MJ, TABLE_4, TABLE_6, TABLE_8, Claim
 from moelab.ane.device.synthetic_popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import SYSTEMS, TABLE_2
-from moelab.specs import MoESpec
 
 #: (prompt, chunk) of Figures 14–16
 RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))
@@ -56,7 +56,7 @@ def study(model: str = "Phi-3.5-MoE", device: DeviceModel | None = None, runs: I
     Plans are made from assumed counts and costed under other chunks of the same assumed popularity; `options` are
     those of `make_plan`.
     """
-    device, spec, found = device or DeviceModel.of(), MoESpec.from_card(model), {}
+    device, spec, found = device or DeviceModel.of(), load_model(model), {}
     for prompt, chunk in runs:
         counts, tokens = assumed_counts(spec, chunk, skew=skew, seed=seed)
         unseen = assumed_loads(spec, chunk, 80, skew, seed)[64:]
@@ -139,7 +139,7 @@ def _compare(claim: Claim, found: Study) -> Comparison:
 
 def _tables(device: DeviceModel, found: dict[str, Study]) -> list[Comparison]:
     """Tables 4, 6 and 8, and what the text says of shares and energies."""
-    phi, qwen = MoESpec.from_card("Phi-3.5-MoE"), found["Qwen3-30B-A3B"].values()
+    phi, qwen = load_model("Phi-3.5-MoE"), found["Qwen3-30B-A3B"].values()
     ours = [run["npumoe"] for run in found["Phi-3.5-MoE"].values()]
     first = found["Phi-3.5-MoE"][RUNS[0]]["naive"]
 

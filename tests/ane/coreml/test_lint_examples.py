@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("coremltools")
 
 from moelab.ane.coreml.lint_examples import careless  # noqa: E402
-from moelab.models import open_model, plug  # noqa: E402
+from moelab import open_model  # noqa: E402
+from moelab.models import plug  # noqa: E402
 
 RULES = {"the paper's layout": {"row-padding"}, "one expert, capacities 16, 32 or 64": {"fig4-dynamic-shape"},
          "int8 weights": {"quantised-conv"}, "capacity 40": {"align-16"}, "one expert, capacity 16": {"tiny-graph"},

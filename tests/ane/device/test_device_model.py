@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.cards import load_model
 from moelab.ane.device import device_model, cpu_model, published, rates
 from moelab.ane.device.comparison import RUNS, Comparison, compare_with_paper, order, ratio, study
 from moelab.ane.device.device_model import DeviceModel
@@ -20,7 +21,7 @@ from moelab.ane.device.synthetic_popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.specs import MoESpec
 
-PHI = MoESpec.from_card("Phi-3.5-MoE")
+PHI = load_model("Phi-3.5-MoE")
 ULTRA = DeviceModel.of()
 
 
@@ -201,7 +202,7 @@ def test_nothing_is_busier_than_the_clock(E, K, H, I, shared, dense, chunk, prom
 
 
 def test_what_does_not_fit_the_memory_is_not_costed():
-    spec = MoESpec.from_card("DeepSeek-V3")
+    spec = load_model("DeepSeek-V3")
     half = DeviceModel.of("m2-max")
     assert half.memory_bytes == 64e9
     plan = make_plan(PHI, *assumed_counts(PHI))
@@ -214,7 +215,7 @@ def test_what_does_not_fit_the_memory_is_not_costed():
 
 @pytest.mark.parametrize("card", ["DeepSeek-V2-Lite", "GLM-4.7-Flash"])
 def test_latent_attention_is_not_costed_as_plain_attention(card):
-    spec = MoESpec.from_card(card)
+    spec = load_model(card)
     plan = make_plan(spec, *assumed_counts(spec))
     with pytest.raises(ValueError, match=f"attention of {card} .* is not modelled"):
         ULTRA.prefill(plan, 256)

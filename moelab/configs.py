@@ -114,7 +114,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
 
     if reason := REFUSED.get(model_type) or REFUSED.get(outer.model_type):
         raise ValueError(f"{name} ({model_type}) is a mixture of experts that moelab does not run: it {reason}. "
-                         f"moelab.cards.models() lists models that it runs")
+                         f"moelab.names('model') lists models that it runs")
 
     def find(fact: str) -> Any:
         """What the config says of a fact, or None."""
@@ -127,13 +127,13 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
         if not isinstance(value, int):
             raise ValueError(
                 f"{name} ({model_type}): {fact} should be a whole number under one of {', '.join(NAMES[fact])}, but "
-                f"is {value!r}; set it in the config, or name the attribute in moelab.models.configs.NAMES")
+                f"is {value!r}; set it in the config, or name the attribute in moelab.configs.NAMES")
         return value
 
     if not find("E"):
         raise ValueError(
             f"{name} ({model_type}) is a dense model: its config has no experts (looked for {', '.join(NAMES['E'])}). "
-            "Open a mixture-of-experts model; moelab.cards.models() lists the known ones")
+            "Open a mixture-of-experts model; moelab.names('model') lists the known ones")
     num_layers, I = size("num_layers"), size("I")
     moe_layers = find("moe_layers")
     if moe_layers is None:

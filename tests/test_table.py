@@ -1,12 +1,13 @@
-"""Tables and short numbers in notebooks."""
+"""Tables and short numbers."""
 
 import pytest
 
-from moelab.viz.markdown import lines, ms, percent, slug, span
+from moelab.table import head_and_rows, markdown_table, ms, percent, slug, span
 
 
 def test_a_table_has_the_columns_of_all_rows():
-    assert lines([{"a": "x", "n": 1234}, {"n": 2.5, "ok": True}]).splitlines() == [
+    rows = [{"a": "x", "n": 1234}, {"n": 2.5, "ok": True}]
+    assert markdown_table(*head_and_rows(rows)).splitlines() == [
         "| a | n | ok |", "| --- | --- | --- |", "| x | 1,234 | – |", "| – | 2.5 | yes |"]
 
 

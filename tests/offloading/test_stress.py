@@ -1,12 +1,12 @@
 """A stress test of the offloading engine: many generations, each set up at random, each equal to eager bit for bit.
 
-    python -m moelab.bench.stress 1000
+    python -m tests.offloading.test_stress 1000
 
 Each one draws a model (two architectures, with and without shared experts), a codec, a budget from the least that
-works to everything, pools, policy, scope, margin, workers, staging, good or bad guesses to fetch ahead, one or two
-layers, batch, lengths and padding; reads and workers are held up at random for up to some milliseconds. It stops at the
-first output that differs from eager's, and with the stacks of all threads if one generation takes longer than a minute.
-Left out: cancelling, errors of the disk and damaged stores, which have tests of their own.
+works to everything, pools, policy, scope, margin, workers, staging, good or bad predictions to prefetch one or two
+layers ahead, batch, lengths and padding; reads and workers are delayed at random by up to some milliseconds. It stops
+at the first output that differs from eager's, and with the stacks of all threads if one generation takes longer than a
+minute. Cancelling, errors of the disk and damaged stores have tests of their own.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
-from moelab.models import open_model
+from moelab import open_model
 from moelab.progress import progress
 from moelab.offloading.decoders import CpuDecoder
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
+from moelab.registry import make
 from moelab.schedule.requests import Delays
-from moelab.speculate import Speculation, make
+from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
+from tests.depth import depth
 
 _COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
            "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
@@ -151,7 +154,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
                    f"ids {list(inputs['inputs'].shape)}, {inputs['max_new_tokens']} new"
             wanted = output(references[model_type], inputs)
             with _watched(), held_up(rng), (model := offload(store, delays=delays, **options)).moelab as offloading, \
-                    Speculation(model, make(rng.choice(("router", "random", "previous")), model,
+                    Speculation(model, make("predictor", rng.choice(("router", "random", "previous")), model,
                                             ahead=rng.choice((1, 1, 2))), "hint"):
                 runs = rng.choice((1, 1, 2))                # the second one finds a cache that is not empty
                 for _ in range(runs):
@@ -159,10 +162,30 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
                 found = offloading.residency.counters
             tried.update([model_type, store.codec, options["policy"], options["scope"] + " scope",
                           f"{options['workers']} workers", "pools" if "plan" in options else "whole experts only",
-                          "fetching ahead" if options["ahead"] else "on demand"])
+                          "prefetching" if options["ahead"] else "on demand"])
             counts.update({"generations": runs, "hits": sum(found.hits.values()), "misses": found.misses,
                            "evictions": found.evictions})
     return {"all equal to eager": True, "set-ups": n, **counts, "of these": dict(sorted(tried.items()))}
+
+
+@pytest.mark.stress
+def test_stress_finds_nothing_and_counts():
+    n = depth(2, 300)
+    found = stress(n)
+    assert found["all equal to eager"] and found["set-ups"] == n and found["misses"] > 0
+
+
+def test_stress_notices_a_wrong_weight(monkeypatch):
+    right = CpuDecoder.__call__
+
+    def wrong(self, kind, chunks, name, out):
+        right(self, kind, chunks, name, out)
+        out.add_(1)
+    monkeypatch.setattr(CpuDecoder, "__call__", wrong)
+    monkeypatch.setitem(globals(), "CODECS", ["huffman"])          # a raw store is not decoded
+    monkeypatch.setitem(globals(), "draw", lambda rng, store: {"budget": 1.0})
+    with pytest.raises(AssertionError, match="not eager's"):
+        stress(1)
 
 
 if __name__ == "__main__":

@@ -7,30 +7,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moelab.bench import engine, experts, harness, limit, peers
-from moelab.bench.roofline import Contest
+from moelab.bench import engine, experts, harness, measure, peers
+from moelab.bench.roofline import ExpertTimes
 from moelab.specs import Event
 
 
-@pytest.mark.parametrize("reached", [0.0, 0.5, 1.0, 1 + limit.TOLERANCE])
+@pytest.mark.parametrize("reached", [0.0, 0.5, 1.0, 1 + measure.TOLERANCE])
 def test_a_share_within_the_limit_is_a_number(reached):
-    assert limit.share(reached) == reached
+    assert measure.share(reached) == reached
 
 
 @pytest.mark.parametrize("reached", [1.06, 1.2, 2.2])
 def test_a_limit_that_is_beaten_is_said_to_be_invalid(reached):
-    for found in (limit.share(reached), limit.multiple(1.0, reached)):
+    for found in (measure.share(reached), measure.multiple(1.0, reached)):
         assert found.startswith("limit invalid") and f"{reached:.2f}" in found
-        assert not limit.aim(found, 0.8)["met"] and not limit.aim(found, 1.2, below=True)["met"]
-    assert limit.multiple(3.0, 2.0) == 1.5 and limit.aim(1.5, 1.2)["met"] and not limit.aim(1.5, 1.2, below=True)["met"]
+        assert not measure.aim(found, 0.8)["met"] and not measure.aim(found, 1.2, below=True)["met"]
+    assert measure.multiple(3.0, 2.0) == 1.5 and measure.aim(1.5, 1.2)["met"] and not measure.aim(1.5, 1.2, below=True)["met"]
 
 
 def test_no_table_has_a_share_above_1():
     samples = {"transformers a": [4.0] * 3, "fast": [0.5] * 3}
     rows = experts.table(samples, read=8_000_000_000, flops=1e9, bandwidth=8e9, peak=1e9)
     assert rows["fast"]["of bandwidth"].startswith("limit invalid") and rows["transformers a"]["of roofline"] == 0.25
-    assert Contest({"gemv": [0.5]}, 1e9, 1e9, {"weights": 1.0}).reached.startswith("limit invalid")
-    assert Contest({"gemv": [2.0]}, 1e9, 1e9, {"weights": 1.0}).reached == 0.5
+    assert ExpertTimes({"gemv": [0.5]}, 1e9, 1e9, {"weights": 1.0}).reached.startswith("limit invalid")
+    assert ExpertTimes({"gemv": [2.0]}, 1e9, 1e9, {"weights": 1.0}).reached == 0.5
     json.dumps(experts._aims("bf16", "decode", rows | {experts.PLANES: rows["fast"], "gemv": rows["fast"]}))
 
 
@@ -101,8 +101,8 @@ def reader_store(tmp_path):
 
 
 def test_the_engines_limit_is_never_beaten_in_numbers(tmp_path):
-    class Told(harness.Bench):
-        def contend(self, arm, decode=None):
+    class Told(harness.EngineBenchmark):
+        def report(self, arm, decode=None):
             return {"tpot_s": [0.1] * 3, "ttft_s": [1.0, 0.5], "on_demand_s": 0.2, "read_rate": 2e9,
                     "experts_bytes": 4e9, "stored_fraction": 0.7, "limit": "", "digest": "", "best": [],
                     "decode_read_bytes": 1, "decode_major_faults": 1, "decode_hit_rate": 0.5, "peak_rss_bytes": 1,

@@ -1,0 +1,103 @@
+"""Interleaved timing, ratios of samples, and shares of measured limits.
+
+A limit is measured like what it bounds (same threads, same rounds, as cold or as warm); the best sample counts, and
+what it bounds is a median. A share above 1 + `TOLERANCE` therefore means that the limit was measured wrongly: it is
+reported in words instead of a number, and an aim that depends on it is not met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from moelab.progress import progress
+
+TOLERANCE = 0.05
+#: name → one sample a round, in seconds
+Samples = dict[str, list[float]]
+T = TypeVar("T")
+
+
+def turns(arms: Sequence[T], rounds: int, title: str, unit: str = "rounds") -> Iterator[tuple[int, T]]:
+    """(round, arm): all arms in each round, in reverse order in every second one, so that heat and order favour none.
+    """
+    for i in progress(range(rounds), title, unit=unit):
+        for arm in arms[::-1] if i % 2 else arms:
+            yield i, arm
+
+
+def interleaved(arms: Mapping[str, Callable[[], Any]], repeats: int = 7,
+                clock: Callable[[], float] = time.process_time, loops: int = 3) -> Samples:
+    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns.
+
+    A turn is `loops` timed runs after one that does not count, so an arm that allocates its result finds the memory of
+    the run before and does not wait for fresh pages.
+    """
+    samples: Samples = {name: [] for name in arms}
+    for _ in range(repeats):
+        for name, arm in arms.items():
+            arm()
+            start = clock()
+            for _ in range(loops):
+                arm()
+            samples[name].append(max((clock() - start) / loops, 1e-9))      # a coarse clock makes no rate infinite
+    return samples
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - start
+
+
+def speed_up(samples: Samples, name: str, base: str) -> float:
+    """How many times faster `name` is than `base`: median over the rounds that both ran in."""
+    return statistics.median(b / a for a, b in zip(samples[name], samples[base]))
+
+
+def tenths(values: Sequence[float]) -> tuple[float, float]:
+    """The 10 % and 90 % quantiles."""
+    found = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
+    return found[0], found[-1]
+
+
+def in_process(code: str, *arguments: Any) -> dict[str, Any]:
+    """What Python code prints last, a JSON object, run in a process of its own so that its peak memory is its own.
+
+    Raises
+    ------
+    RuntimeError : the code failed; the message is its stderr.
+    """
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def load_average() -> float | None:
+    """Of the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def share(reached: float) -> float | str:
+    """The share of a limit that is reached, or, above 1 + `TOLERANCE`, words that say that the limit is invalid."""
+    return reached if reached <= 1 + TOLERANCE else f"limit invalid: beaten, {reached:.2f} of it"
+
+
+def multiple(taken: float, least: float) -> float | str:
+    """How many times the least time possible something takes; words where it takes less."""
+    found = share(least / taken)
+    return found if isinstance(found, str) else taken / least
+
+
+def aim(measured: float | str, wanted: float, below: bool = False) -> dict[str, Any]:
+    """A row of aims: at least `wanted`, or at most; words, such as of an invalid limit, never meet one."""
+    met = not isinstance(measured, str) and (measured <= wanted if below else measured >= wanted)
+    return {"measured": measured, "aim": f"{'≤' if below else '≥'} {wanted}", "met": met}

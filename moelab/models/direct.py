@@ -1,0 +1,134 @@
+"""A checkpoint in place of an expert store: experts are read from its own safetensors files, without conversion.
+
+Source: ZipMoE §4 (experts are read into preallocated memory). Where an expert's parameter is its tensors in the
+checkpoint one after another (gate and up apart or fused, of the dtype that the model computes in), their bytes are
+read to where they are computed from, a request for each tensor. Otherwise (transposed, interleaved, MXFP4, another
+dtype) they are read into new memory and converted by transformers' own operations, in the thread that reads.
+
+A checkpoint has no checksums, so nothing that is read is verified; that it is complete, and that its headers are
+right, has been checked by then. A file that changes while it is open is noticed. What a store adds is compression, and
+alignment for reads past the page cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+
+from moelab.models import compat
+from moelab.models.checkpoint import Stored, converted, expert_sources
+from moelab.models.identity import changed, of_checkpoint
+from moelab.models.opening import Examined
+from moelab.models.seam import banks
+from moelab.store.layout import DTYPES, Chunk, ExpertStore, StoreError, TensorEntry, aligned
+from moelab.store.reader import Chunks
+
+
+@dataclass(frozen=True)
+class CheckpointLayer:
+    """One MoE layer, attributes as of `moelab.store.layout.Layer`; offsets are those in memory."""
+
+    module: str
+    stacked: bool
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    experts: list[dict[str, TensorEntry]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parameter of one expert: the tensors that it is made of, and whether it is just their bytes (`plain`)."""
+
+    name: str
+    plan: compat.ParameterPlan
+    stored: dict[str, Stored]
+    plain: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.stored.values())
+
+
+class CheckpointStore(ExpertStore):
+    """A checkpoint as the store of codec "raw" that it was never converted to; not one for `verify` and `restore`.
+
+    dtype : that experts are given in, that of the model.
+    `scratch` is the memory in bytes that converting one expert takes for a moment.
+
+    Reading raises StoreError if a file was changed since the checkpoint was examined.
+    """
+
+    aligned, codec, K, checksum = False, "raw", 1, None
+
+    def __init__(self, model: Examined, dtype: torch.dtype) -> None:
+        self.model, self.dtype, self.spec, self.folder = model, dtype, model.spec, model.checkpoint.folder
+        self._changed = {file: changed(file) for file in model.checkpoint.files}
+        self.layers = [self._layer(i) for i in range(len(model.plan.layers))]
+        self.scratch = max((source.nbytes + 2 * layer.experts[0][source.name].nbytes
+                            for i, layer in enumerate(self.layers) for source in self.sources(i, 0)
+                            if not source.plain), default=0)
+
+    def _layer(self, index: int) -> CheckpointLayer:
+        layer, entries, at = self.model.plan.layers[index], {}, 0
+        for name, parameter in banks(layer.experts).items():
+            expert, name = compat.numbered_expert(name) or (None, name)
+            if expert:
+                continue                                        # the others are like the first
+            dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
+            shape = tuple(parameter.shape if expert == 0 else parameter.shape[1:])
+            chunk = Chunk(at, prod(shape) * dtype.itemsize, "")
+            entries[name] = TensorEntry(DTYPES[str(dtype).removeprefix("torch.")], shape, "", (("raw", (chunk,)),))
+            at += aligned(chunk.length)
+        return CheckpointLayer(f"{layer.name}.experts", not isinstance(layer.experts, torch.nn.ModuleDict),
+                               {name: (entry.dtype, entry.shape) for name, entry in entries.items()},
+                               [entries] * layer.E)
+
+    def sources(self, layer: int, expert: int) -> Iterator[Source]:
+        """Where in the checkpoint each parameter of an expert is."""
+        entries, plan, tensors = self.entries(layer, expert), self.model.plan, self.model.checkpoint.tensors
+        for name, parameter, found in expert_sources(plan, layer, expert):
+            patterns = compat.concatenation(parameter, plan.quantizer)
+            stored = {pattern: tensors[key] if part is None else tensors[key].slice(part)
+                      for pattern in patterns or found for key, part in [found[pattern]]}
+            same = all(one.dtype == entries[name].dtype for one in stored.values())
+            yield Source(name, parameter, stored, plain=same and patterns is not None)
+
+    def stored_bytes(self, layer: int, expert: int, part: str) -> int:
+        return 0 if part == "SM" else sum(source.nbytes for source in self.sources(layer, expert))
+
+    def paths(self, layer: int) -> list[Path]:
+        return sorted({stored.file for expert in range(len(self.layers[layer].experts))
+                       for source in self.sources(layer, expert) for stored in source.stored.values()})
+
+    def extents(self, parts: list[Chunks]) -> Iterator[tuple[Path, int, list[memoryview]]]:
+        """As of `ExpertStore`; what is not plain is converted after the last of its tensors has been read."""
+        chunks = parts[0]
+        for source in self.sources(chunks.layer, chunks.expert):
+            target, at, read = chunks.plane(source.name, 0).shards[0], 0, {}
+            for pattern, stored in source.stored.items():
+                if changed(stored.file) != self._changed[stored.file]:
+                    raise StoreError(f"{stored.file} was changed since the model was opened from it; open it again")
+                if source.plain:
+                    memory, at = target[at:at + stored.nbytes], at + stored.nbytes
+                else:
+                    read[pattern] = stored.empty()
+                    memory = read[pattern].reshape(-1).view(torch.uint8).numpy()
+                yield stored.file, stored.begin, [memoryview(memory)]
+            if read:
+                made = converted(self.model.plan, source.plan, read)
+                dtype = self.dtype if made.is_floating_point() else made.dtype
+                torch.from_numpy(target).view(dtype).view(made.shape).copy_(made)
+
+    @cached_property
+    def identity(self) -> str:
+        return of_checkpoint(self.model.checkpoint, self.model.config)
+
+    @property
+    def weights_bytes(self) -> int:
+        plan = self.model.plan
+        return sum(stored.nbytes for key, stored in self.model.checkpoint.tensors.items()
+                   if key not in plan.expert_keys and key not in plan.ignored)

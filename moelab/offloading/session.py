@@ -1,0 +1,227 @@
+"""`lm.moelab`: what a model that `moelab.open_model` has opened tells about itself, and how it is closed.
+
+It follows the model's forward passes: when, over how many tokens, which experts they were routed to. Of an offloaded
+model the engine reports the rest (reads, decoding, waiting); of a resident one, hooks on each layer's experts do.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.models.dialects import ROUTING
+from moelab.models.patches import Dressed, Patches, dress, put
+from moelab.models.seam import MoELayer, SeamExperts, discover
+from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
+from moelab.offloading.metrics import Forward, Metrics, metrics, process
+from moelab.offloading.pipeline import clock
+from moelab.offloading.run import EngineRun, Settings
+from moelab.offloading.timeline import Timeline
+from moelab.specs import Event
+from moelab.store.layout import ExpertStore
+
+
+class OpenedModel(Dressed):
+    """Mixin over a transformers model: `with open_model(…) as lm` closes it. Copies of it are transformers' own."""
+
+    def __enter__(self) -> OpenedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.moelab.close()
+
+
+@lru_cache(maxsize=None)
+def opened_class(cls: type) -> type:
+    """The class of an opened model, named as transformers names it."""
+    if issubclass(cls, OpenedModel):
+        return cls
+    return type(cls.__name__, (OpenedModel, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+class Session:
+    """What an opened model does, and with what.
+
+    Attributes
+    ----------
+    run : what happened since the last `reset`, see `EngineRun`; `moelab.simulate` replays it.
+    timeline, forwards, steps, guesses : of the run.
+    engine, source, store, budget : of an offloaded model: what loads and computes its experts, what hands them to
+        executors, where they are stored, bytes of memory for them. None for a resident one.
+    residency : which experts are in memory, and the counts of hits and misses.
+    speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
+    """
+
+    def __init__(self, model: Any, engine: Engine | None = None, source: EngineSource | None = None,
+                 store: ExpertStore | None = None, budget: int | None = None) -> None:
+        self.engine, self.source, self.store, self.budget = engine, source, store, budget
+        self.speculation = None
+        if engine is None:
+            self.residency = Residency(model.spec.L, model.spec.E, Pools(F=model.spec.L * model.spec.E))
+            self.run = EngineRun(Settings.resident(model.spec, _dense_bytes(model)), self.residency)
+        else:
+            self.residency, self.run = engine.residency, engine.run
+            mine = weakref.WeakMethod(self._is_cancelled)               # else an engine would keep its model alive
+            engine.cancelled = lambda: (asked := mine()) is not None and asked()
+        self._calls: dict[int, object] = {}             # thread → the generation, or the forward alone, that it runs
+        self._alone: object = None                      # the latest of the latter
+        self._cancelled: set[object] = set()
+        self._model = id(model)
+        self.reset()
+        alone = [model.get_encoder()] if model.config.is_encoder_decoder else []        # `generate` calls it by itself
+        with Patches() as patches:
+            for module in (model, *alone):
+                patches.hook(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True)
+                patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
+            if hasattr(type(model), "generate"):
+                patches.wrap(model, "generate", lambda below: functools.partial(self._counted, below))
+            for layer in discover(model) if engine is None else ():
+                self._listen(layer, patches)
+            self._patches = patches.pop_all()
+        self._parts = ExitStack()                       # what was put on the model besides
+        dress(self, model, opened_class)
+        put(self, model, "moelab", self)
+        if engine is not None:
+            weakref.finalize(model, engine.close)
+
+    def reset(self) -> None:
+        """Forget events, forwards and counts; what is in memory stays."""
+        self.run.reset()
+        self._forward: tuple[int, float, int, str] | None = None        # module, since when, tokens, phase
+        self._routed: list[tuple[MoELayer, Any]] = []                   # ids [T, K] of the layers of a forward pass
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.run.timeline
+
+    @property
+    def forwards(self) -> list[Forward]:
+        return self.run.forwards
+
+    @property
+    def steps(self) -> list[list[tuple[int, dict[int, int]]]]:
+        return self.run.steps
+
+    @property
+    def guesses(self) -> list[list[tuple[int, list[int]]]]:
+        return self.run.guesses
+
+    def metrics(self) -> Metrics:
+        """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see `moelab.offloading.metrics`."""
+        return metrics(list(self.timeline), self.forwards, self.run.counters, asdict(self.run.fetched), **process())
+
+    def enter(self, context: Any) -> Any:
+        """Enter a context that ends when the model is closed."""
+        return self._parts.enter_context(context)
+
+    def cancel(self) -> bool:
+        """End the generations that run with `Cancelled`; False if none is running."""
+        self._cancelled = {call for call in list(self._calls.values()) if call is not None}
+        if self.engine is not None:
+            self.engine.pipeline.wake()
+        return bool(self._cancelled)
+
+    def close(self) -> None:
+        """Take everything off the model; an offloaded one loses its threads and experts and cannot run any more."""
+        self._parts.close()
+        self._patches.close()
+        if self.engine is not None:
+            self.engine.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------------- what the model reports
+
+    # Each of these may be interrupted, and what would come after it is then not called. So nothing is counted up and
+    # down: what begins takes the place of whatever was left.
+
+    def _is_cancelled(self) -> bool:
+        return bool(self._cancelled) and self._calls.get(threading.get_ident()) in self._cancelled
+
+    def _counted(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Between two tokens no forward runs, but the generation does: `cancel` must know."""
+        me = threading.get_ident()
+        outer = self._calls.get(me) if self._generates() else None      # or one that was interrupted has left it
+        self._calls[me], self._forward = object(), None
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            self._calls[me] = outer
+
+    def _generates(self) -> bool:
+        """Whether this thread is within a generation already: assisted by itself, a model generates while it does."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is Session._counted.__code__ and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if id(module) != self._model and self._forward is not None and self._forward[0] == self._model:
+            return                                              # the encoder, called by the model
+        if self._is_cancelled():
+            raise Cancelled
+        ids = next((x for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"),
+                                *args[:1]) if x is not None), None)
+        tokens, length = (ids.shape[0] * ids.shape[1], ids.shape[1]) if ids is not None else (0, 0)
+        cache = kwargs.get("past_key_values")
+        seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        if self._calls.get(threading.get_ident()) in (None, self._alone):
+            self._calls[threading.get_ident()] = self._alone = object()
+        self.run.begin_forward()
+        phase = "prefill" if length > 1 or not seen else "decode"
+        self._mark = clock() if self.engine is None else self.engine.begin_forward()
+        self._forward, self._routed = (id(module), self._mark, tokens, phase), []
+
+    def _end_forward(self, module: Any, *_: Any) -> None:
+        if self._forward is None or self._forward[0] != id(module):
+            return
+        (_, start, tokens, phase), self._forward = self._forward, None
+        if self.engine is None:
+            for layer, ids in self._routed:
+                self.run.layer(layer.index, counts(ids, layer.E))
+            self._compute("other", -1)
+        end = self._mark if self.engine is None else self.engine.end_forward()
+        self.run.end_forward(Forward(start, end, tokens, phase))
+        if self._calls.get(threading.get_ident()) is self._alone:
+            self._calls[threading.get_ident()] = None
+
+    # ------------------------------------------------------------------------- experts in memory: no engine counts them
+
+    def _listen(self, layer: MoELayer, patches: Patches) -> None:
+        """Note what a resident layer's experts are asked for, and how long they take."""
+        if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
+            patches.hook(layer.router.register_forward_hook,
+                         lambda _m, _a, out: self._routed.append((layer, layer.routing(out)[0])))
+            before = lambda *_: self._compute("other", layer.index)                                     # noqa: E731
+        else:
+            def before(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+                self._routed.append((layer, [*args, *kwargs.values()][1]))      # (hidden states, ids, weights)
+                self._compute("other", layer.index)
+        patches.hook(layer.experts.register_forward_pre_hook, before, with_kwargs=True)
+        patches.hook(layer.experts.register_forward_hook, lambda *_: self._compute("expert", layer.index))
+
+    def _compute(self, kind: str, layer: int) -> None:
+        if self._forward is not None:
+            since, self._mark = self._mark, clock()
+            self.run.timeline.add(Event("compute", kind, layer, -1, since, self._mark))
+
+
+def _dense_bytes(model: Any) -> int:
+    """Of all weights but the routed experts."""
+    experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
+    return sum(p.nbytes for p in model.parameters() if id(p) not in experts)

@@ -1,0 +1,185 @@
+"""The one way in: `open_model` opens any MoE model, in memory or within a budget; `using` changes how it runs.
+
+    with moelab.open_model("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router") as lm: …
+    with moelab.using(lm, executor="gemv"): …
+
+Names are those of the registry (`moelab.names`, `moelab.describe`); in place of a name, an object of your own will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelab import datasets, registry
+from moelab.calibration import Calibration
+from moelab.experts.quantization import Quantized
+from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
+from moelab.models import discover, eager, identity, open_checkpoint, plug, plugged
+from moelab.models.fast_decode import FastDecode
+from moelab.models.patches import Patches, put
+from moelab.offloading.offload import offload
+from moelab.offloading.session import Session
+from moelab.speculate import Predictor, Speculation, default_vectors, takes
+from moelab.store.bits import split
+from moelab.store.layout import ExpertStore
+from moelab.store.planes import StorePlanes
+
+#: prompts by which default vectors are measured, if a predictor needs them and none are given
+PROMPTS = 4
+
+
+def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | float | int | None = None,
+               cache: Any = "lru", executor: Any = "exact", prefetch: Any = None,
+               calibration: Calibration | None = None, dtype: torch.dtype | str = "auto",
+               device: str | torch.device | None = None, workers: int = 1, experts: str = "resident",
+               **options: Any) -> Any:
+    """Open a mixture-of-experts model for inference: everything in memory or, with `memory`, its experts on disk.
+
+    Parameters
+    ----------
+    source : a hub id, the folder of a checkpoint or of an expert store, an `ExpertStore`, or None for the small model
+        that is shipped.
+    memory : for routed experts: bytes, a share of what all of them take (0.5, "50%"), "8GB", or "auto" for what this
+        machine has left. It is allocated at once and never exceeded. None loads everything.
+    cache : with `memory`, who is evicted: a name of `moelab.names("cache")` or a policy of your own.
+    executor : what computes the experts: a name of `moelab.names("executor")` or a function of your own. "exact" is
+        transformers' own arithmetic, bit for bit; "fast" is equal within the dtype's tolerance, and computes attention,
+        norms, routers and linear layers of single tokens in kernels of its own, too.
+    prefetch : with `memory`, which experts of the next layer are loaded ahead: a name of `moelab.names("predictor")`, a
+        predictor, or what makes one of the model. No bit of the output changes.
+    calibration : counts of this very model, for executors with static capacities.
+    dtype : to compute in; "auto" takes what config.json says, or else the checkpoint's.
+    device : where to; the CPU by default.
+    workers : with `memory`, decode workers: threads that decompress.
+    experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
+        slowly, until another source is plugged in (`moelab.models.plug`).
+    options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …
+
+    Returns
+    -------
+    A transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the checkpoint
+    has none), `.spec`, and `.moelab`: metrics, run, `cancel()`, `close()` (`moelab.offloading.session.Session`).
+
+    Raises
+    ------
+    FileNotFoundError : no such folder, or a hub id that can be had neither from the cache nor the network.
+    ValueError : a dense model, an unknown architecture, a damaged or incomplete checkpoint, a budget that is too small,
+        an unknown name or option, another model's calibration or predictor.
+    """
+    if memory is None:
+        wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
+        if given := [name for name, differs in wanted.items() if differs] + list(options):
+            raise ValueError(f"{', '.join(given)}: for experts that are loaded when they are needed; give memory=, too")
+        folder = source.folder if isinstance(source, ExpertStore) else source
+        model = open_checkpoint(folder, experts=experts, dtype=dtype, device=device)
+        Session(model)
+    else:
+        ahead = options.pop("ahead", None if prefetch is not None else 0)
+        model = offload(source, memory, policy=cache, workers=workers, ahead=ahead, dtype=dtype,
+                        device=device or "cpu", **options)
+    with ExitStack() as unless_open:
+        unless_open.callback(model.moelab.close)
+        if calibration is not None:
+            calibration.require(identity(model), model.spec)
+        if executor != "exact":
+            model.moelab.enter(_executing(model, executor, calibration))
+        if prefetch is not None:
+            model.moelab.enter(_prefetching(model, prefetch))
+        model.moelab.reset()                            # of what was run to measure default vectors
+        unless_open.pop_all()
+    return model
+
+
+@contextmanager
+def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration: Calibration | None = None,
+          **options: Any) -> Iterator[Any]:
+    """Within the block the model runs on another executor or predictor, afterwards as before.
+
+    Parameters
+    ----------
+    model : an opened model, resident or offloaded.
+    executor, prefetch, calibration : as of `open_model`; None leaves what is there.
+    options : of the executor, if it is a name.
+    """
+    with ExitStack() as stack:
+        if executor is not None:
+            stack.enter_context(_executing(model, executor, calibration, **options))
+        if prefetch is not None:
+            stack.enter_context(_prefetching(model, prefetch))
+        yield model
+
+
+@contextmanager
+def _executing(model: Any, executor: Any, calibration: Calibration | None = None, **options: Any) -> Iterator[None]:
+    run = make_executor(model, executor, calibration, **options) if isinstance(executor, str) else executor
+    session, engine = model.moelab, model.moelab.engine
+    with Patches() as patches:
+        if engine is None:
+            source = Quantized(plug(model), "int8") if executor == "int8" else None
+            patches.enter_context(plugged(model, run or eager, source))
+        else:
+            if executor == "int8":
+                raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: open "
+                                 "the model without memory=")
+            put(patches, engine, "executor", run)
+            patches.enter_context(plugged(model, source=session.source))
+        if executor == "fast":
+            patches.enter_context(FastDecode(model))
+        yield
+
+
+def make_executor(model: Any, name: str, calibration: Calibration | None = None, **options: Any) -> Any:
+    """An executor by its name, with what it needs of the model where it is not among the options; None for "exact".
+
+    Static capacities ("tiered", "grouped") follow from the calibration or, without, from a uniform popularity, and pad
+    rather than drop; "gemv_planes" multiplies the store's byte planes or, without a store, those of the weights.
+    """
+    if name == "exact":
+        return None
+    if name in ("tiered", "grouped") and not options:
+        counts = torch.ones(model.spec.L, model.spec.E) if calibration is None else calibration.counts()
+        tokens, chunk = int(counts[0].sum()) // model.spec.K or 1, 256
+        tiers: list[Tiers] = capacity_tiers(counts, tokens, chunk)
+        options = {"overflow": "pad"} | ({"capacities": [of.capacity for of in tiers]} if name == "tiered" else {
+            "groups": [form_groups(of, layer, size=4) for of, layer in zip(tiers, counts)]})
+    if name == "gemv_planes" and not options:
+        options = {"planes": _planes(model)}
+    return registry.make("executor", name, **options)
+
+
+def _planes(model: Any) -> Any:
+    if model.moelab.store is not None:
+        return StorePlanes(model.moelab.store)
+    layers = discover(model)
+    return lambda layer, expert: {name: tuple(split(weight.contiguous()))
+                                  for name, weight in layers[layer].experts.weights(expert).items()}
+
+
+@contextmanager
+def _prefetching(model: Any, prefetch: Any) -> Iterator[None]:
+    session = model.moelab
+    if session.engine is None:
+        raise ValueError("all experts of this model are in memory, so nothing can be prefetched: open it with memory=")
+    before = session.speculation
+    with Speculation(model, make_predictor(model, prefetch), mode="hint") as speculation:
+        session.speculation = speculation
+        try:
+            yield
+        finally:
+            session.speculation = before
+
+
+def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
+    """A predictor by its name, or what a function makes of the model; default vectors are measured if not given."""
+    if isinstance(predictor, Predictor):
+        return predictor
+    if not isinstance(predictor, str):
+        return predictor(model)
+    if "vectors" in takes(predictor) and "vectors" not in ingredients:
+        ingredients["vectors"] = default_vectors(model, datasets.prompts("prose", PROMPTS, tokens=128))
+    return registry.make("predictor", predictor, model, **ingredients)

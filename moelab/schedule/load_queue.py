@@ -1,0 +1,351 @@
+"""The life of an expert that is being loaded: one state machine, without threads, locks, files or clock.
+
+Source: ZipMoE §3.2 (what a state leaves to do), §3.3 (an order of reads and of decoding), §4 (preallocated memory);
+Speculating Experts Algorithm 1 (the next layer's experts are loaded while this one's are computed). The engine's
+threads call it under one lock, the simulator from its event loop, so both follow the same rules.
+
+    WAITING ── slots ──▶ LOADING ── last read and decode ──▶ LOADED: computed, or prefetched for a layer to come
+                            ├────── error ──▶ FAILED
+                            └────── no longer wanted ──▶ DROPPED: gives its slots back when nothing runs on it
+
+Slots are numbers of three kinds: "e" and "sm" for the two compressed chunks of an expert, "full" for its decoded
+tensors. Three rules exclude a deadlock. A load takes all the slots that it lacks at once, so every load that has
+been admitted can finish. While an expert that already holds a chunk waits, a missed one must leave a slot of each
+kind free. Prefetched loads take at most `ahead` slots of a kind, and give them back when they are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from moelab.schedule.affinity import Order
+from moelab.specs import ExpertKey, State
+
+KINDS = ("full", "e", "sm")
+#: what of an expert is in memory → the slots that it holds
+HOLDS = {State.FULL: ("full",), State.COMPRESSED: ("e", "sm"), State.SM: ("sm",), State.E: ("e",), State.MISSED: ()}
+#: a read of an order → the slots that it fills
+FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
+#: a decode operation → the slots that it uses; "check" only compares checksums, of an expert read in place
+USES = {"check": ("full",), "decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
+
+
+def read_name(kinds: tuple[str, ...]) -> str:
+    """What the timeline calls a read."""
+    return "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read"
+
+
+Phase = Enum("Phase", "WAITING LOADING LOADED FAILED DROPPED")
+
+
+@dataclass
+class PrefetchCounts:
+    """What became of prefetched experts: exact counts.
+
+    begun : experts that got slots.    used : of those, experts that their layer then wanted.
+    early : of these, those that were loaded before their layer came.
+    nbytes, wasted : bytes prefetched, and of those, bytes of experts that were not wanted.
+    """
+
+    begun: int = 0
+    used: int = 0
+    early: int = 0
+    nbytes: int = 0
+    wasted: int = 0
+
+    def reset(self) -> None:
+        self.begun = self.used = self.early = self.nbytes = self.wasted = 0
+
+
+class Load:
+    """An expert on its way into memory.
+
+    keep : the state in which it will stay; None while it is prefetched.
+    slots : kind → slot that it holds.    lacks : kinds that it did not hold from the start.
+    reads : kinds that are still to be read.
+    todo : tensor → what is left: "check", "decode", "recover", or "decompressing" while that is under way.
+    busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
+    """
+
+    __slots__ = ("key", "keep", "slots", "lacks", "reads", "todo", "phase", "busy", "nbytes", "ahead", "error", "batch")
+
+    def __init__(self, key: ExpertKey, keep: State | None, slots: dict[str, int], kinds: Iterable[str],
+                 todo: dict[str, str], batch: Batch) -> None:
+        self.key, self.keep, self.slots, self.todo, self.batch = key, keep, slots, todo, batch
+        self.lacks = [kind for kind in kinds if kind not in slots]
+        self.reads = {kind for kind in self.lacks if kind != "full" or len(kinds) == 1}
+        self.phase, self.busy, self.nbytes, self.ahead, self.error = Phase.WAITING, 0, 0, False, None
+
+
+class Batch:
+    """The loads of one layer: the running one, or one to come.
+
+    ready : called with each expert that can be computed, or with the error that ends the layer.
+    loads : not yet loaded, the most urgent first.    loaded : of a layer to come, those that are.
+    waiting : for slots.    reads : not yet begun: (load, kinds).
+    """
+
+    def __init__(self, ready: Callable[[Any], object] | None = None) -> None:
+        self.ready, self.failed = ready, False
+        self.loads: dict[ExpertKey, Load] = {}
+        self.loaded: dict[ExpertKey, Load] = {}
+        self.waiting: list[Load] = []
+        self.reads: list[tuple[Load, tuple[str, ...]]] = []
+
+    def fail(self, error: BaseException) -> None:
+        self.failed = True
+        self.ready(error)
+
+    def admitted(self) -> list[Load]:
+        """The loads that have slots."""
+        return [load for load in (*self.loaded.values(), *self.loads.values()) if load.phase is not Phase.WAITING]
+
+
+class LoadQueue:
+    """All loads in flight, who holds which slot, and what disk and workers shall do next.
+
+    Parameters
+    ----------
+    count : slots of each kind.
+    ahead : prefetched experts that may hold slots at the same time.
+    held : slots of the experts that are in memory already.
+    counts : to go on counting in.
+    tensors : of an expert, which are decoded one by one; by default it is decoded as one.
+    separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
+    in_place : whether experts are read straight into their "full" slot, as they are in memory.
+    check : whether an expert that was read in place has its checksums compared.
+
+    Attributes
+    ----------
+    free : slots that nobody holds, by kind.
+    running, prefetched : the running layer's loads; those of layers to come, by layer.
+    admitted : how many loads have got their slots so far: when it grows, there may be something new to do.
+    """
+
+    def __init__(self, count: Mapping[str, int], ahead: int = 0, *, held: dict[ExpertKey, dict[str, int]] | None = None,
+                 counts: PrefetchCounts | None = None,
+                 tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
+                 separable: Callable[[Load, str], bool] = lambda load, tensor: True, in_place: bool = False,
+                 check: bool = True) -> None:
+        if ahead < 0:
+            raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
+        self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
+        self.tensors, self.separable, self.in_place, self.check = tensors, separable, in_place, check
+        taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
+        self.free = {kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS}
+        self.running = Batch()
+        self.prefetched: dict[int, Batch] = {}
+        self.admitted = self._ahead = 0                         # _ahead: prefetched loads that hold slots
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being loaded; may be asked without the lock."""
+        return any(batch.loads for batch in self._batches())
+
+    # ------------------------------------------------------------------------------------------- what is to be loaded
+
+    def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey],
+              ready: Callable[[Any], object]) -> list[Any]:
+        """Begin a layer's step: free what is evicted, adopt what was prefetched and is wanted, drop what is not.
+
+        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`.
+        ready : called with each `ExpertKey` that can be computed, or with an error that ends the layer.
+        Returns the requests that are left for `demand`.
+        """
+        batch, wanted = Batch(ready), {request.key: request for request in requests}
+        if (before := self.prefetched.pop(layer, None)) is not None:
+            for load in before.admitted():                      # for the others nothing has been done
+                if load.key in wanted:
+                    self._adopt(load, wanted.pop(load.key).keep, batch)
+                else:
+                    self._drop(load)
+            batch.reads = [(load, kinds) for load, kinds in before.reads if load.batch is batch]
+        for key in evicted:
+            self._release(self.held.pop(key), KINDS)
+            for other in self.prefetched.values():              # counted on what has just been released
+                if (load := other.loads.pop(key, None) or other.loaded.pop(key, None)) is not None:
+                    other.reads = [(one, kinds) for one, kinds in other.reads if one is not load]
+                    if load.phase is Phase.WAITING:
+                        other.waiting.remove(load)
+                    else:
+                        self._drop(load)
+        self.running = batch
+        self._admit()
+        return list(wanted.values())
+
+    def demand(self, requests: Iterable[Any], order: Order) -> None:
+        """Load experts for the running layer, in this order; ValueError if the order is of other experts."""
+        self._put(self.running, [(request, request.keep, self.held.setdefault(request.key, {}))
+                                 for request in requests], order)
+
+    def prefetch(self, layer: int, requests: Iterable[Any], order: Order) -> None:
+        """Load experts for a layer to come, behind everything that the running layer needs."""
+        if layer not in self.prefetched:
+            self.prefetched[layer] = Batch()
+            self._put(self.prefetched[layer], [(request, None, dict(self.held.get(request.key, ())))
+                                               for request in requests], order)
+
+    def drop_prefetched(self) -> None:
+        """Drop all prefetched loads: the forward pass that wanted them is over."""
+        for batch in self.prefetched.values():
+            for load in batch.admitted():
+                self._drop(load)
+        self.prefetched.clear()
+
+    def computed(self, requests: Iterable[Any]) -> None:
+        """Release the decoded tensors of experts that have been computed and shall not stay FULL."""
+        for request in requests:
+            slots = self.held[request.key]
+            self._release(slots, ("full",))
+            if not slots:
+                del self.held[request.key]
+        self._admit()
+
+    # ------------------------------------------------------------------------------------ what disk and workers do next
+
+    def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
+        """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must follow."""
+        for batch in self._batches():
+            for i, (load, kinds) in enumerate(batch.reads):
+                if load.phase is Phase.LOADING:
+                    del batch.reads[i]
+                    load.ahead = load.keep is None
+                    load.busy += 1
+                    return load, kinds
+        return None
+
+    def next_decode(self) -> tuple[Load, str, str] | None:
+        """The most urgent (load, tensor, operation of `USES`) that can begin. `decode_done` must follow."""
+        for batch in self._batches():
+            for load in batch.loads.values():
+                if load.phase is Phase.LOADING and load.todo and not ("e" in load.reads or "full" in load.reads):
+                    for tensor, stage in load.todo.items():
+                        if stage != "decompressing" and "sm" not in load.reads:
+                            del load.todo[tensor]
+                            load.busy += 1
+                            return load, tensor, stage
+                        if stage == "decode" and "sm" in load.reads and self.separable(load, tensor):
+                            load.todo[tensor] = "decompressing"
+                            load.busy += 1
+                            return load, tensor, "decompress"
+        return None
+
+    def read_done(self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None) -> None:
+        """A read has ended, with an error or with so many bytes."""
+        load.nbytes += nbytes
+        self.counts.nbytes += nbytes * load.ahead
+        self.counts.wasted += nbytes * (load.phase is Phase.DROPPED)
+        if error is None:
+            load.reads.difference_update(kinds)
+        self._done(load, error)
+
+    def decode_done(self, load: Load, tensor: str, operation: str, error: BaseException | None = None) -> None:
+        """A decode operation has ended."""
+        if operation == "decompress":
+            load.todo[tensor] = "recover"
+        self._done(load, error)
+
+    # --------------------------------------------------------------------------------------------------- transitions
+
+    def _batches(self) -> list[Batch]:
+        return [batch for batch in (self.running, *self.prefetched.values()) if not batch.failed]
+
+    def _put(self, batch: Batch, wanted: list[tuple[Any, State | None, dict[str, int]]], order: Order) -> None:
+        """Line up loads in their order, behind those that are in the batch already."""
+        kinds, loads = ("full",) if self.in_place else KINDS, {}
+        for request, keep, slots in wanted:
+            todo = {} if self.in_place and not self.check else dict.fromkeys(
+                self.tensors(request.key), "check" if self.in_place else "decode")
+            loads[request.key.expert] = Load(request.key, keep, slots, kinds, todo, batch)
+        if set(order.decode) != loads.keys():
+            raise ValueError(f"the order has experts {sorted(order.decode)}, but the requests leave {sorted(loads)} to "
+                             "decode; make the order from the same requests")
+        reads = [(expert, FILLS[part]) for expert, part in order.reads]
+        if self.in_place:
+            reads = [(expert, kinds) for expert in dict.fromkeys(expert for expert, _ in reads)]
+        batch.reads += [(loads[expert], fills) for expert, fills in reads]
+        batch.waiting = [loads[expert] for expert in dict.fromkeys([*(expert for expert, _ in reads), *order.decode])]
+        batch.loads |= {loads[expert].key: loads[expert] for expert in order.decode}
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give waiting loads the slots that they lack, the most urgent first."""
+        free, waiting = self.free, self.running.waiting
+        if waiting and free["full"]:
+            holders = sum(bool(load.slots) for load in waiting)
+            for load in list(waiting):
+                spare = 0 if load.slots else int(holders > 0)
+                if all(len(free[kind]) > spare for kind in load.lacks):
+                    holders -= bool(load.slots)
+                    self._give(load)
+                if not free["full"]:
+                    break
+        for batch in self.prefetched.values() if not self.running.waiting else ():
+            for load in list(batch.waiting):
+                if self._ahead == self.ahead or not all(free[kind] for kind in load.lacks):
+                    break
+                self._give(load)
+                self._ahead += 1
+
+    def _give(self, load: Load) -> None:
+        load.slots.update({kind: self.free[kind].pop() for kind in load.lacks})
+        load.phase = Phase.LOADING
+        load.batch.waiting.remove(load)
+        self.admitted += 1
+
+    def _release(self, slots: dict[str, int], kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            if kind in slots:
+                self.free[kind].append(slots.pop(kind))
+
+    def _adopt(self, load: Load, keep: State, batch: Batch) -> None:
+        """The running layer wants a prefetched expert."""
+        self.counts.begun += 1
+        self.counts.used += 1
+        self.counts.early += load.phase is Phase.LOADED
+        self._ahead -= 1
+        self.held[load.key], load.keep, load.batch = load.slots, keep, batch
+        batch.loads[load.key] = load
+        if load.phase is Phase.FAILED:
+            batch.fail(load.error)
+        elif load.phase is Phase.LOADED:
+            self._loaded(load)
+
+    def _drop(self, load: Load) -> None:
+        """Nobody wants a prefetched expert that has its slots."""
+        self.counts.begun += 1
+        self.counts.wasted += load.nbytes
+        load.phase = Phase.DROPPED
+        self._free_dropped(load)
+
+    def _free_dropped(self, load: Load) -> None:
+        if not load.busy:
+            self._release(load.slots, load.lacks)               # what it held before is not its own
+            self._ahead -= 1
+
+    def _done(self, load: Load, error: BaseException | None) -> None:
+        load.busy -= 1
+        if load.phase is Phase.DROPPED:
+            self._free_dropped(load)
+            self._admit()
+        elif error is not None:
+            load.phase, load.error = Phase.FAILED, error
+            load.batch.reads = [(other, kinds) for other, kinds in load.batch.reads if other is not load]
+            if load.keep is not None:
+                load.batch.fail(error)
+        elif load.phase is Phase.LOADING and not (load.todo or load.reads or load.busy):
+            load.phase = Phase.LOADED
+            self._loaded(load)
+            self._admit()
+
+    def _loaded(self, load: Load) -> None:
+        """Keep of its chunks what shall be kept, and let it be computed; one that is prefetched waits for its layer."""
+        del load.batch.loads[load.key]
+        if load.keep is None:
+            load.batch.loaded[load.key] = load
+            return
+        self._release(load.slots, [kind for kind in ("e", "sm") if kind not in HOLDS[load.keep]])
+        load.batch.ready(load.key)

@@ -1,0 +1,129 @@
+"""A checkpoint offloaded without conversion: the experts that a store would give, exact, within its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moelab.cache.pools import Pools
+from moelab import open_model
+from moelab.models.checkpoint import CheckpointExperts
+from moelab.models.direct import CheckpointStore
+from moelab.models.identity import identity
+from moelab.models.opening import examine
+from moelab.models.synthesize import synthesize
+from moelab.offloading.offload import offload
+from moelab.specs import MoESpec
+from moelab.store.layout import StoreError
+from moelab.store.reader import Reader, StoreExperts
+from tests.depth import depth
+from tests.models import tiny
+
+IDS = torch.arange(3, 20)[None]
+
+
+def store_of(folder, dtype="auto"):
+    found = examine(folder)
+    return CheckpointStore(found, found.dtype(dtype))
+
+
+@pytest.mark.parametrize("name, requests", [("mixtral", 3), ("gpt_oss", 4), ("switch_transformers", 2), ("mxfp4", 6)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
+    """Apart, fused, numbered and quantised, in the stored dtype and in another: a request for each tensor."""
+    folder = tiny.save_mxfp4(tmp_path) if name == "mxfp4" else tiny.save(name, tmp_path, torch.bfloat16)
+    store = store_of(folder, dtype)
+    truth = CheckpointExperts(store.model.checkpoint, store.model.config, dtype, plan=store.model.plan)
+    with StoreExperts(store) as experts:
+        for layer in range(len(store.layers)):
+            for expert in range(store.spec.E):
+                read, wanted = experts(layer, expert), truth(layer, expert)
+                assert read.keys() == wanted.keys()
+                assert all(read[key].dtype == dtype and torch.equal(read[key], wanted[key]) for key in read)
+        counters, n = experts.reader.counters, len(store.layers) * store.spec.E
+        assert counters.requests == requests * n
+        assert counters.bytes == sum(store.stored_bytes(layer, expert, "both") for layer in range(len(store.layers))
+                                     for expert in range(store.spec.E))
+    plain = name != "mxfp4" and dtype == torch.bfloat16                 # MXFP4's biases are
+    assert all(source.plain for source in store.sources(0, 0)) == plain == (store.scratch == 0)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "mxfp4"])
+@pytest.mark.parametrize("pools", [False, True], ids=["whole", "pools"])
+def test_offloaded_it_is_exact_and_counts_its_bytes(name, pools, tmp_path):
+    folder = tiny.save_mxfp4(tmp_path) if name == "mxfp4" else tiny.save(name, tmp_path, torch.bfloat16)
+    truth = open_model(folder)
+    plan = Pools(F=2, C=2, S=1, E=1) if pools else None
+    model = offload(folder, 0.9 if plan else 0.4, plan=plan, staging=1)
+    with model.moelab as offloading:
+        assert torch.equal(truth(IDS).logits, model(IDS).logits)
+        metrics, reads = offloading.metrics(), [event for event in offloading.timeline if event.resource == "disk"]
+        expert = offloading.store.stored_bytes(0, 0, "both")
+        assert sum(event.bytes for event in reads) == metrics.misses * expert
+        assert offloading.store.identity == identity(truth)
+
+
+def test_a_file_that_changes_is_noticed(tmp_path):
+    folder = tiny.save("mixtral", tmp_path)
+    model = offload(folder, 0.4)
+    file = next(folder.glob("*.safetensors"))
+    os.utime(file, ns=(1, 1))
+    with model.moelab, pytest.raises(StoreError, match="was changed since the model was opened"):
+        model(IDS)
+
+
+def test_what_a_checkpoint_cannot_do_is_said(tmp_path):
+    store = store_of(tiny.save("mixtral", tmp_path))
+    with pytest.raises(ValueError, match="past the page cache; convert it to a store"):
+        Reader(store, "direct")
+    with Reader(store) as reader, pytest.raises(LookupError, match="no expert 4 of MoE layer 0"):
+        reader.read(0, 4)
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
+        offload(tmp_path / "elsewhere")
+
+
+WITHIN = """
+import json, re, sys, torch
+from pathlib import Path
+from moelab import open_model
+from moelab.offloading.offload import offload
+
+def memory(name):
+    return 1024 * int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+small, folder, budget = sys.argv[1:]
+with offload(small, "50%").moelab:                      # all that is imported and compiled
+    pass
+before = memory("VmRSS")
+model = offload(folder, budget)
+with model.moelab as offloading:
+    logits = model(torch.arange(3, 20)[None]).logits
+    print(json.dumps({"used": memory("VmHWM") - before, "others": offloading.store.weights_bytes,
+                      "read": offloading.engine.pipeline.reader.counters.bytes, "experts": offloading.metrics().misses,
+                      "bytes": offloading.store.stored_bytes(0, 0, "both"), "budget": offloading.budget,
+                      "logits": logits.double().sum(1).flatten().tolist()}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@pytest.mark.stress
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("H, E, budget", [(128, 16, "1MB"), (1024, 60, "700MB")][:depth(1, 2)])
+def test_a_large_checkpoint_within_its_memory(H, E, budget, tmp_path):
+    """3 MB or 1.5 GB of experts, opened without conversion."""
+    spec = MoESpec("synthetic", "qwen3_moe", 8, tuple(range(8)), E=E, K=4, H=H, I=H // 2, vocab=1024, heads=8,
+                   kv_heads=2, head_dim=H // 8)
+    folder = synthesize(tmp_path / "large", spec)
+    small = tiny.save("qwen3_moe", tmp_path / "small", torch.bfloat16)
+    done = subprocess.run([sys.executable, "-c", WITHIN, small, folder, budget], capture_output=True, text=True,
+                          timeout=1000)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["logits"] == open_model(folder)(IDS).logits.double().sum(1).flatten().tolist()
+    assert found["used"] < found["budget"] + found["others"] + (40 << 20)
+    assert found["read"] >= found["experts"] * found["bytes"] > 0
