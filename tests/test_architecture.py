@@ -15,13 +15,14 @@ HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
 COMMON = {"specs", "configs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
-          "registry"}
+          "registry", "journal"}
 #: what cards, configs and datasets may use of these
 BASE = {"specs", "progress", "files", "registry"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "configs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
     "kernels": set(), "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
+    "journal": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models"},
@@ -54,7 +55,8 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "lab", "__main__", "__init__"}
+WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal", "lab",
+                 "__main__", "__init__"}
 
 
 def part_of(path):

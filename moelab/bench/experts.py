@@ -158,8 +158,7 @@ class Limits:
                                      for t in range(threads)]))
             return read
         self.readers: Arms = {"memory, torch's sum": lambda i: banks[i % len(banks)].sum()}
-        if bits.numba is not None:
-            self.readers |= {f"memory, {name}": reader(loop) for name, loop in _loops().items()}
+        self.readers |= {f"memory, {name}": reader(loop) for name, loop in _loops().items()}
         H, I = layers.config.hidden_size, layers.config.moe_intermediate_size
         self.products: Arms = {}
         self.flops: dict[str, float] = {}

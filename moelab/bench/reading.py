@@ -29,11 +29,11 @@ from moelab.store.writer import StoreWriter
 Timeline = dict[str, list[tuple[str, float, float]]]
 
 
-def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str, K: int = 4) -> ExpertStore:
+def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str, shards: int = 4) -> ExpertStore:
     """A store of one layer whose experts are one matrix [rows, columns] each, and of nothing else."""
     rows, columns = experts[0].shape
     spec = MoESpec("synthetic", "synthetic", 1, (0,), len(experts), 1, columns, rows)
-    writer = StoreWriter(folder, spec, "0" * 16, [("experts", len(experts), False)], codec, K)
+    writer = StoreWriter(folder, spec, "0" * 16, [("experts", len(experts), False)], codec, shards)
     for layer, expert in writer.missing():
         writer.add(layer, expert, {"weight": experts[expert]})
     writer.finish({}, [])

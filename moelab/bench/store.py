@@ -31,7 +31,7 @@ from moelab.models.synthesize import COLUMNS, draw
 from moelab.store import bits
 from moelab.store.codecs import CODECS, DEFAULT, compress_tensor, decompress_tensor
 from moelab.store.entropy import describe, joint_counts
-from moelab.store.modes import measure_modes, modes
+from moelab.store.reader import measure_modes, modes
 
 EXPERT = 16 << 20               # bytes of the expert that is measured
 PEER = "zipnn"

@@ -59,11 +59,16 @@ def classes_replaced(classes: Iterable[type], replacement: Callable[[type], type
             setattr(module, cls.__name__, cls)
 
 
-def dequantising(config: Any) -> Any:
-    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants GPU packages."""
+def quantisation(config: Any) -> str | None:
+    """How a checkpoint is quantised, by transformers' name ("mxfp4", "fp8", …)."""
     quantised = getattr(config, "quantization_config", None)
     method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-    if getattr(method, "value", method) not in ("mxfp4", "fp8"):
+    return getattr(method, "value", method)
+
+
+def dequantising(config: Any) -> Any:
+    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants GPU packages."""
+    if quantisation(config) not in ("mxfp4", "fp8"):
         return config
     config = deepcopy(config)
     if isinstance(config.quantization_config, dict):

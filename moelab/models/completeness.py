@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from moelab.models import compat
-from moelab.models.checkpoint import DTYPES, Checkpoint, Stored
+from moelab.models.checkpoint import Checkpoint
 from moelab.models.seam import MoELayer, banks, discover
+from moelab.store.headers import DTYPES, Stored
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 #: names of what a config counts, and constructing a model takes time for

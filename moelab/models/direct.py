@@ -1,13 +1,14 @@
-"""A checkpoint in place of an expert store: experts are read from its own safetensors files, without conversion.
+"""Experts read from a checkpoint's own safetensors files, without conversion to a store.
 
-Source: ZipMoE §4 (experts are read into preallocated memory). Where an expert's parameter is its tensors in the
-checkpoint one after another (gate and up apart or fused, of the dtype that the model computes in), their bytes are
-read to where they are computed from, a request for each tensor. Otherwise (transposed, interleaved, MXFP4, another
-dtype) they are read into new memory and converted by transformers' own operations, in the thread that reads.
+An expert's tensors may be apart (Mixtral's w1, w3, w2), fused (GPT-OSS, Llama 4) or quantised (MXFP4) in a checkpoint;
+transformers' own renaming and conversion tables say what becomes of them. `CheckpointExperts` gives one expert after
+another as a source for the seam, and keeps nothing. `CheckpointStore` takes the place of an `ExpertStore` in the
+offloading engine (ZipMoE §4: experts are read into preallocated memory). Where a parameter is its tensors in the
+checkpoint one after another, in the dtype that the model computes in, their bytes are read to where they are computed
+from, a request for each tensor. Otherwise they are read into new memory and converted in the thread that reads.
 
-A checkpoint has no checksums, so nothing that is read is verified; that it is complete, and that its headers are
-right, has been checked by then. A file that changes while it is open is noticed. What a store adds is compression, and
-alignment for reads past the page cache.
+A checkpoint has no checksums, so what is read is not verified; its headers and that it is complete were checked
+before. A file that changes while it is open is noticed. A store adds compression and reads past the page cache.
 """
 
 from __future__ import annotations
@@ -17,16 +18,69 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moelab.models import compat
-from moelab.models.checkpoint import Stored, converted, expert_sources
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.completeness import LoadingPlan, complete
 from moelab.models.identity import changed, of_checkpoint
-from moelab.models.opening import Examined
-from moelab.models.seam import banks
-from moelab.store.layout import DTYPES, Chunk, ExpertStore, StoreError, TensorEntry, aligned
-from moelab.store.reader import Chunks
+from moelab.models.seam import Weights, banks
+from moelab.store.headers import NAMES, Stored
+from moelab.store.layout import Chunk, ExpertStore, StoreError, TensorEntry, aligned
+from moelab.store.reader import Chunks, StoreExperts
+
+if TYPE_CHECKING:
+    from moelab.models.opening import Examined
+
+
+class CheckpointExperts:
+    """Source of one expert after another, straight from a checkpoint: `source(layer, expert) → tensors`.
+
+    Nothing is cached: this is the slow and simple source, the oracle for faster ones.
+
+    dtype : what the tensors are cast to, as loading the whole model would cast them; None keeps the stored one.
+    device : where they are put.
+    plan : what `moelab.models.completeness.complete` returns for them; by default it is asked for.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None = None,
+                 device: torch.device | str = "cpu", plan: LoadingPlan | None = None) -> None:
+        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
+        self.plan = plan or complete(checkpoint, config)
+        self._stored = StoreExperts(checkpoint.store, mode="buffered") if checkpoint.store is not None else None
+
+    def __call__(self, layer: int, expert: int) -> Weights:
+        """The tensors of one expert."""
+        if self._stored is not None:
+            return {name: self._ready(tensor) for name, tensor in self._stored(layer, expert).items()}
+        return {name: self._ready(converted(self.plan, parameter, {
+                    pattern: self.checkpoint.read(*where) for pattern, where in sources.items()}))
+                for name, parameter, sources in expert_sources(self.plan, layer, expert)}
+
+    def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the model's dtype, on its device and at a 64-byte boundary."""
+        tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+        return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
+
+
+def expert_sources(plan: LoadingPlan, layer: int, expert: int
+                   ) -> Iterator[tuple[str, compat.ParameterPlan, dict[str, tuple[str, int | None]]]]:
+    """(name, plan, {pattern: (key, part of it)}) of each parameter of one expert: what it is made of."""
+    for name, parameter in plan.experts[layer].items():
+        numbered = compat.numbered_expert(name)
+        if numbered is None:
+            yield name, parameter, {pattern: (keys[expert], None) if parameter.apart else (keys[0], expert)
+                                    for pattern, keys in parameter.sources.items()}
+        elif numbered[0] == expert:
+            yield numbered[1], parameter, {pattern: (keys[0], None) for pattern, keys in parameter.sources.items()}
+
+
+def converted(plan: LoadingPlan, parameter: compat.ParameterPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One expert's parameter from its source tensors by pattern."""
+    made = compat.convert_expert(parameter, tensors, plan.twin, plan.quantizer)
+    return made if compat.numbered_expert(parameter.target.rpartition(".experts.")[2]) else made[0]
 
 
 @dataclass(frozen=True)
@@ -62,7 +116,7 @@ class CheckpointStore(ExpertStore):
     Reading raises StoreError if a file was changed since the checkpoint was examined.
     """
 
-    aligned, codec, K, checksum = False, "raw", 1, None
+    aligned, codec, shards, checksum = False, "raw", 1, None
 
     def __init__(self, model: Examined, dtype: torch.dtype) -> None:
         self.model, self.dtype, self.spec, self.folder = model, dtype, model.spec, model.checkpoint.folder
@@ -81,7 +135,7 @@ class CheckpointStore(ExpertStore):
             dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
             shape = tuple(parameter.shape if expert == 0 else parameter.shape[1:])
             chunk = Chunk(at, prod(shape) * dtype.itemsize, "")
-            entries[name] = TensorEntry(DTYPES[str(dtype).removeprefix("torch.")], shape, "", (("raw", (chunk,)),))
+            entries[name] = TensorEntry(NAMES[dtype], shape, "", (("raw", (chunk,)),))
             at += aligned(chunk.length)
         return CheckpointLayer(f"{layer.name}.experts", not isinstance(layer.experts, torch.nn.ModuleDict),
                                {name: (entry.dtype, entry.shape) for name, entry in entries.items()},

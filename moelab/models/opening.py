@@ -17,13 +17,16 @@ import torch
 
 from moelab.configs import spec_from_config
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts, read_json
+from moelab.models.checkpoint import Checkpoint
 from moelab.models.completeness import COUNTS, LoadingPlan, blamed, complete
+from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
 from moelab.models.seam import banks, discover, external_class, plug
 from moelab.files import small_model
 from moelab.specs import MoESpec
+from moelab.store.headers import read_json
+from moelab.store.verify import check_weights
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
@@ -88,7 +91,6 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     checkpoint, config, plan = found.checkpoint, found.config, found.plan
     tokenizer = _load_tokenizer(checkpoint.folder)
     if checkpoint.store is not None:
-        from moelab.store.verify import check_weights
         check_weights(checkpoint.store)
     if dtype == "auto" and plan.narrowed:
         more = f" and {len(plan.narrowed) - 1} kinds more" if len(plan.narrowed) > 1 else ""

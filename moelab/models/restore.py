@@ -1,15 +1,13 @@
-"""Giving a checkpoint back as it was: its files, its names, its bytes.
+"""From a store back to the checkpoint that it was converted from: the same files, names and bytes.
 
-A store keeps an expert's tensors as the model computes with them, and the source may have kept them otherwise: apart,
-transposed, interleaved, in shards. So while a checkpoint is converted, every tensor of it that goes into an expert is
-looked for among the tensors that came out, bit for bit, and the place is noted as a strided view of one of them.
-`layout.json` in the store holds these places and the source's file headers; with them `restore` writes the source's own
-safetensors files, and what it has written must have the source's identity.
+A store keeps an expert's tensors as the model computes with them; the source may have kept them apart, transposed,
+interleaved, in shards. So when a checkpoint is converted, each of its tensors that goes into an expert is searched for
+in the expert's tensors, bit for bit, and its place is recorded as a strided view of one of them. `layout.json` in the
+store holds these places and the source's file headers; with them `restore` writes the source's own safetensors files,
+and what it has written must have the source's identity.
 
-A store has no `layout.json` if its source's bytes are not in it (MXFP4 is dequantised when it is converted) or if there
-was no source (a synthesized one). It is restored as transformers would hold it: the same model in other files.
-
-Shapes: an expert's tensors have no leading axis E. Left out: files in subfolders, and weights in other formats.
+A store has no `layout.json` if its source's bytes are not in it (MXFP4 is dequantised) or if it was synthesized. It is
+then restored to other files of the same model. Files in subfolders and weights in other formats are not kept.
 """
 
 from __future__ import annotations
@@ -27,23 +25,22 @@ from typing import Any
 import torch
 
 from moelab.models import opening
-from moelab.models.checkpoint import SUFFIXES, Checkpoint, read_header
+from moelab.models.checkpoint import SUFFIXES, Checkpoint
 from moelab.models.identity import of_checkpoint
-from moelab.progress import progress
-from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHT_MAP, WEIGHTS, ExpertStore,
+from moelab.store.headers import WEIGHT_MAP, header_bytes, read_header
+from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHTS, ExpertStore,
                                  StoreError, plain_name)
-from moelab.store.modes import MEASURED, modes
-from moelab.store.reader import Reader, decode, empty_tensors
-from moelab.store.verify import check_weights
+from moelab.store.reader import MEASURED
+from moelab.store.verify import check_weights, checked_experts
 
 #: endings of files of weights in other formats, which no store holds
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-#: what goes before the name of a source's file that a store has a file of its own for
+#: prefix of a source's file whose name a store uses itself
 BESIDE = "source."
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# ------------------------------------------------------------------------------------------ noted when converting
+# -------------------------------------------------------------------------------------- recorded when converting
 
 def places(read: Iterable[tuple[str, int, torch.Tensor]], tensors: dict[str, torch.Tensor],
            checksum: Callable[[Any], str]) -> list[list] | None:
@@ -96,13 +93,14 @@ def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
     return torch.equal(view[:1], bits[:1]) and torch.equal(view, bits)
 
 
-def source_files(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Sizes and headers of a checkpoint's safetensors files, for `layout.json`."""
+def source_files(checkpoint: Checkpoint, checksum: str) -> dict[str, Any]:
+    """Sizes and headers of a checkpoint's safetensors files, and the kind of checksums of `places`, for `layout.json`.
+    """
     files = {}
     for file in checkpoint.files:
         with open(file, "rb") as f:
             files[file.name] = [file.stat().st_size, f.read(int.from_bytes(f.read(8), "little")).decode()]
-    return {"files": files}
+    return {"files": files, "checksum": checksum}
 
 
 def small_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
@@ -172,7 +170,7 @@ def _as_it_was(store: ExpertStore, folder: Path) -> None:
     """Write the source's safetensors files into a folder; ValueError and the like for a layout that makes no sense."""
     layout = json.loads((store.folder / SOURCE_LAYOUT).read_bytes())
     headers = {plain_name(name): (size, header.encode()) for name, (size, header) in layout["files"].items()}
-    expected = sum(size for *_, size, _ in store.weights.values()) + sum(
+    expected = store.weights_bytes + sum(
         entry.nbytes for layer in store.layers for entries in layer.experts for entry in entries.values())
     if sum(size - 8 - len(header) for size, header in headers.values()) != expected:
         raise ValueError(f"its files have other sizes than the {expected:,} bytes of tensors in the store")
@@ -196,13 +194,13 @@ def _as_it_was(store: ExpertStore, folder: Path) -> None:
                 weights.seek(offset)
                 for i in range(0, size, PIECE):
                     write(key, i, weights.read(min(PIECE, size - i)))
-        for i, (layer, expert, tensors) in enumerate(_experts(store)):
+        for i, (chunks, tensors) in enumerate(checked_experts(store, "restoring")):
             bits = {name: _bits(tensor) for name, tensor in tensors.items()}
             for key, start, name, shape, offset, strides, check in layout["experts"][i]:
                 data = bits[name].as_strided(shape, strides, offset).contiguous()
                 if CHECKSUMS[layout["checksum"]](data) != check:
-                    raise StoreError(f"{name} of expert {expert} of MoE layer {layer} in {store.folder} does not give "
-                                     f"{key} of the source; convert the model again")
+                    raise StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
+                                     f"does not give {key} of the source; convert the model again")
                 write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
     config = opening.load_config(folder)
     if (made := of_checkpoint(Checkpoint.at(folder), config)) != store.identity:
@@ -233,23 +231,6 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
         raise ValueError(f"{min(odd)} is not in both")
 
 
-def _experts(store: ExpertStore) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
-    """(layer, expert, tensors) of every expert, checked; in the same memory, one after the other."""
-    everyone = store.spec.L * store.spec.E
-    with Reader(store, modes()[0]) as reader, progress(total=everyone, desc="restoring", unit="expert") as bar:
-        buffer = reader.buffer()
-        for i, layer in enumerate(store.layers):
-            out = empty_tensors(layer.experts[0])
-            for expert, entries in enumerate(layer.experts):
-                chunks = reader.read(i, expert, "both", buffer)
-                for name, tensor in decode(chunks, chunks, out).items():
-                    if store.checksum(tensor) != entries[name].checksum:
-                        raise StoreError(f"{store.folder / layer.file}: {name} of expert {expert} of MoE layer {i} "
-                                         f"does not decode to what was converted; convert the model again")
-                yield i, expert, out
-                bar.update()
-
-
 def _as_the_model_has_it(store: ExpertStore, folder: Path) -> None:
     """Write a checkpoint of the tensors that transformers computes with."""
     n = 1 + len(store.layers)
@@ -262,30 +243,27 @@ def _as_the_model_has_it(store: ExpertStore, folder: Path) -> None:
         for i, (header, _) in enumerate(headers):
             name = f"model-{i + 2:05d}-of-{n:05d}.safetensors"
             files.append(stack.enter_context(open(folder / name, "xb")))
-            files[-1].write(len(header).to_bytes(8, "little") + header)
-            weight_map.update(dict.fromkeys(json.loads(header), name))
-        for layer, expert, tensors in _experts(store):
-            header, begins = headers[layer]
+            files[-1].write(header)
+            weight_map.update(dict.fromkeys(json.loads(header[8:]), name))
+        for chunks, tensors in checked_experts(store, "restoring"):
+            file, begins = files[chunks.layer], headers[chunks.layer][1]
             for name, tensor in tensors.items():
-                files[layer].seek(8 + len(header) + begins[expert, name])
-                files[layer].write(tensor.reshape(-1).view(torch.uint8).numpy())
+                file.seek(begins[chunks.expert, name])
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy())
     weight_map.pop("__metadata__", None)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
 
 
 def _header(layer: Any) -> tuple[bytes, dict[tuple[int, str], int]]:
-    """The safetensors header of a layer as the model has it, and where in the data each expert's tensors go."""
-    entries, begins, at = {"__metadata__": {"format": "pt"}}, {}, 0
-    E = len(layer.experts)
+    """The safetensors header of a layer as the model has it, and where in the file each expert's tensors go."""
+    tensors, begins, at, E = {}, {}, 0, len(layer.experts)
     for name, entry in layer.experts[0].items():
-        for expert in range(1 if layer.stacked else E):
-            key = f"{layer.module}.{name}" if layer.stacked else f"{layer.module}.expert_{expert}.{name}"
-            count = E if layer.stacked else 1
-            shape = [E, *entry.shape] if layer.stacked else list(entry.shape)
-            entries[key] = {"dtype": entry.dtype, "shape": shape, "data_offsets": [at, at + count * entry.nbytes]}
-            for j in range(count):
-                begins[expert + j, name] = at + j * entry.nbytes
-            at += count * entry.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8), begins
+        if layer.stacked:
+            tensors[f"{layer.module}.{name}"] = entry.dtype, [E, *entry.shape]
+        else:
+            tensors |= {f"{layer.module}.expert_{e}.{name}": (entry.dtype, entry.shape) for e in range(E)}
+        for expert in range(E):
+            begins[expert, name], at = at, at + entry.nbytes
+    header = header_bytes(tensors)
+    return header, {place: len(header) + begin for place, begin in begins.items()}

@@ -34,14 +34,12 @@ from moelab.cards import load_model
 from moelab.configs import spec_from_config
 from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
-from moelab.models.checkpoint import Checkpoint
 from moelab.models.seam import discover
 from moelab.files import small_model
 from moelab.progress import progress
-from moelab.models.convert import other_weights
 from moelab.specs import MoESpec
 from moelab.store import codecs
-from moelab.store.layout import WEIGHT_MAP
+from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
@@ -158,7 +156,7 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
                                for n, shape in shapes.items()}
                     bar.update(sum(t.nbytes for t in tensors.values()))
                     writer.add(layer, expert, tensors)
-            writer.finish(other_weights(Checkpoint.at(folder), set()),
+            writer.finish(dict(sorted(read_folder(folder)[1].items())),
                           [(file, (folder / file).read_bytes())
                            for file in ("config.json", *(file.name for file in tokenizer))])
             verify(writer.folder)
@@ -184,22 +182,15 @@ def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], pool: torc
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > 4e9:
             shards.append({})
         shards[-1][key] = tensor
+    if odd := [f"{key} is {t.dtype}" for key, t in tensors.items() if t.dtype not in (torch.bfloat16, torch.float32)]:
+        raise ValueError(f"{odd[0]}; only bf16 and fp32 weights are synthesized")
     weight_map, total = {}, sum(t.nbytes for t in tensors.values())
     with progress(total=total, desc="synthesizing", unit="B") as bar:
         for i, shard in enumerate(shards):
             file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             weight_map.update(dict.fromkeys(shard, file))
-            header, at = {"__metadata__": {"format": "pt"}}, 0
-            for key, t in shard.items():
-                dtype = "BF16" if t.dtype == torch.bfloat16 else "F32" if t.dtype == torch.float32 else None
-                if dtype is None:
-                    raise ValueError(f"{key} is {t.dtype}; only bf16 and fp32 weights are synthesized")
-                header[key] = {"dtype": dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
-                at += t.nbytes
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
             with open(folder / file, "wb") as f:
-                f.write(len(text).to_bytes(8, "little") + text)
+                f.write(header_bytes({key: (NAMES[t.dtype], t.shape) for key, t in shard.items()}))
                 for key, t in shard.items():
                     if t.dtype != torch.bfloat16 or t.dim() < 2:        # norms, biases and corrections
                         value = torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)

@@ -27,7 +27,8 @@ from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots, slot_counts
 from moelab.registry import make
 from moelab.schedule.requests import Delays
-from moelab.store.layout import DTYPES, ExpertStore
+from moelab.store.headers import NAMES
+from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
 
@@ -100,7 +101,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
                         same_bits_on_one_thread(store, model))
         unless_open.callback(engine.close)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
-        cast = stored != {DTYPES[str(model.dtype).removeprefix("torch.")]}
+        cast = stored != {NAMES[model.dtype]}
         source = EngineSource(engine, model.dtype, cast)
         plug(model, executor=engine, source=source if executor else None)
         Session(model, engine, source, store, room)

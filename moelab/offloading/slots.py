@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
-from moelab.store.layout import ALIGN, TORCH_NAMES, ExpertStore, aligned, run
+from moelab.store.headers import DTYPES
+from moelab.store.layout import ALIGN, ExpertStore, aligned, run
 from moelab.store.reader import aligned_buffer
 
 
@@ -88,7 +89,7 @@ class Slots:
             memory = self._full[slot * self.sizes.full:(slot + 1) * self.sizes.full]
             self._views[key] = {
                 name: memory[offset:offset + entries[name].nbytes].view(
-                    getattr(torch, TORCH_NAMES[entries[name].dtype])).view(entries[name].shape)
+                    DTYPES[entries[name].dtype]).view(entries[name].shape)
                 for name, offset in _offsets(entries, ALIGN if self.sizes.in_place else 64)[0].items()}
         return self._views[key]
 

@@ -1,50 +1,36 @@
-"""A bf16 weight is an exponent byte and a sign-mantissa byte; here they are split apart and joined again.
+"""Splitting bf16 weights into exponent bytes and sign-mantissa bytes, and joining them again.
 
-Source: ZipMoE §2.2 (only the exponents of trained weights are compressible) and §3.1 (the recovery kernel).
-Every weight is rotated left by one bit, which puts the 8 exponent bits of bf16 into the upper byte and leaves
-mantissa and sign, `mantissa << 1 | sign`, in the lower one. Joining is then one OR and one rotation on whole
-16-bit words, which vector units do faster than memcpy moves the same bytes; the paper's layout (sign on top of
-the mantissa) needs two masks more. The same rotation is used for every float type: fp16 gets 5 exponent and 3
-mantissa bits into its upper byte, fp32 its 8 exponent bits (see `moelab.store.codecs`).
+Source: ZipMoE §2.2 (only the exponents of trained weights are compressible) and §3.1 (the recovery kernel). Every
+weight is rotated left by one bit, which puts the 8 exponent bits of bf16 into the upper byte and
+`mantissa << 1 | sign` into the lower one. Joining is one OR and one rotation of 16-bit words, which vector units do
+faster than memcpy moves the same bytes; the paper's layout (sign above the mantissa) needs two masks more. The same
+rotation serves every float type: fp16 gets 5 exponent and 3 mantissa bits into its upper byte, fp32 its 8 exponent bits.
 
 Shapes: weights of any shape with N entries ↔ exponents uint8 [N] and sign-mantissa uint8 [N].
-Left out: other layouts (a store records the name of this one, `LAYOUT`); tensors on devices other than CPU and CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-try:
-    import numba
-    from moelab.kernels.compile import kernel
-except ImportError:         # the numpy kernels below do the same at a quarter of the speed
-    numba = None
+from moelab.kernels.compile import kernel
 
 #: the name of the byte layout, recorded in every store
 LAYOUT = "rotated"
-_BLOCK = 1 << 17            # weights a step of the numpy kernels: their temporaries stay in the cache
 
 
 def split(weights: Any, exponents: Any = None, sign_mantissa: Any = None) -> tuple[Any, Any]:
     """Split 16-bit weights into their exponent bytes and their sign-mantissa bytes.
 
-    Parameters
-    ----------
     weights : contiguous tensor (CPU or CUDA) or array of any 2-byte dtype and any shape, N entries.
-    exponents, sign_mantissa : buffers of N bytes to write into; by default new ones, uint8 [N].
+    exponents, sign_mantissa : buffers of N bytes to write into; by default new ones, uint8 [N], arrays for an array
+        and tensors, on the same device, for a tensor.
 
-    Returns
-    -------
-    The two buffers: those given, or arrays for an array and tensors, on the same device, for a tensor.
-
-    Raises
-    ------
-    ValueError : weights that are not contiguous or not 2 bytes wide, a buffer of another size or read-only.
+    Returns the two buffers. Raises ValueError for weights that are not contiguous or not 2 bytes wide, and a buffer of
+    another size or read-only.
     """
     if _on_gpu(weights):
         from moelab.store import bits_triton
@@ -55,22 +41,18 @@ def split(weights: Any, exponents: Any = None, sign_mantissa: Any = None) -> tup
     buffers = [new(len(words), dtype=dtype) if given is None else given for given in (exponents, sign_mantissa)]
     first, second = (as_bytes(buffer, writable=True) for buffer in buffers)
     _check_sizes(len(words), first, second)
-    next(iter(KERNELS.values()))[0](words, first, second)
+    _split(words, first, second)
     return buffers[0], buffers[1]
 
 
 def join(exponents: Any, sign_mantissa: Any, out: Any = None) -> Any:
     """Join exponent bytes and sign-mantissa bytes to 16-bit weights: ZipMoE's recovery.
 
-    Parameters
-    ----------
     exponents, sign_mantissa : N bytes each: uint8 tensors (CPU or CUDA) or arrays, or bytes-like objects.
     out : contiguous tensor or array of a 2-byte dtype with N entries to write into; by default a new bf16 tensor
         [N], on the same device, for tensors and a new uint16 array [N] for anything else.
 
-    Raises
-    ------
-    ValueError : buffers of different sizes, `out` not contiguous, not 2 bytes wide or read-only.
+    Raises ValueError for buffers of different sizes, and an `out` that is not contiguous, not 2 bytes wide or read-only.
     """
     if _on_gpu(exponents):
         from moelab.store import bits_triton
@@ -81,7 +63,7 @@ def join(exponents: Any, sign_mantissa: Any, out: Any = None) -> Any:
         out = torch.empty(len(first), dtype=torch.bfloat16) if tensor else np.empty(len(first), np.uint16)
     words = _as_words(out, writable=True)
     _check_sizes(len(words), first, second)
-    next(iter(KERNELS.values()))[1](first, second, words)
+    join_words(first, second, words)
     return out
 
 
@@ -124,33 +106,17 @@ def _on_gpu(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "cuda"
 
 
-def _split_numpy(words: np.ndarray, exponents: np.ndarray, sign_mantissa: np.ndarray) -> None:
-    for i in range(0, len(words), _BLOCK):
-        x = words[i:i + _BLOCK]
-        exponents[i:i + _BLOCK] = (x >> 7) & 0xFF
-        sign_mantissa[i:i + _BLOCK] = ((x << 1) | (x >> 15)) & 0xFF
-
-
-def _join_numpy(exponents: np.ndarray, sign_mantissa: np.ndarray, words: np.ndarray) -> None:
-    for i in range(0, len(words), _BLOCK):
-        x = (exponents[i:i + _BLOCK].astype(np.uint16) << 8) | sign_mantissa[i:i + _BLOCK]
-        words[i:i + _BLOCK] = (x >> 1) | (x << 15)
-
-
-def _split_loop(words, exponents, sign_mantissa):
+@kernel
+def _split(words, exponents, sign_mantissa):
     for i in range(len(words)):
         x = words[i]
         exponents[i] = np.uint8(x >> 7)
         sign_mantissa[i] = np.uint8((x << 1) | (x >> 15))
 
 
-def _join_loop(exponents, sign_mantissa, words):
+@kernel
+def join_words(exponents, sign_mantissa, words):
+    """`join` of flat arrays, for other kernels."""
     for i in range(len(words)):
         x = np.uint16(np.uint16(exponents[i]) << np.uint16(8)) | np.uint16(sign_mantissa[i])
         words[i] = np.uint16(x >> np.uint16(1)) | np.uint16(x << np.uint16(15))
-
-
-#: implementation → (split, join) on flat arrays; the first one is used
-KERNELS: dict[str, tuple[Callable, Callable]] = {"numpy": (_split_numpy, _join_numpy)}
-if numba is not None:
-    KERNELS = {"numba": (kernel(_split_loop), kernel(_join_loop)), **KERNELS}

@@ -1,14 +1,12 @@
-"""The lossless codecs in one dictionary, and how a tensor is cut into byte planes and shards for them.
+"""The lossless codecs, and how a tensor is split into byte planes and shards for them.
 
-Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (K exponent shards a tensor, "E-chunks", and the rest in
-one "SM-chunk"). A float of w bytes is rotated left by one bit (see `moelab.store.bits`) and cut into w planes, one
-for each byte, the top one first: exponents and sign-mantissa for bf16. A plane is stored compressed, in shards
-that different threads can decode, if that saves at least 2 %, and raw otherwise: one rule for bf16, fp16, fp32
-and fp8 (whole bytes), which also finds the zero bytes of weights that were widened from a narrower type. Under the
-codec "raw" nothing is cut: a tensor is one plane, its own bytes, so that it can be read to where it is used.
+Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (exponents in shards, "E-chunks", the rest in one
+"SM-chunk"). A float of w bytes is rotated left by one bit (`moelab.store.bits`) and split into w planes, one for each
+byte, the top one first: exponents and sign-mantissa for bf16. A plane is compressed, in shards that different threads
+can decode, if that saves at least 2 %, and raw otherwise; so the zero bytes of weights that were widened from a
+narrower type are found, too. Under the codec "raw" a tensor is one plane, its own bytes.
 
-Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in 1 … K shards.
-Left out: matching across bytes or tensors, filters, dictionaries; files (see the store).
+Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or more shards.
 """
 
 from __future__ import annotations
@@ -22,30 +20,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.store import bits
+from moelab.registry import Entry
+from moelab.store import bits, huffman
 from moelab.store.bits import as_bytes
 
-try:
-    from moelab.store import huffman
-except ImportError:         # no numba: everything but the codec "huffman" works
-    huffman = None
 
-#: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs are felt.
+#: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs show.
 MIN_SHARD = 3 * (180 << 10)
 #: a plane is compressed if that leaves at most this fraction of it
 WORTH = 0.98
 _kept = threading.local()
-_SAMPLE, _BLOCK = 1 << 15, 1 << 11      # bytes looked at, in runs of so many, to see whether a plane can be worth it
+_SAMPLE, _BLOCK = 1 << 15, 1 << 11      # bytes of a plane that are sampled, and the length of a run of them
 
 
 @dataclass(frozen=True)
 class Codec:
     """`compress(bytes-like) → bytes` and `decompress(blob, writable buffer)`; both release the GIL.
 
-    `decompress` fills the buffer to its last byte or raises ValueError, naming what is wrong.
+    `decompress` fills the whole buffer or raises ValueError, naming what is wrong.
     """
 
-    name: str
     compress: Callable[[Any], bytes]
     decompress: Callable[[Any, Any], None]
 
@@ -76,11 +70,7 @@ def _lz4_decompress(blob: Any, out: Any) -> None:
 
 @lru_cache
 def _zstd_options(level: int) -> dict[str, Any]:
-    """Options of a zstd compressor; level 0 stands for Huffman coding without matches.
-
-    zstd has no switch for that: these parameters starve its match finder. A nonzero `target_length` would make
-    it store literals raw.
-    """
+    """Options of a zstd compressor; level 0 is Huffman coding without matches, by parameters that find none."""
     import zstandard
     if level:
         return {"level": level}
@@ -117,7 +107,7 @@ def _zstd_decompress(blob: Any, out: Any) -> None:
 
 
 def _room(name: str, n: int) -> np.ndarray:
-    """`n` bytes of this thread's own, kept from call to call: touching fresh memory costs as much as coding it."""
+    """`n` bytes of this thread's own, kept from call to call: touching new memory costs as much as coding it."""
     if len(getattr(_kept, name, ())) < max(n, 1):
         setattr(_kept, name, np.empty(max(n, 1), np.uint8))
     return getattr(_kept, name)[:n]
@@ -129,26 +119,22 @@ def _huffman_compress(data: Any) -> bytes:
     return out[:huffman.compress_into(source, out)].tobytes()
 
 
-#: every codec by its name; ZipMoE's own settings are lz4hc level 9 and zstd level 1
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (
-    Codec("raw", lambda data: as_bytes(data).tobytes(), _raw_decompress),
-    Codec("lz4hc", _lz4_compress, _lz4_decompress),
-    Codec("zstd", _zstd_compress(1), _zstd_decompress),
-    Codec("zstd-huffman", _zstd_compress(0), _zstd_decompress),
-)}
-if huffman is not None:
-    CODECS["huffman"] = Codec("huffman", _huffman_compress, huffman.decompress_into)
-DEFAULT = "huffman" if huffman is not None else "zstd-huffman"
+#: name → `Codec` in an entry of `moelab.registry`
+CODECS: dict[str, Entry] = {
+    "raw": Entry(Codec(lambda data: as_bytes(data).tobytes(), _raw_decompress), "uncompressed, read in place"),
+    "lz4hc": Entry(Codec(_lz4_compress, _lz4_decompress), "ZipMoE's LZ4HC, level 9"),
+    "zstd": Entry(Codec(_zstd_compress(1), _zstd_decompress), "ZipMoE's ZSTD, level 1"),
+    "zstd-huffman": Entry(Codec(_zstd_compress(0), _zstd_decompress), "Huffman coding in standard zstd frames"),
+    "huffman": Entry(Codec(_huffman_compress, huffman.decompress_into), "table Huffman of our own, the fastest"),
+}
+DEFAULT = "huffman"
 
 
 def find_codec(name: str) -> Codec:
-    """`CODECS[name]`, or a ValueError that says which there are and what a missing one needs."""
-    if name in CODECS:
-        return CODECS[name]
-    if name == "huffman":
-        raise ValueError("the codec 'huffman' needs the package numba, which is not installed here: install it, or "
-                         "convert the model with codec='zstd-huffman', which needs only zstandard")
-    raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}")
+    """The codec of a name. Raises ValueError, listing those there are."""
+    if name not in CODECS:
+        raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}")
+    return CODECS[name].home
 
 
 # --------------------------------------------------------------------------------------------- planes and shards
@@ -162,9 +148,8 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A compressed tensor: `n` bytes in each of its planes, one for each byte of a weight, the exponents' first; or
-    all of its bytes in one."""
+class PackedTensor:
+    """A compressed tensor: its planes of `n` bytes each, the exponents' first."""
 
     n: int
     planes: tuple[Plane, ...]
@@ -175,35 +160,36 @@ class Packed:
         return sum(len(shard) for plane in self.planes for shard in plane.shards)
 
 
-def shards(n_bytes: int, k: int) -> int:
-    """How many shards a plane of `n_bytes` is cut into: at most `k`, and none smaller than `MIN_SHARD`."""
-    if k < 1:
-        raise ValueError(f"K is {k}; a tensor has at least one exponent shard")
-    return max(1, min(k, n_bytes // MIN_SHARD))
+def shard_count(n_bytes: int, most: int) -> int:
+    """How many shards a plane of `n_bytes` is split into: at most `most`, and none smaller than `MIN_SHARD`."""
+    if most < 1:
+        raise ValueError(f"shards is {most}; a tensor has at least one exponent shard")
+    return max(1, min(most, n_bytes // MIN_SHARD))
 
 
-def shard_bounds(n_bytes: int, k: int) -> list[tuple[int, int]]:
-    """(begin, end) of each of `k` shards of a plane; all but the last begin and end on a multiple of 64 bytes."""
-    step = -(-n_bytes // (64 * k)) * 64
-    return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(k)]
+def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
+    """(begin, end) of each shard of a plane; all but the last begin and end on a multiple of 64 bytes."""
+    step = -(-n_bytes // (64 * shards)) * 64
+    return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(shards)]
 
 
-def compress_tensor(weights: Any, codec: str = DEFAULT, K: int = 4) -> Packed:
+def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = 4) -> PackedTensor:
     """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
 
     Parameters
     ----------
-    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are cut into byte planes unless the
-        codec is "raw"; anything else is one plane of bytes.
+    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into byte planes unless
+        the codec is "raw"; anything else is one plane of bytes.
     codec : a key of `CODECS`.
-    K : exponent shards, fewer if they would become smaller than `MIN_SHARD`.
+    shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
-    chosen = find_codec(codec)
-    planes = [as_bytes(weights)] if codec == "raw" else _cut(weights)
-    return Packed(len(planes[0]), tuple(_pack(plane, chosen, K, exponents=not i) for i, plane in enumerate(planes)))
+    find_codec(codec)
+    planes = [as_bytes(weights)] if codec == "raw" else _planes(weights)
+    return PackedTensor(len(planes[0]), tuple(_pack(plane, codec, shards, exponents=not i)
+                                              for i, plane in enumerate(planes)))
 
 
-def decompress_tensor(packed: Packed, out: Any, scratch: Any = None) -> None:
+def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None) -> None:
     """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size.
 
     16-bit weights are joined shard by shard, while the shard's exponents are still in the processor's cache.
@@ -230,7 +216,7 @@ def decompress_tensor(packed: Packed, out: Any, scratch: Any = None) -> None:
         words[:] = (words >> 1) | (words << (8 * width - 1))
 
 
-def _cut(weights: Any) -> list[np.ndarray]:
+def _planes(weights: Any) -> list[np.ndarray]:
     """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
     data = as_bytes(weights)
     if isinstance(weights, torch.Tensor):
@@ -247,12 +233,13 @@ def _cut(weights: Any) -> list[np.ndarray]:
     return [np.ascontiguousarray(rotated[:, i]) for i in reversed(range(width))]
 
 
-def _pack(plane: np.ndarray, codec: Codec, K: int, exponents: bool) -> Plane:
-    """The plane compressed, or raw where that does not pay; only exponents are tried without a look at a sample."""
-    if codec.name != "raw" and len(plane) and (exponents or _sampled_entropy(plane) < 8 * WORTH):
-        blobs = tuple(codec.compress(plane[a:b]) for a, b in shard_bounds(len(plane), shards(len(plane), K)))
+def _pack(plane: np.ndarray, codec: str, shards: int, exponents: bool) -> Plane:
+    """The plane compressed, or raw where that does not pay; a sample is looked at first unless it is the exponents."""
+    if codec != "raw" and len(plane) and (exponents or _sampled_entropy(plane) < 8 * WORTH):
+        compress, bounds = find_codec(codec).compress, shard_bounds(len(plane), shard_count(len(plane), shards))
+        blobs = tuple(compress(plane[begin:end]) for begin, end in bounds)
         if sum(map(len, blobs)) <= WORTH * len(plane):
-            return Plane(codec.name, blobs)
+            return Plane(codec, blobs)
     return Plane("raw", (np.require(plane, requirements=["OWNDATA"]),))     # a copy unless it is a plane's own memory
 
 

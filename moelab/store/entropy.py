@@ -1,18 +1,15 @@
 """How compressible a checkpoint is: the entropy of its signs, exponents and mantissas, and the bound that follows.
 
 Source: ZipMoE §2.2 and Fig. 2 (exponents of MoE weights have 2.55–2.65 bits of entropy and use 11–15 % of the 256
-symbols), Fig. 3 (the bound). A histogram of the 65,536 values of a 16-bit weight holds all that is needed: its
-sums are the histograms of the three fields. The files are read in slices of at most 64 MB into one buffer, so
-memory does not grow with the checkpoint; layers and kinds of tensor add up the histograms of their tensors.
+symbols), Fig. 3 (the bound). The histograms of the three fields are sums of that of the 65,536 values of a 16-bit
+weight. Files are read in slices of at most 64 MB into one buffer.
 
-Shapes: counts int64 [65536], as [2, 2^e, 2^m] for a type of e exponent and m mantissa bits. Of fp32 the upper 16
-bits are counted, so its `mantissa` and `joint` are those of the leading 7 mantissa bits.
-Left out: entropy of order 1 or more, integer tensors, checkpoints that are not safetensors.
+Shapes: counts int64 [65536], as [2, 2^e, 2^m] for a type of e exponent and m mantissa bits. Of fp32 the upper 16 bits
+are counted, so its `mantissa` and `joint` are those of the leading 7 mantissa bits. Integer tensors are left out.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moelab.kernels.compile import kernel
 from moelab.progress import progress
-from moelab.store.bits import as_bytes, numba
+from moelab.store.bits import as_bytes
+from moelab.store.headers import Stored, read_folder, read_header
 
 SLICE = 64 << 20                # bytes read at a time
-_BLOCK = 1 << 18                # weights counted at a time by numpy, which widens them to 8 bytes
 
 
 class Format(NamedTuple):
@@ -73,21 +71,10 @@ class EntropyRow:
     bound: float
 
 
-def _count_numpy(words: np.ndarray, counts: np.ndarray) -> None:
-    for i in range(0, len(words), _BLOCK):
-        counts += np.bincount(words[i:i + _BLOCK], minlength=len(counts))
-
-
-def _count_loop(words, counts):
+@kernel
+def _count(words, counts):
     for i in range(len(words)):
         counts[words[i]] += 1
-
-
-#: implementation → function that adds the values of `words` to `counts`; the first one is used
-KERNELS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {"numpy": _count_numpy}
-if numba is not None:
-    from moelab.kernels.compile import kernel
-    KERNELS = {"numba": kernel(_count_loop), **KERNELS}
 
 
 def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = None) -> np.ndarray:
@@ -104,7 +91,7 @@ def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = 
     counts = np.zeros(1 << 16, np.int64) if counts is None else counts
     data, bits = as_bytes(weights), FORMATS[dtype].bits
     words = data if bits == 8 else data.view(np.uint16)[1::2] if bits == 32 else data.view(np.uint16)
-    next(iter(KERNELS.values()))(words, counts)
+    _count(words, counts)
     return counts
 
 
@@ -141,23 +128,27 @@ def analyse(checkpoint: str | Path, select: Callable[[str], bool] | None = None)
 
     Raises
     ------
-    FileNotFoundError : there are no such files.
-    ValueError : a file that is not safetensors or is shorter than it says; `select` leaves nothing.
+    FileNotFoundError : there are no such files.    ValueError : a damaged file; `select` leaves nothing.
     """
-    found = [t for t in _tensors(Path(checkpoint)) if t.dtype in FORMATS and (select is None or select(t.name))]
+    path = Path(checkpoint)
+    tensors = read_header(path) if path.is_file() else read_folder(path)[1]
+    found = sorted(((name, tensor) for name, tensor in tensors.items()
+                    if tensor.dtype in FORMATS and (select is None or select(name))),
+                   key=lambda item: (item[1].file, item[1].begin))
     if not found:
         raise ValueError(f"{checkpoint} has no float tensor that `select` lets through; nothing to analyse")
     rows: list[EntropyRow] = []
     groups: dict[tuple, np.ndarray] = {}        # (scope, name, layer, kind, dtype) → joint counts
-    buffer = bytearray(min(SLICE, max(t.end - t.begin for t in found)))
-    with progress(total=sum(t.end - t.begin for t in found), desc="entropy", unit="B") as bar:
-        for tensor in found:
-            prefix, layer, kind = _place(tensor.name)
+    sizes = [tensor.nbytes for _, tensor in found]
+    buffer = bytearray(max(1, min(SLICE, max(sizes))))
+    with progress(total=sum(sizes), desc="entropy", unit="B") as bar:
+        for name, tensor in found:
+            prefix, layer, kind = _place(name)
             counts = np.zeros(1 << 16, np.int64)
             for piece in _slices(tensor, buffer):
                 joint_counts(piece, tensor.dtype, counts)
                 bar.update(len(piece))
-            rows.append(describe(counts, tensor.dtype, name=tensor.name, layer=layer, kind=kind))
+            rows.append(describe(counts, tensor.dtype, name=name, layer=layer, kind=kind))
             keys = [("kind", kind, None, kind), ("all", "all", None, "")]
             for key in keys if layer is None else [("layer", prefix, layer, ""), *keys]:
                 groups.setdefault((*key, tensor.dtype), np.zeros(1 << 16, np.int64))[:] += counts
@@ -168,62 +159,15 @@ def analyse(checkpoint: str | Path, select: Callable[[str], bool] | None = None)
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ reading slices
-
-class _Tensor(NamedTuple):
-    file: Path
-    name: str
-    dtype: str
-    begin: int          # first byte in the file
-    end: int
-
-
-def _tensors(checkpoint: Path) -> Iterator[_Tensor]:
-    """Every tensor of a checkpoint, in the order of the files' bytes."""
-    index = checkpoint / "model.safetensors.index.json"
-    if checkpoint.is_file():
-        files = [checkpoint]
-    elif index.is_file():       # a folder may hold a second copy of the weights that the index doesn't name
-        files = [checkpoint / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(checkpoint.glob("*.safetensors"))
-    if not files or not all(file.is_file() for file in files):
-        missing = [file.name for file in files if not file.is_file()]
-        raise FileNotFoundError(f"{checkpoint}: " + (f"{', '.join(missing)} is missing" if missing else
-                                "no .safetensors file here; give a checkpoint's folder or one of its files"))
-    for file in files:
-        with open(file, "rb") as f:
-            size = file.stat().st_size
-            length = int.from_bytes(f.read(8), "little")
-            try:
-                if length > size - 8:
-                    raise ValueError(f"its header should be {length} bytes long")
-                header = json.loads(f.read(length))
-                header.pop("__metadata__", None)
-                entries = sorted((*entry["data_offsets"], name, entry["dtype"]) for name, entry in header.items())
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{file} ({size} bytes) is not a safetensors file: {error}") from None
-        for begin, end, name, dtype in entries:
-            if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(f"{file} ({size} bytes) is cut off: {name} should end at byte {8 + length + end}; "
-                                 f"download the file again")
-            yield _Tensor(file, name, dtype, 8 + length + begin, 8 + length + end)
-
-
-def _slices(tensor: _Tensor, buffer: bytearray) -> Iterator[memoryview]:
+def _slices(tensor: Stored, buffer: bytearray) -> Iterator[memoryview]:
     """The tensor's bytes, read piece by piece into `buffer`."""
-    with open(tensor.file, "rb", buffering=0) as f:
+    with open(tensor.file, "rb") as f:
         f.seek(tensor.begin)
-        left = tensor.end - tensor.begin
-        while left:
-            piece, filled = memoryview(buffer)[:min(left, len(buffer))], 0
-            while filled < len(piece):
-                n = f.readinto(piece[filled:])
-                if not n:
-                    raise ValueError(f"{tensor.file} became shorter while it was read: {tensor.name} is cut off")
-                filled += n
+        for begin in range(0, tensor.nbytes, len(buffer)):
+            piece = memoryview(buffer)[:tensor.nbytes - begin]
+            if f.readinto(piece) != len(piece):
+                raise ValueError(f"{tensor.file} became shorter while it was read")
             yield piece
-            left -= len(piece)
 
 
 def _place(name: str) -> tuple[str, int | None, str]:

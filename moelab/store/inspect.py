@@ -11,7 +11,7 @@ def describe(store: ExpertStore) -> str:
     """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and by which codec."""
     spec, padded = store.spec, sum(layer.size for layer in store.layers)
     lines = [f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
-             f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.K} "
+             f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
              f"exponent shards a tensor, checksums {store.checksum_name}",
              f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
              f"that it was made from", "",

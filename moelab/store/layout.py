@@ -30,47 +30,35 @@ import math
 import os
 import re
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
+import xxhash
 
 from moelab.specs import MoESpec
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codecs import find_codec
+from moelab.store.headers import DTYPES, header_bytes, nbytes
 
-try:
-    import xxhash
-except ImportError:         # zlib's CRC is always there; it is six times slower
-    xxhash = None
 
 FORMAT, VERSION = "moelab-store", 2
 ALIGN = 4096                # what direct I/O wants of offsets, lengths and addresses
-INDEX, WEIGHTS, WEIGHT_MAP = "index.json", "weights.safetensors", "model.safetensors.index.json"
+INDEX, WEIGHTS = "index.json", "weights.safetensors"
 SOURCE_LAYOUT = "layout.json"           # of the source, see `moelab.models.restore`
 PARTS = ("E", "SM", "both")
 #: bytes of the other weights that a checksum covers, and of an index and of a small file at most
 PIECE, INDEX_LIMIT, FILE_LIMIT = 16 << 20, 256 << 20, 64 << 20
-#: torch's name of a type → the name that safetensors gives it
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3",
-          "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8", "uint16": "U16", "uint32": "U32",
-          "uint64": "U64", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
-TORCH_NAMES = {short: name for name, short in DTYPES.items()}
-WIDTHS = {short: getattr(torch, name).itemsize for short, name in TORCH_NAMES.items()}
 
 
 class StoreError(ValueError):
     """A store that is damaged, incomplete or not the one that was asked for."""
 
 
-#: name → checksum of a bytes-like object, 16 hex digits; both release the GIL
-CHECKSUMS: dict[str, Callable[[Any], str]] = {"crc32": lambda data: f"{zlib.crc32(as_bytes(data)):016x}"}
-if xxhash is not None:
-    CHECKSUMS = {"xxh3": lambda data: xxhash.xxh3_64_hexdigest(as_bytes(data)), **CHECKSUMS}
+#: name → checksum of a bytes-like object, 16 hex digits; releases the GIL
+CHECKSUMS: dict[str, Callable[[Any], str]] = {"xxh3": lambda data: xxhash.xxh3_64_hexdigest(as_bytes(data))}
 
 
 def aligned(n: int) -> int:
@@ -104,7 +92,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor itself."""
-        return self.n * WIDTHS[self.dtype]
+        return nbytes(self.dtype, self.shape)
 
     def stored(self, part: str = "both") -> int:
         """Bytes of its chunks, without padding."""
@@ -155,7 +143,7 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str
         entry = found[name] = TensorEntry(dtype, tuple(shape), _checksum(checksum), tuple(
             (codec, tuple(Chunk(_integer(offset, "an offset"), _integer(length, "a length"), _checksum(check))
                           for offset, length, check in chunks)) for codec, chunks in planes))
-        _need(len(planes) in (1, WIDTHS[dtype]), f"impossible entry: {name} in {len(planes)} planes")
+        _need(len(planes) in (1, DTYPES[dtype].itemsize), f"impossible entry: {name} in {len(planes)} planes")
         for codec, chunks in entry.planes:
             find_codec(codec)
             stored, n = [chunk.length for chunk in chunks], entry.nbytes // len(planes)
@@ -215,14 +203,7 @@ def layer_header(index: int, layer: Layer) -> bytes:
 
 def weights_header(weights: dict[str, list], digest: str) -> bytes:
     """The safetensors header of the other weights, key → [dtype, shape, …]; `digest` is that of the index."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "moelab.index": digest}}
-    at = 0
-    for key, (dtype, shape, *_) in weights.items():
-        end = at + math.prod(shape) * WIDTHS[dtype]
-        entries[key], at = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}, end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header_bytes(weights, {"moelab.index": digest})
 
 
 def seal(fields: dict[str, Any]) -> tuple[bytes, str]:
@@ -267,7 +248,7 @@ def _checksum(value: Any) -> str:
 
 def _dtype_and_shape(value: Any, what: str) -> tuple[str, tuple[int, ...]]:
     dtype, shape = value
-    _need(dtype in WIDTHS and len(shape) <= 8, f"{what} is {str(dtype)[:40]!r} {str(shape)[:80]}")
+    _need(dtype in DTYPES and len(shape) <= 8, f"{what} is {str(dtype)[:40]!r} {str(shape)[:80]}")
     return dtype, tuple(_integer(n, f"the shape of {what}") for n in shape)
 
 
@@ -309,7 +290,7 @@ class ExpertStore:
     ----------
     folder : where it is.
     spec : the geometry of the model, `moelab.specs.MoESpec`.
-    codec, K : how the experts are compressed; name of the codec, exponent shards a tensor.
+    codec, shards : how the experts are compressed; name of the codec, exponent shards a tensor at most.
     identity : of the model that the store was made from, see `moelab.models.identity`.
     weights, files : the other weights and the small files, by name.
     layers : one `Layer` for each MoE layer.
@@ -348,10 +329,10 @@ class ExpertStore:
                              f"version {VERSION}")
         if fields["layout"] != LAYOUT or fields["checksum"] not in CHECKSUMS:
             raise StoreError(f"byte layout {fields['layout']!r} and checksums {fields['checksum']!r}; here there are "
-                             f"{LAYOUT!r} and {', '.join(CHECKSUMS)}"
-                             + ("; install the package xxhash" if fields["checksum"] == "xxh3" else ""))
+                             f"{LAYOUT!r} and {', '.join(CHECKSUMS)}")
         self.spec, self.identity = _spec(fields["spec"]), _checksum(fields["identity"])
-        self.codec, self.K = find_codec(fields["codec"]).name, _integer(fields["K"], "K", 1)
+        find_codec(fields["codec"])
+        self.codec, self.shards = fields["codec"], _integer(fields["K"], "K", 1)
         self.checksum_name, self.checksum = fields["checksum"], CHECKSUMS[fields["checksum"]]
         _need(type(fields["layers"]) is list and len(fields["layers"]) == self.spec.L,
               f"it has {len(fields['layers'])} layers of experts; {self.spec.name} has {self.spec.L}")
@@ -365,7 +346,7 @@ class ExpertStore:
         shapes = {_text(key, "a weight"): _dtype_and_shape(entry[:2], key) for key, entry in fields["weights"].items()}
         at = len(weights_header(shapes, fields["sha256"]))
         for key, (dtype, shape) in shapes.items():
-            size, checks = math.prod(shape) * WIDTHS[dtype], fields["weights"][key][2]
+            size, checks = nbytes(dtype, shape), fields["weights"][key][2]
             _need(len(checks) == -(-size // PIECE), f"{key} of {size:,} bytes has {len(checks)} checksums")
             self.weights[key] = dtype, shape, at, size, [_checksum(check) for check in checks]
             at += size
@@ -419,12 +400,6 @@ class ExpertStore:
     @property
     def weights_bytes(self) -> int:
         return sum(size for _, _, _, size, _ in self.weights.values())
-
-    def require(self, identity: str) -> None:
-        """Raise StoreError unless the store was made from the model with this identity."""
-        if identity != self.identity:
-            raise StoreError(f"{self.folder} holds the experts of {self.spec.name} (source {self.identity}), not those "
-                             f"of the checkpoint asked for (source {identity}); convert that one to a store of its own")
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes and fractions."""

@@ -1,8 +1,4 @@
-"""Memory by its address, for numba kernels whose speed is in single instructions: loads, stores, counting zeros.
-
-Source: numba's `intrinsic` and llvmlite's builder; nothing of ours but the names. Words are little-endian and need
-no alignment. Nothing is checked here: a kernel that uses these proves its own bounds.
-"""
+"""Loads and stores at addresses, for numba kernels. Words are little-endian, of any alignment; bounds are unchecked."""
 
 from __future__ import annotations
 
@@ -10,11 +6,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from moelab.store.bits import kernel
+from moelab.kernels.compile import kernel
 
 
 def _memory(bits: int):
-    """(load, store): little-endian words of so many bits at any address, zero-extended to u64."""
+    """(load, store) of words of so many bits, zero-extended to u64."""
     pointer = ir.IntType(bits).as_pointer()
 
     @intrinsic

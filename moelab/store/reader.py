@@ -1,18 +1,20 @@
-"""Reading experts from a store: direct, uncached or buffered, an expert's E-chunks, SM-chunks or both in one request.
+"""Reading experts from a store: an expert's E-chunks, SM-chunks or both in one request, into a buffer that is given.
 
-Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately, by need) and §4 (preallocated buffers). Weights
-that are read once and then kept by a cache of our own have no use for the system's page cache, which would hold
-them twice: O_DIRECT (Linux) and F_NOCACHE (macOS) go past it. Which way is faster depends on the disk and the
-file system, so it is measured once a store and machine. A chunk's checksum is checked before it is decoded.
+Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately) and §4 (preallocated buffers). O_DIRECT (Linux,
+"direct") and F_NOCACHE (macOS, "uncached") bypass the page cache, which would hold what the expert cache keeps anyway.
+Which is faster than "buffered" depends on the disk and the file system, so it is measured, once a store and machine.
 
-Shapes: a read fills a uint8 buffer that begins on a multiple of 4096; decoding gives the expert's tensors.
-Left out: asynchronous reads and queues: a `Reader` may be used by several threads, each read is one blocking call.
+Shapes: a buffer is uint8 and begins on a multiple of 4096; decoding gives the expert's tensors.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import platform
+import statistics
+import tempfile
 import threading
 import time
 import weakref
@@ -23,14 +25,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.store.codecs import Packed, Plane, decompress_tensor
-from moelab.store.layout import ALIGN, PARTS, TORCH_NAMES, ExpertStore, StoreError, TensorEntry, run
-from moelab.store.modes import fastest_mode, modes
+from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
+from moelab.store.headers import DTYPES
+from moelab.store.layout import ALIGN, PARTS, ExpertStore, StoreError, TensorEntry, run
 
 try:
     import fcntl
 except ImportError:
     fcntl = None
+
+
+#: the file in a store that remembers which mode is fastest
+MEASURED = "read_mode.json"
+
+
+def modes() -> list[str]:
+    """The modes of reading that this system has: "direct", "uncached", "buffered"."""
+    return (["direct"] if hasattr(os, "O_DIRECT") else []) + (
+        ["uncached"] if hasattr(fcntl, "F_NOCACHE") else []) + ["buffered"]
 
 
 def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
@@ -43,12 +55,12 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
 def empty_tensors(entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
     """Uninitialised tensors for one expert, each at a multiple of 64 bytes, as CPU kernels want them."""
     return {name: torch.from_numpy(aligned_buffer(entry.nbytes, 64)).view(
-                getattr(torch, TORCH_NAMES[entry.dtype])).view(entry.shape) for name, entry in entries.items()}
+                DTYPES[entry.dtype]).view(entry.shape) for name, entry in entries.items()}
 
 
 @dataclass
-class Counters:
-    """What was read: bytes, requests to the system, and seconds within them, throttling included."""
+class ReadCounters:
+    """What was read: bytes, requests to the system, and the seconds that they took, throttling included."""
 
     bytes: int = 0
     requests: int = 0
@@ -74,16 +86,16 @@ class Chunks:
 
 
 class Reader:
-    """Reads parts of experts into buffers; may be used from several threads.
+    """Reads parts of experts into buffers; each read is one blocking call, from any number of threads.
 
     Parameters
     ----------
-    store : where from; a `moelab.models.direct.CheckpointStore` is read without checksums and never "direct".
+    store : what to read; a `moelab.models.direct.CheckpointStore` has no checksums and cannot be read "direct".
     mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file system refuses
-        direct reads, they are buffered (`mode` says what is done).
-    bandwidth : bytes a second that reads are slowed down to, all threads together, to stand for a slower disk (a
-        token bucket without a burst); None for as fast as it goes.
-    verify : whether to check the chunks' checksums, at about 10 GB/s.
+        direct reads, the attribute becomes "buffered".
+    bandwidth : bytes a second that reads of all threads together are throttled to, to stand for a slower disk (a
+        token bucket without a burst); None for no limit.
+    verify : whether `read` checks the chunks' checksums, at about 10 GB/s.
     """
 
     def __init__(self, store: ExpertStore, mode: str = "auto", bandwidth: float | None = None,
@@ -96,14 +108,14 @@ class Reader:
             raise ValueError(f"the tensors in {store.folder} do not begin at multiples of {ALIGN} bytes, so they "
                              f"cannot be read past the page cache; convert it to a store, or use another mode")
         self.store, self.bandwidth, self.verify = store, bandwidth, verify and store.checksum is not None
-        self.counters = Counters()
+        self.counters = ReadCounters()
         self._files: dict[str, int] = {}                        # a file of each layer, opened when it is first read
         weakref.finalize(self, _close, self._files)
         self._lock, self._free_at = threading.Lock(), 0.0
         self.mode = mode if mode != "auto" else fastest_mode(store) if store.aligned else "buffered"
 
     def buffer(self, part: str = "both") -> np.ndarray:
-        """A new buffer that is large enough for this part of any expert of the store."""
+        """A new buffer for this part of any expert of the store."""
         return aligned_buffer(max((run(entries, part)[1] for layer in self.store.layers for entries in layer.experts),
                                   default=0))
 
@@ -126,7 +138,7 @@ class Reader:
         return chunks
 
     def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray]) -> list[Chunks]:
-        """Read "E", "SM" or both, in this order, into a buffer each, in one request, and check nothing: see `check`."""
+        """Read "E", "SM" or both, in this order, into a buffer each, in one request; without `check`."""
         return self._read(layer, expert, list(parts.items()))
 
     def _read(self, layer: int, expert: int, wanted: list[tuple[str, np.ndarray | None]]) -> list[Chunks]:
@@ -227,7 +239,7 @@ class Reader:
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the files; a later read opens them again, and whatever is open is closed with the last reference."""
+        """Close the files; a later read opens them again."""
         _close(self._files)
 
     def __enter__(self) -> Reader:
@@ -246,7 +258,8 @@ def decode(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor] | None = None,
            scratch: np.ndarray | None = None) -> dict[str, torch.Tensor]:
     """The tensors of one expert from its E-chunks and its SM-chunks, which may be the same `Chunks` (part "both").
 
-    out : tensors to write into, see `empty_tensors`; scratch : see `decompress_tensor`. Releases the GIL.
+    out : tensors to write into, see `empty_tensors`; scratch : see `decompress_tensor`.
+
     Raises StoreError if a chunk cannot be decoded, ValueError if the two are not parts of one expert.
     """
     if (e.layer, e.expert) != (sm.layer, sm.expert) or e.part == "SM" or sm.part == "E":
@@ -262,7 +275,7 @@ def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor, scratch: 
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
     try:
-        decompress_tensor(Packed(entry.nbytes // len(planes), planes), out, scratch)
+        decompress_tensor(PackedTensor(entry.nbytes // len(planes), planes), out, scratch)
     except ValueError as error:
         raise damaged(e, name, error) from error
 
@@ -273,10 +286,9 @@ def damaged(chunks: Chunks, name: str, error: ValueError) -> StoreError:
 
 
 class StoreExperts:
-    """A source for the seam, `moelab.models.plug(model, source=StoreExperts(store))`: reads, decodes, keeps nothing.
+    """A source for the seam, `plug(model, source=StoreExperts(store))`: reads and decodes an expert on each call.
 
     dtype : what floating-point tensors are cast to; None keeps the stored one. Other options as in `Reader`.
-    A context manager that closes its files; those of one that is dropped are closed, too.
     """
 
     def __init__(self, store: ExpertStore, dtype: torch.dtype | None = None, **options: Any) -> None:
@@ -302,6 +314,43 @@ class StoreExperts:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str, float]:
+    """Median bytes a second of reading `reads` random experts in every mode, interleaved, from the disk itself."""
+    everyone = [(i, e) for i, layer in enumerate(store.layers) for e in range(len(layer.experts))]
+    chosen = np.random.default_rng(seed).permutation(len(everyone))[:reads]
+    rates: dict[str, list[float]] = {mode: [] for mode in modes()}
+    buffer = Reader(store, "buffered").buffer()
+    buffer[:] = 0                                               # so that no page is touched for the first time below
+    for layer, expert in (everyone[index] for index in chosen):
+        for mode in rates:
+            with Reader(store, mode, verify=False) as reader:
+                reader.drop_cache(layer)
+                reader.read(layer, expert, "both", buffer)
+                rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
+    return {mode: statistics.median(found) for mode, found in rates.items() if found}
+
+
+def fastest_mode(store: ExpertStore) -> str:
+    """The mode that `measure_modes` finds fastest, remembered in a file beside the index for this machine."""
+    file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
+    try:
+        known = json.loads("" if file.is_symlink() else file.read_text())
+        if known["machine"] == machine and known["mode"] in modes():
+            return known["mode"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass                                                    # never measured, or not readable: measure
+    rates = measure_modes(store)
+    mode = max(rates, key=rates.get, default="buffered")
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=store.folder, prefix=MEASURED + ".")   # new: it follows no link
+        with open(descriptor, "w") as f:
+            json.dump({"machine": machine, "mode": mode, "bytes a second": rates}, f)
+        os.replace(temporary, file)
+    except OSError:
+        pass                                                    # a read-only store is measured each time
+    return mode
 
 
 def _which(chunks: Chunks) -> str:

@@ -1,12 +1,11 @@
-"""Decoding one tensor in two stages, so that it can begin while its sign-mantissa bytes are still being read.
+"""Decoding a tensor of 16-bit weights in two stages: the first can begin before its sign-mantissa bytes are read.
 
 Source: ZipMoE §3.2 and Fig. 6: decompression needs the E-chunks only, recovery needs its result and the SM-chunks.
-The exponents of N 16-bit weights, N bytes, are decompressed into the upper half of the tensor's own 2N bytes, and
-recovery joins them from the front: the weight i written at bytes 2i, 2i+1 never reaches an exponent, at byte N+j,
-that is still needed, because 2i+1 < N+i+1 for every i < N. So the two stages need no memory beside the tensor.
+The exponents of N weights, N bytes, are decompressed into the upper half of the tensor's own 2N bytes, and recovery
+joins them from the front: the weight i at bytes 2i, 2i+1 never reaches an exponent at byte N+j that is still needed,
+since 2i+1 < N+i+1 for every i < N. So no other memory is needed.
 
 Shapes: a tensor of N weights, its exponents uint8 [N], its sign-mantissa bytes uint8 [N].
-Left out: other widths (`separable` says no; they are decoded in one go by `decode_tensor` of the reader).
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moelab.store import bits
+from moelab.kernels.compile import kernel
+from moelab.store.bits import as_bytes, join_words
 from moelab.store.codecs import find_codec, plane_bytes, shard_bounds
 from moelab.store.reader import Chunks, damaged
 
@@ -29,7 +29,7 @@ def separable(chunks: Chunks, name: str) -> bool:
 
 def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
     """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError if damaged."""
-    exponents_of(e, name, bits.as_bytes(out, writable=True)[out.numel():])
+    exponents_of(e, name, as_bytes(out, writable=True)[out.numel():])
 
 
 def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
@@ -45,22 +45,18 @@ def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
 
 def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
     """Stage 2: join the exponents in the upper half of `out` with the sign-mantissa bytes, in place."""
-    words = bits.as_bytes(out, writable=True).view(np.uint16)
+    words = as_bytes(out, writable=True).view(np.uint16)
     try:
         _recover(plane_bytes(sm.plane(name, 1), len(words)), words)
     except ValueError as error:
         raise damaged(sm, name, error) from error
 
 
+@kernel
 def _recover(sign_mantissa, words):
     n = len(words)
     exponents, block = words.view(np.uint8)[n:], np.empty(_BLOCK, np.uint8)
     for begin in range(0, n, _BLOCK):
         end = min(begin + _BLOCK, n)
         block[:end - begin] = exponents[begin:end]
-        _join(block[:end - begin], sign_mantissa[begin:end], words[begin:end])
-
-
-_join = next(iter(bits.KERNELS.values()))[1]
-if bits.numba is not None:
-    _recover = bits.kernel(_recover)
+        join_words(block[:end - begin], sign_mantissa[begin:end], words[begin:end])

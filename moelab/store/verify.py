@@ -1,18 +1,19 @@
-"""Re-reading a store: every byte against its checksum, every chunk decoded, every tensor against its own checksum.
+"""Re-reading a store: every byte against its checksum, every tensor decoded and against its own checksum.
 
-`verify` raises at the first thing that is wrong and names it; what it passes is, bit for bit, what was converted.
-Left out: repair; a damaged store is copied or converted again.
+What passes is, bit for bit, what was converted. A damaged store is copied or converted again.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from moelab.progress import progress
 from moelab.store.layout import PIECE, WEIGHTS, ExpertStore, StoreError
-from moelab.store.modes import modes
-from moelab.store.reader import Chunks, Reader, decode, empty_tensors
+from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
 
 
 def verify(store: ExpertStore | str | Path) -> dict[str, int]:
@@ -25,28 +26,34 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     """
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
     found = {"experts": 0, "chunks": 0, "bytes": check_weights(store)}
+    for chunks, _ in checked_experts(store, "verifying"):
+        _check_padding(store, chunks)
+        found["experts"] += 1
+        found["chunks"] += sum(len(c) for entry in chunks.entries.values() for _, c in entry.planes)
+        found["bytes"] += len(chunks.data)
+    return found
+
+
+def checked_experts(store: ExpertStore, doing: str) -> Iterator[tuple[Chunks, dict[str, torch.Tensor]]]:
+    """(chunks, tensors) of every expert, checked, in the same memory one after another; StoreError for damage."""
     total = sum(layer.size - layer.header for layer in store.layers)
-    with Reader(store, modes()[0]) as reader, progress(desc="verifying", total=total, unit="B") as bar:
+    with Reader(store, modes()[0]) as reader, progress(desc=doing, total=total, unit="B") as bar:
         buffer = reader.buffer()
         for i, layer in enumerate(store.layers):
             out = empty_tensors(layer.experts[0])
             for expert, entries in enumerate(layer.experts):
                 chunks = reader.read(i, expert, "both", buffer)
-                _check_padding(store, chunks)
                 for name, tensor in decode(chunks, chunks, out).items():
                     if store.checksum(tensor) != entries[name].checksum:
                         raise StoreError(f"{store.folder / layer.file}: {name} of expert {expert} of MoE layer {i} "
                                          f"does not decode to what was converted; convert the model again")
-                found["experts"] += 1
-                found["chunks"] += sum(len(c) for entry in entries.values() for _, c in entry.planes)
-                found["bytes"] += len(chunks.data)
+                yield chunks, out
                 bar.update(len(chunks.data))
-    return found
 
 
 def check_weights(store: ExpertStore) -> int:
     """Check the weights that are not experts'; returns their bytes. Raises StoreError naming the damaged tensor."""
-    path, total = store.folder / WEIGHTS, 0
+    path = store.folder / WEIGHTS
     with open(path, "rb") as f:
         for key, (_, _, offset, size, checksums) in store.weights.items():
             f.seek(offset)
@@ -56,12 +63,11 @@ def check_weights(store: ExpertStore) -> int:
                     raise StoreError(f"{path} is damaged: {key} does not match its checksum (between bytes "
                                      f"{offset + i * PIECE:,} and {offset + i * PIECE + len(data):,}); copy the store "
                                      f"again, or convert the model again")
-            total += size
-    return total
+    return store.weights_bytes
 
 
 def _check_padding(store: ExpertStore, chunks: Chunks) -> None:
-    """The bytes between an expert's chunks are zero, so damage there is found too."""
+    """StoreError unless the bytes between an expert's chunks are zero."""
     at = chunks.offset
     used = sorted((c.offset, c.length) for entry in chunks.entries.values() for _, plane in entry.planes for c in plane)
     for begin, length in [*used, (chunks.offset + len(chunks.data), 0)]:

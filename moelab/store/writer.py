@@ -1,19 +1,16 @@
-"""Writing an expert store, one expert in memory at a time, so that a kill at any byte costs only the last seconds.
+"""Writing an expert store, one expert in memory at a time; a kill at any byte costs only the last seconds.
 
 Source: ZipMoE §3.1, offline initialization. Everything is written to `DESTINATION.part`. Experts are appended to
-their layer's file; once their bytes are on the disk (fsync), a line for each goes to `DESTINATION.part.jsonl`, the
-journal. To resume, the files are cut back to what the journal vouches for, and writing goes on with the next expert.
-What is written depends on nothing but the tensors, codec and K, so a resumed store has the same bytes as one written
-in one go. The space for a safetensors header is reserved at the beginning of a layer's file and filled at the end;
-then come the other weights and the index, and the folder is renamed.
-
-Left out: deciding what the experts are (see `moelab.models.convert`); more than one writer.
+their layer's file; once their bytes are on the disk (fsync), a line for each goes to the journal
+`DESTINATION.part.jsonl`. To resume, the files are truncated to what the journal lists, and writing goes on with the
+next expert. What is written depends on the tensors, codec and shards alone, so a resumed store has the same bytes. Room
+for a safetensors header is reserved at the beginning of a layer's file and filled at the end; then come the other
+weights and the index, and the folder is renamed.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,12 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moelab.journal import Journal
 from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
-from moelab.store.journal import Journal
-from moelab.store.layout import (CHECKSUMS, DTYPES, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHT_MAP, WEIGHTS,
-                                 WIDTHS, Layer, TensorEntry, aligned, in_file, layer_file, layer_header, plain_name,
+from moelab.store.headers import NAMES, WEIGHT_MAP, Stored
+from moelab.store.layout import (CHECKSUMS, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHTS, Layer, TensorEntry,
+                                 aligned, in_file, layer_file, layer_header, plain_name,
                                  read_entries, regular_file, seal, weights_header)
 
 COMMIT = 64 << 20           # bytes of a layer's file between two syncs
@@ -35,40 +33,40 @@ BEHIND = 32 << 20           # bytes of an expert above which the next one is not
 
 
 class StoreWriter:
-    """Writes experts in order, then the other weights and files, then the index.
+    """Writes experts in order, then the other weights and files, then the index. One process at a time.
 
     Parameters
     ----------
     destination : the store's folder; `destination.part` is used until it is finished.
     spec, identity : geometry and identity of the source.
     layers : for each MoE layer its experts module's name, its number of experts and whether the model stacks them.
-    codec, K : see `moelab.store.codecs.compress_tensor`.
+    codec, shards : see `moelab.store.codecs.compress_tensor`.
 
     Raises
     ------
     FileExistsError : the destination is there, or another process is writing it.
-    ValueError : an unknown codec or an impossible K, before anything is written; an unfinished store of another source,
-        codec or K is in the way, or one that was changed since.
+    ValueError : an unknown codec or impossible number of shards, before anything is written; an unfinished store of
+        another source, codec or number of shards is in the way, or one that was changed since.
     """
 
     def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
-                 codec: str = codecs.DEFAULT, K: int = 4) -> None:
+                 codec: str = codecs.DEFAULT, shards: int = 4) -> None:
         self.destination = Path(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         if os.path.lexists(self.destination):
             raise FileExistsError(f"{self.destination} exists and is not overwritten; give another destination or "
                                   f"remove it first")
         codecs.find_codec(codec)
-        if type(K) is not int or not 1 <= K <= 1024:
-            raise ValueError(f"K is {K!r}; the exponents of a tensor go into 1 to 1024 shards")
+        if type(shards) is not int or not 1 <= shards <= 1024:
+            raise ValueError(f"shards is {shards!r}; the exponents of a tensor go into 1 to 1024 shards")
         if [E for _, E, _ in layers] != [spec.E] * spec.L or not spec.L:
             raise ValueError(f"{spec.name} says {spec.L} MoE layers of {spec.E} experts, and its model has "
                              f"{[E for _, E, _ in layers]}; a store holds layers of equally many")
-        self.layers, self.codec, self.K = layers, codec, K
+        self.layers, self.codec, self.shards = layers, codec, shards
         checksum, self.checksum = next(iter(CHECKSUMS.items()))
         self.head = json.loads(json.dumps({                     # as it will be read back: lists for tuples
-            "format": FORMAT, "version": VERSION, "spec": spec.to_dict(), "identity": identity, "codec": codec, "K": K,
-            "layout": LAYOUT, "checksum": checksum, "layers": layers}))
+            "format": FORMAT, "version": VERSION, "spec": spec.to_dict(), "identity": identity, "codec": codec,
+            "K": shards, "layout": LAYOUT, "checksum": checksum, "layers": layers}))
         self.records: list[dict[str, Any]] = []                 # of the experts that are safely on the disk
         self._pending: list[dict[str, Any]] = []                # of those that are written but not yet synced
         self._file: Any = None
@@ -94,7 +92,7 @@ class StoreWriter:
         if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
             self.head["spec"]["name"] = name                    # the same source may be called differently now
         if lines and begun != self.head and any(self.folder.glob("experts-*")):
-            differ = [key for key in self.head if begun.get(key) != self.head[key]]
+            differ = ["shards" if key == "K" else key for key in self.head if begun.get(key) != self.head[key]]
             raise ValueError(f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
                              f"the source and the options that it was begun with, or remove it")
         if begun != self.head:                                  # nothing is written yet that could be lost
@@ -157,9 +155,9 @@ class StoreWriter:
         packed, entries, shapes, size = {}, {}, {}, 0
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
-            shapes[name] = [DTYPES[str(tensor.dtype).removeprefix("torch.")], list(tensor.shape)]
+            shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
             entries[name] = [self.checksum(tensor), []]
-            packed[name] = codecs.compress_tensor(tensor, self.codec, self.K)
+            packed[name] = codecs.compress_tensor(tensor, self.codec, self.shards)
             size += tensor.nbytes
             del tensor
         self._wait()
@@ -177,12 +175,12 @@ class StoreWriter:
             done, self._writing = self._writing, None
             done.result()
 
-    def _write_expert(self, layer: int, expert: int, packed: dict[str, codecs.Packed], entries: dict[str, list],
+    def _write_expert(self, layer: int, expert: int, packed: dict[str, codecs.PackedTensor], entries: dict[str, list],
                       shapes: dict[str, list], sources: list[list] | None) -> None:
         with self._explained():
             if expert == 0:
                 self._commit()
-                n_chunks = sum(len(plane.shards) + self.K for p in packed.values() for plane in p.planes)
+                n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p.planes)
                 longest = max(map(len, packed)) + 150           # bytes of an entry's JSON; its padding's are fewer
                 about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
                 self._open(layer, aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest))
@@ -223,11 +221,11 @@ class StoreWriter:
 
     # ------------------------------------------------------------------------------------------ everything else
 
-    def finish(self, weights: dict[str, tuple[Path, int, str, list[int], int]], files: list[tuple[str, bytes]],
+    def finish(self, weights: dict[str, Stored], files: list[tuple[str, bytes]],
                source: dict[str, Any] | None = None) -> None:
         """Write headers, the other weights, the small files and the index; all but the renaming.
 
-        weights : key → (safetensors file, offset in it, dtype, shape, bytes); copied piece by piece.
+        weights : by key, where they are in safetensors files; copied piece by piece.
         files : (name, content) of config, tokenizer and the like.
         source : the source's files, from which with the experts' `sources` `layout.json` is made; None for a store
             that has no source, or none that could be given back.
@@ -245,8 +243,7 @@ class StoreWriter:
                 table[name] = [len(content), self.checksum(content)]
             index, digest = seal({**self.head, "layers": self._write_headers(),
                                   "weights": self._write_weights(weights), "files": table})
-            header = weights_header({key: entry[2:4] for key, entry in weights.items()}, digest)
-            _write(self.folder / WEIGHTS, header, "r+b")
+            _write(self.folder / WEIGHTS, weights_header(_shapes(weights), digest), "r+b")
             _write(self.folder / INDEX, index)
 
     def _write_headers(self) -> list[dict[str, Any]]:
@@ -260,25 +257,23 @@ class StoreWriter:
             _write(self.folder / layer_file(layer), layer_header(layer, Layer(layer, layers[-1])), "r+b")
         return layers
 
-    def _write_weights(self, weights: dict[str, tuple[Path, int, str, list[int], int]]) -> dict[str, list]:
+    def _write_weights(self, weights: dict[str, Stored]) -> dict[str, list]:
         """Copy the other weights behind room for their header; returns key → dtype, shape, checksums of its pieces."""
         written, room = {}, memoryview(bytearray(PIECE))
-        for key, (_, _, dtype, shape, size) in weights.items():
-            if dtype not in WIDTHS or size != math.prod(shape) * WIDTHS[dtype]:
-                raise ValueError(f"{key} is {dtype} {shape} in {size:,} bytes, which is no tensor that torch knows")
         with open(self.folder / WEIGHTS, "wb") as out:
-            out.write(bytes(len(weights_header({key: entry[2:4] for key, entry in weights.items()}, "0" * 64))))
-            for key, (path, offset, dtype, shape, size) in weights.items():
+            out.write(bytes(len(weights_header(_shapes(weights), "0" * 64))))
+            for key, tensor in weights.items():
                 checks = []
-                with open(path, "rb") as f:
-                    f.seek(offset)
-                    for i in range(0, size, PIECE):
-                        piece = room[:min(PIECE, size - i)]
+                with open(tensor.file, "rb") as f:
+                    f.seek(tensor.begin)
+                    for i in range(0, tensor.nbytes, PIECE):
+                        piece = room[:min(PIECE, tensor.nbytes - i)]
                         if (n := f.readinto(piece)) != len(piece):
-                            raise OSError(f"{path} ends inside the tensor {key}, at byte {offset + i + n:,}")
+                            raise OSError(f"{tensor.file} ends inside the tensor {key}, at byte "
+                                          f"{tensor.begin + i + n:,}")
                         checks.append(self.checksum(piece))
                         out.write(piece)
-                written[key] = [dtype, list(shape), checks]
+                written[key] = [tensor.dtype, list(tensor.shape), checks]
             out.flush()
             os.fsync(out.fileno())
         return written
@@ -292,7 +287,7 @@ class StoreWriter:
         return self.destination
 
     def close(self) -> None:
-        """Let go of the files; what is committed stays and can be resumed."""
+        """Close the files; what is committed stays and can be resumed."""
         self._thread.shutdown()
         for file in (self._file, self._journal):
             if file is not None:
@@ -314,6 +309,10 @@ class StoreWriter:
 
 def _entries(record: dict[str, Any]) -> dict[str, TensorEntry]:
     return read_entries(record["entries"], record["tensors"])
+
+
+def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
 
 
 def _write(path: Path, content: bytes, mode: str = "wb") -> None:

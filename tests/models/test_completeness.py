@@ -14,7 +14,8 @@ import transformers
 
 from moelab import open_model
 from moelab.models import discover
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.direct import CheckpointExperts
 from moelab.models.completeness import complete
 from moelab.models.opening import load_config
 from moelab.files import small_model

@@ -16,20 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.__main__ import main as moelab_main
-from moelab.bench.faults import corruptions, small_checkpoint
 from moelab import open_model
 from moelab.models import discover, plug
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.direct import CheckpointExperts
 from moelab.models import convert as converting
-from moelab.models.convert import convert, identity_of, open_store, require_model, restore
-from moelab.models.restore import places
+from moelab.models.convert import convert
+from moelab.models.restore import places, restore
 from moelab.store.layout import SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import main as verify_main
 from moelab.store.verify import verify
 
 from tests.models import tiny
+from tests.models.stores import identity_of, open_store
 from tests.models.test_seam import generate
+from tests.store.faults import corruptions, small_checkpoint
 
 
 def source_of(name, folder, **changes):
@@ -54,7 +56,7 @@ def test_restored_is_what_was_converted(name, tmp_path):
                            "README.md": b"#", "tokenizer.tiktoken": b"QQ== 0"}.items():
         (source / stray).write_bytes(content)
     store = convert(source, tmp_path / "s", "zstd-huffman")
-    store.require(identity_of(source))
+    assert store.identity == identity_of(source)
     restored = restore(store, tmp_path / "r")
     if name == "mxfp4":
         assert SOURCE_LAYOUT not in store.files
@@ -157,7 +159,6 @@ def test_a_model_runs_from_its_store_bit_for_bit(name, tmp_path):
     store = convert(source, tmp_path / "s")
     tokens, logits = generate(open_model(source), 0)
     external = open_model(source, experts="external")
-    require_model(store, external)
     plug(external, source=StoreExperts(store))
     for model in (external, open_store(store.folder, mode="buffered")):
         assert all(isinstance(layer.experts.source, StoreExperts) for layer in discover(model))
@@ -205,12 +206,10 @@ def test_refusals(tmp_path, monkeypatch):
     store = convert(source, tmp_path / "s")
     with pytest.raises(FileExistsError, match="not overwritten"):
         convert(source, tmp_path / "s")
-    with pytest.raises(StoreError, match="not those of the checkpoint asked for"):
-        store.require(identity_of(other))
-    require_model(store, open_model(source))
+    assert store.identity == identity_of(source)
     for model in (open_model(other), open_model(tiny.save("olmoe", tmp_path / "o"))):
-        with pytest.raises(StoreError, match="not those of the checkpoint asked for"):
-            require_model(store, model)
+        with pytest.raises(ValueError, match="these are weights of m in "):
+            plug(model, source=StoreExperts(store))
     with pytest.raises(FileExistsError, match="not overwritten"):
         restore(store, tmp_path / "m")
     config = json.loads((other / "config.json").read_text())
@@ -271,7 +270,7 @@ def test_random_corruptions_are_found():
 
 def test_killed_conversions_resume_to_the_same_bytes():
     """In a process of its own, which forks: threads of the test runner would not survive that."""
-    done = subprocess.run([sys.executable, "-c", "import json; from moelab.bench.faults import kills; "
+    done = subprocess.run([sys.executable, "-c", "import json; from tests.store.faults import kills; "
                                                  "print(json.dumps(kills(5, seed=3)))"],
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -12,8 +12,7 @@ import torch
 
 from moelab.cache.pools import Pools
 from moelab import open_model
-from moelab.models.checkpoint import CheckpointExperts
-from moelab.models.direct import CheckpointStore
+from moelab.models.direct import CheckpointExperts, CheckpointStore
 from moelab.models.identity import identity
 from moelab.models.opening import examine
 from moelab.models.synthesize import synthesize

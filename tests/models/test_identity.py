@@ -16,10 +16,12 @@ import moelab
 from moelab import open_model
 from moelab.models import discover, identity, plug
 from moelab.models.identity import PIECE, WHOLE, samples
-from moelab.models.convert import convert, identity_of, open_store, restore
+from moelab.models.convert import convert
+from moelab.models.restore import restore
 from moelab.store.reader import StoreExperts
 from tests.depth import depth
 from tests.models import tiny
+from tests.models.stores import identity_of, open_store
 
 
 @pytest.fixture(scope="module")

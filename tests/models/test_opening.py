@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 import moelab
 from moelab import open_model
 from moelab.models import discover, open_checkpoint, plug, unplug
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.direct import CheckpointExperts
 
 from . import tiny
 

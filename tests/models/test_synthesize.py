@@ -14,13 +14,14 @@ from moelab import cards
 from moelab.__main__ import main
 from moelab import open_model
 from moelab.models import synthesize as synthesizing
-from moelab.models.convert import convert, open_store
+from moelab.models.convert import convert
 from moelab.generate import generate
 from moelab.models.synthesize import config_of, draw, scaled, synthesize
 from moelab.specs import MoESpec
 from moelab.store import inspect
 from moelab.store.layout import ExpertStore
 from moelab.store.verify import verify
+from tests.models.stores import open_store
 
 
 @pytest.fixture()

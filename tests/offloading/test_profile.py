@@ -17,13 +17,14 @@ from moelab.cache.planning import plan
 from moelab import open_model
 from moelab.models import discover
 from moelab.offloading import profile as profiling
-from moelab.models.convert import convert, open_store
+from moelab.models.convert import convert
 from moelab.offloading.profile import EXPERT_TOKENS, FORWARD_TOKENS, MeasuredDelays, Microbenchmarks, Profile, profile
 from moelab.offloading.simulator import MachineRates
 from moelab.store.layout import run
 from moelab.store.reader import Reader, StoreExperts
 
 from tests.models import tiny
+from tests.models.stores import open_store
 from tests.models.test_seam import generate
 
 

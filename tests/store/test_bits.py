@@ -15,12 +15,6 @@ EXPONENTS = [int(x) >> 7 & 0xFF for x in ALL]
 SIGN_MANTISSA = [(int(x) & 0x7F) << 1 | int(x) >> 15 for x in ALL]
 
 
-@pytest.fixture(params=list(bits.KERNELS))
-def implementation(request, monkeypatch):
-    monkeypatch.setattr(bits, "KERNELS", {request.param: bits.KERNELS[request.param]})
-    return request.param
-
-
 def tensor(words: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(words.view(np.int16).copy()).view(torch.bfloat16)
 
@@ -29,7 +23,7 @@ def words(t: torch.Tensor) -> np.ndarray:
     return t.view(torch.int16).numpy().view(np.uint16)
 
 
-def test_all_patterns(implementation):
+def test_all_patterns():
     e, sm = bits.split(ALL)
     assert e.tolist() == EXPONENTS and sm.tolist() == SIGN_MANTISSA
     assert e.dtype == sm.dtype == np.uint8
@@ -37,7 +31,7 @@ def test_all_patterns(implementation):
     assert joined.dtype == np.uint16 and (joined == ALL).all()
 
 
-def test_all_patterns_as_a_tensor(implementation):
+def test_all_patterns_as_a_tensor():
     weights = tensor(ALL)               # NaNs with every payload, infinities, denormals, −0
     e, sm = bits.split(weights)
     assert isinstance(e, torch.Tensor) and e.tolist() == EXPONENTS and sm.tolist() == SIGN_MANTISSA
@@ -54,20 +48,17 @@ def test_any_shape_and_any_contiguous_slice(shape, before, after, seed):
     bytes_ = torch.full((2, before + n + after), 0x5A, dtype=torch.uint8)
     e, sm = (row[before:before + n] for row in bytes_)
     out = torch.zeros(before + n + after, dtype=torch.bfloat16)
-    for kernels in ({name: bits.KERNELS[name]} for name in bits.KERNELS):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bits, "KERNELS", kernels)
-            assert bits.split(part, e, sm)[0] is e
-            target = out[before:before + n].view(shape)
-            assert bits.join(e, sm, target) is target
-        assert e.tolist() == [int(x) >> 7 & 0xFF for x in words(part).ravel()]
-        assert (words(target) == words(part)).all()
-        assert (bytes_[:, :before] == 0x5A).all() and (bytes_[:, before + n:] == 0x5A).all()
-        assert (out[:before] == 0).all() and (out[before + n:] == 0).all()
+    assert bits.split(part, e, sm)[0] is e
+    target = out[before:before + n].view(shape)
+    assert bits.join(e, sm, target) is target
+    assert e.tolist() == [int(x) >> 7 & 0xFF for x in words(part).ravel()]
+    assert (words(target) == words(part)).all()
+    assert (bytes_[:, :before] == 0x5A).all() and (bytes_[:, before + n:] == 0x5A).all()
+    assert (out[:before] == 0).all() and (out[before + n:] == 0).all()
 
 
-def test_long_tensors_and_odd_addresses(implementation):
-    n = (1 << 17) + 12345               # more than one block of the numpy kernels
+def test_long_tensors_and_odd_addresses():
+    n = (1 << 17) + 12345
     x = np.random.default_rng(0).integers(0, 65536, n, dtype=np.uint16)
     store = np.zeros(2 * n + 1, np.uint8)
     odd = store[1:].view(np.uint16)
@@ -79,7 +70,7 @@ def test_long_tensors_and_odd_addresses(implementation):
     assert (odd == x).all()
 
 
-def test_bytes_and_read_only_inputs(implementation):
+def test_bytes_and_read_only_inputs():
     x = ALL[:1000].copy()
     x.flags.writeable = False
     e, sm = bits.split(x, bytearray(1000), bytearray(1000))
@@ -116,26 +107,6 @@ def python(code: str, **environment: str) -> str:
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     assert run.returncode == 0, run.stdout
     return run.stdout
-
-
-def test_without_numba_everything_but_the_huffman_codec_works():
-    python("""
-import sys
-sys.modules["numba"] = None
-import numpy as np
-from moelab.store import bits, codecs, entropy
-assert list(bits.KERNELS) == list(entropy.KERNELS) == ["numpy"]
-assert codecs.DEFAULT == "zstd-huffman" and "huffman" not in codecs.CODECS
-try:
-    codecs.find_codec("huffman")
-except ValueError as error:
-    assert "numba" in str(error) and "zstd-huffman" in str(error)
-x = np.arange(65536, dtype=np.uint16)
-assert (bits.join(*bits.split(x)) == x).all()
-out = np.zeros_like(x)
-codecs.decompress_tensor(codecs.compress_tensor(x), out)
-assert (out == x).all() and entropy.joint_counts(x).tolist() == [1] * 65536
-""")
 
 
 def test_a_cache_folder_that_cannot_be_written():

@@ -38,20 +38,15 @@ def check(row, values: list[int], e: int, m: int, bits: int) -> None:
     assert row.bound == pytest.approx((bits - e + shannon(exponents)) / bits)
 
 
-@pytest.fixture(params=list(entropy.KERNELS))
-def implementation(request, monkeypatch):
-    monkeypatch.setattr(entropy, "KERNELS", {request.param: entropy.KERNELS[request.param]})
-
-
 @pytest.mark.parametrize("dtype", FIELDS)
-def test_against_counting_one_by_one(dtype, implementation):
+def test_against_counting_one_by_one(dtype):
     torch_type, e, m = FIELDS[dtype]
     weights = (torch.randn(3, 700, generator=torch.Generator().manual_seed(1)) * 0.1).to(torch_type)
     row = describe(joint_counts(weights, dtype), dtype)
     check(row, patterns(weights), e, m, 1 + e + m)
 
 
-def test_fp32_counts_the_upper_half(implementation):
+def test_fp32_counts_the_upper_half():
     weights = torch.randn(999) * 0.1
     row = describe(joint_counts(weights, "F32"), "F32")
     values = [x >> 16 for x in patterns(weights)]
@@ -61,12 +56,9 @@ def test_fp32_counts_the_upper_half(implementation):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=200))
 def test_any_bit_patterns(values):
-    for implementation in entropy.KERNELS:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(entropy, "KERNELS", {implementation: entropy.KERNELS[implementation]})
-            counts = joint_counts(np.array(values, np.uint16))
-        assert counts.sum() == len(values) and all(counts[x] == n for x, n in Counter(values).items())
-        check(describe(counts), values, 8, 7, 16)
+    counts = joint_counts(np.array(values, np.uint16))
+    assert counts.sum() == len(values) and all(counts[x] == n for x, n in Counter(values).items())
+    check(describe(counts), values, 8, 7, 16)
 
 
 def test_histograms_add_up():
@@ -136,13 +128,13 @@ def test_errors(checkpoint, tmp_path):
         joint_counts(np.zeros(3, np.uint16), "I8")
     first, second = sorted(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cut off.*download"):
+    with pytest.raises(ValueError, match="its header promises.*download"):
         analyse(folder)
     first.write_bytes(b"not a checkpoint at all")
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(ValueError, match="no whole safetensors file"):
         analyse(folder)
     second.unlink()
-    with pytest.raises(FileNotFoundError, match="00002.*missing"):
+    with pytest.raises(FileNotFoundError, match="lacks model-00002"):
         analyse(folder)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError, match="no .safetensors"):

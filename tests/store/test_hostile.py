@@ -303,8 +303,8 @@ def test_journals_changed_at_random(tmp_path, monkeypatch):
             (part / name).write_bytes(data)
 
 
-@pytest.mark.parametrize("options, message", [({"K": 0}, "K is 0"), ({"K": -3}, "K is -3"), ({"K": 2.5}, "K is 2.5"),
-                                              ({"codec": "gzip"}, "unknown codec")])
+@pytest.mark.parametrize("options, message", [({"shards": 0}, "shards is 0"), ({"shards": -3}, "shards is -3"),
+                                              ({"shards": 2.5}, "shards is 2.5"), ({"codec": "gzip"}, "unknown codec")])
 def test_options_that_cannot_be_leave_nothing_behind(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         begin(tmp_path, **options)

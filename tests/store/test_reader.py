@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from moelab.store import modes as reading
+from moelab.store import reader as reading
 from moelab.store.layout import ALIGN, ExpertStore, StoreError, run
-from moelab.store.modes import MEASURED, fastest_mode, measure_modes, modes
-from moelab.store.reader import Reader, StoreExperts, aligned_buffer, decode, empty_tensors
+from moelab.store.reader import (MEASURED, Reader, StoreExperts, aligned_buffer, decode, empty_tensors, fastest_mode,
+                                 measure_modes, modes)
 
 from .test_writer import expert, write
 

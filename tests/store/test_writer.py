@@ -15,6 +15,7 @@ from moelab.store import writer as writing
 from moelab.store.codecs import find_codec, shard_bounds
 from moelab.store.layout import ALIGN, WEIGHTS, ExpertStore
 from moelab.store.verify import verify
+from moelab.store.headers import read_header
 from moelab.store.writer import StoreWriter
 
 SPEC = MoESpec("tiny", "tiny", 2, (0, 1), E=3, K=1, H=48, I=40)
@@ -33,16 +34,11 @@ def others(folder):
     """Two weights that are no expert's, as `finish` wants them, and the tensors."""
     tensors = {"embed": torch.randn(30, 4, generator=torch.Generator().manual_seed(9)), "norm": torch.ones(6).half()}
     save_file(tensors, folder / "source.safetensors")
-    raw = (folder / "source.safetensors").read_bytes()
-    n = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:8 + n])
-    return {key: (folder / "source.safetensors", 8 + n + e["data_offsets"][0], e["dtype"], e["shape"],
-                  e["data_offsets"][1] - e["data_offsets"][0]) for key, e in header.items()
-            if key != "__metadata__"}, tensors
+    return read_header(folder / "source.safetensors"), tensors
 
 
 def begin(folder, **changes):
-    options = {"spec": SPEC, "identity": "a" * 16, "layers": LAYERS, "codec": "zstd-huffman", "K": 4} | changes
+    options = {"spec": SPEC, "identity": "a" * 16, "layers": LAYERS, "codec": "zstd-huffman", "shards": 4} | changes
     return StoreWriter(folder / "store", **options)
 
 
@@ -135,7 +131,7 @@ def test_a_journal_that_promises_more_than_there_is_is_not_believed(tmp_path, mo
 
 
 @pytest.mark.parametrize("change, named", [({"identity": "b" * 16}, "identity"), ({"codec": "raw"}, "codec"),
-                                           ({"K": 2}, "K"), ({"layers": LAYERS[::-1]}, "layers")])
+                                           ({"shards": 2}, "shards"), ({"layers": LAYERS[::-1]}, "layers")])
 def test_no_resuming_from_another_source_or_codec(tmp_path, change, named):
     write(tmp_path, stop_after=2)
     with pytest.raises(ValueError, match=f"another {named}"):

@@ -45,7 +45,8 @@ from moelab.ane.coreml.package import coremltools, read_package
 from moelab.ane.plan import Plan, make_plan
 from moelab.ane.device.synthetic_popularity import assumed_counts
 from moelab.models import compat, opening, plug
-from moelab.models.checkpoint import Checkpoint, CheckpointExperts
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.direct import CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 

@@ -1,8 +1,4 @@
-"""A journal: lines of JSON that were on the disk, whole, when `append` returned; what a kill cut off is not read.
-
-Every line ends with the CRC-32 of its text. On opening, the lines up to the first one that is not whole are read
-and the rest is cut off. One process at a time holds a journal. Left out: anything but appending.
-"""
+"""A journal of a conversion: lines of JSON that are on the disk when `append` returns, read again after a kill."""
 
 from __future__ import annotations
 
@@ -19,9 +15,12 @@ except ImportError:         # no file locks: two writers at once are not noticed
 
 
 class Journal:
-    """The journal at `path`, made if need be; `lines` is what it held. `fresh` forgets what it held.
+    """The journal at `path`, created if there is none and locked until it is closed; `fresh` empties it.
 
-    Raises FileExistsError if another process holds it.
+    lines : its records up to the first damaged one (each line ends with the CRC-32 of its text); what follows is
+        truncated.
+
+    Raises FileExistsError if another process has it open.
     """
 
     def __init__(self, path: Path, fresh: bool = False) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.store.journal import Journal
+from moelab.journal import Journal
 
 RECORDS = [{"n": i, "text": "tab\t and\nline" * i} for i in range(6)]
 

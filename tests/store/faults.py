@@ -1,13 +1,11 @@
-"""Faults injected into stores: random corruptions that must be found, random kills that must be survived.
+"""Faults injected into stores: random corruptions that must be found, and kills after which conversion resumes.
 
 `corruptions(n)` damages a small store in n random ways, one at a time, and asks two questions of each: does any
 reader ever hand out a wrong weight, and does `verify` find the damage with an error that says so? `kills(n)` kills
 conversions with SIGKILL at random moments, resumes each, and compares every byte with an uninterrupted one. Both
 raise at the first failure and otherwise count what they tried:
 
-    python -m moelab.bench.faults 10000 50
-
-Left out: damage to memory; forged indices (a changed index with a right seal is only tried in the chunks' fields).
+    python -m tests.store.faults 10000 50
 """
 
 from __future__ import annotations

@@ -1,0 +1,178 @@
+"""safetensors headers: read and checked before anything is believed, and written.
+
+A file is 8 bytes, the size of the header, little-endian; the header, JSON of key → dtype, shape and data_offsets; and
+the tensors, without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: bytes of a header or a JSON file above which it is no such thing; the limit of safetensors
+MOST_JSON = 100_000_000
+#: the index of a folder of several files
+WEIGHT_MAP = "model.safetensors.index.json"
+#: safetensors' name of a type → torch's
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64,
+          "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def nbytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a tensor; `dtype` by safetensors' name."""
+    return prod(shape) * DTYPES[dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file: its type by safetensors' name, and where in the file its bytes begin."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.shape)
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor to read it into."""
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+
+    def slice(self, i: int) -> Stored:
+        """Its part [i:i+1]."""
+        return Stored(self.file, self.dtype, (1, *self.shape[1:]), self.begin + i * (self.nbytes // self.shape[0]))
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by key, of which every byte of the file's data belongs to exactly one.
+
+    Raises ValueError, naming the file and what is wrong, unless all names, types, shapes and offsets are possible.
+    """
+    with open(file, "rb") as f:
+        size, limit = int.from_bytes(f.read(8), "little"), file.stat().st_size - 8
+        if not 2 <= size <= min(limit, MOST_JSON):
+            raise ValueError(f"{file} is no whole safetensors file: its header claims {size:,} bytes of "
+                             f"{max(limit, 0):,}; download or write it again")
+        header = parse_json(file, f.read(size), "its header")
+    header.pop("__metadata__", None)
+    tensors, places = {}, []
+    for key, entry in header.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            possible = dtype in DTYPES and len(shape) <= 16 and all(
+                type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end))
+        except (TypeError, KeyError, ValueError):
+            possible = False
+        if not possible or end - begin != nbytes(dtype, shape):
+            raise ValueError(f"{file} is damaged: its header has the impossible entry {str(entry)[:200]} for {key}; "
+                             f"download or write it again")
+        tensors[key] = Stored(file, dtype, tuple(shape), 8 + size + begin)
+        places.append((begin, end, key))
+    at = 0
+    for begin, end, key in sorted(places):
+        if begin != at:
+            raise ValueError(f"{file} is damaged: by its header, {key} begins at byte {begin:,}, and what is before it "
+                             f"ends at {at:,}; download or write it again")
+        at = end
+    if limit - size != at:
+        raise ValueError(f"{file} is damaged: it holds {limit - size:,} bytes of tensors, its header promises {at:,}; "
+                         f"download or write it again")
+    return tensors
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError, saying what is wrong, where there is none."""
+    if file.stat().st_size > MOST_JSON:
+        raise ValueError(f"{file} has {file.stat().st_size:,} bytes, which no such file has; download it again")
+    return parse_json(file, file.read_bytes(), "it")
+
+
+def parse_json(file: Path, raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object in which no key is there twice; ValueError, naming the file, for anything else."""
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{key[:200]!r} twice")
+            found[key] = value
+        return found
+    try:
+        found = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {what} is no JSON object that can be read "
+                         f"({type(error).__name__}: {error}); download or write it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: {what} is a JSON {type(found).__name__}, where an object is expected; "
+                         f"download or write it again")
+    return found
+
+
+def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
+    """(files, tensors by key) of a folder of safetensors files: those that its index names, or the only ones.
+
+    Raises
+    ------
+    FileNotFoundError : there are none, or one that the index names is gone.
+    ValueError : one is damaged; two have the same tensor; they are not what the index says.
+    """
+    index, whole = folder / WEIGHT_MAP, folder / "model.safetensors"
+    named = _weight_map(index) if index.is_file() else {}
+    files = ([folder / name for name in sorted(set(named.values()))] or [whole] * whole.is_file()
+             or sorted(folder.glob("*.safetensors")))
+    if missing := [f.name for f in files if not f.is_file()]:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names; download the checkpoint "
+                                f"again")
+    if not files:
+        raise FileNotFoundError(f"{folder} has no .safetensors files (weights in .bin or GGUF form are not read); "
+                                f"convert it with transformers' save_pretrained first")
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        for key, entry in read_header(file).items():
+            if key in tensors:
+                raise ValueError(f"{folder} has the tensor {key} twice, in {tensors[key].file.name} and in "
+                                 f"{file.name}; download the checkpoint again")
+            tensors[key] = entry
+    for key in sorted(named.keys() ^ tensors.keys()) if named else ():
+        where = f"{tensors[key].file.name} has it" if key in tensors else f"{named[key]} lacks it"
+        raise ValueError(f"{index} and its shards disagree about the tensor {key}: {where}; download the checkpoint "
+                         f"again")
+    for key, name in named.items():
+        if tensors[key].file.name != name:
+            raise ValueError(f"{index} says that the tensor {key} is in {name}, and it is in {tensors[key].file.name}; "
+                             f"download the checkpoint again")
+    return files, tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Key → file of an index, every name a plain one."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{index} is damaged: it has no weight_map; download the checkpoint again")
+    for key, name in found.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name or "\\" in name:
+            raise ValueError(f"{index} says that {key} is in {str(name)[:200]!r}, which is no plain name of a "
+                             f".safetensors file; nothing outside the folder is read")
+    return found
+
+
+def header_bytes(tensors: dict[str, Any], about: dict[str, str] | None = None) -> bytes:
+    """The header, with its size before it, of tensors that follow each other: key → (dtype, shape, …)."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
+    at = 0
+    for key, (dtype, shape, *_) in tensors.items():
+        end = at + nbytes(dtype, shape)
+        entries[key], at = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}, end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
