@@ -53,7 +53,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def restart(self, records: list[Any]) -> None:
-        """Forget everything, then append."""
+        """Empty it, then append."""
         self._file.truncate(0)
         self.append(records)
 

@@ -17,7 +17,7 @@ from moelab.configs import spec_from_config
 from moelab.arguments import whole
 from moelab.models import compat, opening
 from moelab.models.checkpoint import Checkpoint
-from moelab.models.direct import CheckpointExperts
+from moelab.models.direct import CheckpointExperts, store_layers
 from moelab.models.identity import of_checkpoint
 from moelab.models.guard import check_spec
 from moelab.progress import progress
@@ -31,7 +31,7 @@ from moelab.store.writer import StoreWriter
 
 def convert(source: str | Path | None, destination: str | Path, codec: str = codecs.DEFAULT, *,
             shards: int = 4) -> ExpertStore:
-    """Convert a checkpoint to an expert store, or go on with a conversion that was cut off.
+    """Convert a checkpoint to an expert store, or resume a conversion that was interrupted.
 
     Parameters
     ----------
@@ -59,8 +59,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
             if len(bank) != layer.E:
                 raise ValueError(f"{layer.name}.experts.{name} has {len(bank)} rows for {layer.E} experts, and a store "
                                  f"has no place for the others: {spec.model_type} cannot be converted")
-    layers = [(layer.name + ".experts", layer.E, not isinstance(layer.experts, torch.nn.ModuleDict))
-              for layer in experts.plan.layers]
+    layers = store_layers(experts.plan.layers)
     writer = StoreWriter(destination, spec, of_checkpoint(checkpoint, config), layers, codec, shards)
     try:
         each = spec.expert_params * (4 if spec.dtype == "float32" else 2)

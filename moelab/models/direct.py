@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.completeness import LoadingPlan, complete
 from moelab.models.identity import changed, of_checkpoint
-from moelab.models.seam import Weights, banks
+from moelab.models.seam import MoELayer, Weights, banks
 from moelab.store.headers import NAMES, Stored
 from moelab.store.layout import Chunk, ExpertStore, StoreError, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
@@ -38,11 +37,10 @@ if TYPE_CHECKING:
 class CheckpointExperts:
     """Source of one expert after another, straight from a checkpoint: `source(layer, expert) → tensors`.
 
-    Nothing is cached: this is the slow and simple source, the oracle for faster ones.
+    Nothing is cached: a slow and simple source, with which others are compared.
 
     dtype : what the tensors are cast to, as loading the whole model would cast them; None keeps the stored one.
-    device : where they are put.
-    plan : what `moelab.models.completeness.complete` returns for them; by default it is asked for.
+    plan : what `moelab.models.completeness.complete` returns for the checkpoint; by default that is called.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None = None,
@@ -63,6 +61,18 @@ class CheckpointExperts:
         """In the model's dtype, on its device and at a 64-byte boundary."""
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
         return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
+
+
+def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
+    """For each MoE layer its experts module's name, its number of experts, and whether the model stacks them."""
+    return [(f"{layer.name}.experts", layer.E, not isinstance(layer.experts, torch.nn.ModuleDict)) for layer in layers]
+
+
+def expert_parameters(layer: MoELayer) -> dict[str, torch.Tensor]:
+    """Name → one expert's parameter of a stock model, without the axis E."""
+    if isinstance(layer.experts, torch.nn.ModuleDict):
+        return dict(layer.experts["expert_0"].named_parameters())
+    return {name: parameter[0] for name, parameter in banks(layer.experts).items()}
 
 
 def expert_sources(plan: LoadingPlan, layer: int, expert: int
@@ -87,8 +97,6 @@ def converted(plan: LoadingPlan, parameter: compat.ParameterPlan, tensors: dict[
 class CheckpointLayer:
     """One MoE layer, attributes as of `moelab.store.layout.Layer`; offsets are those in memory."""
 
-    module: str
-    stacked: bool
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     experts: list[dict[str, TensorEntry]]
 
@@ -128,17 +136,12 @@ class CheckpointStore(ExpertStore):
 
     def _layer(self, index: int) -> CheckpointLayer:
         layer, entries, at = self.model.plan.layers[index], {}, 0
-        for name, parameter in banks(layer.experts).items():
-            expert, name = compat.numbered_expert(name) or (None, name)
-            if expert:
-                continue                                        # the others are like the first
+        for name, parameter in expert_parameters(layer).items():
             dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
-            shape = tuple(parameter.shape if expert == 0 else parameter.shape[1:])
-            chunk = Chunk(at, prod(shape) * dtype.itemsize, "")
-            entries[name] = TensorEntry(NAMES[dtype], shape, "", (("raw", (chunk,)),))
+            chunk = Chunk(at, parameter.numel() * dtype.itemsize, "")
+            entries[name] = TensorEntry(NAMES[dtype], tuple(parameter.shape), "", (("raw", (chunk,)),))
             at += aligned(chunk.length)
-        return CheckpointLayer(f"{layer.name}.experts", not isinstance(layer.experts, torch.nn.ModuleDict),
-                               {name: (entry.dtype, entry.shape) for name, entry in entries.items()},
+        return CheckpointLayer({name: (entry.dtype, entry.shape) for name, entry in entries.items()},
                                [entries] * layer.E)
 
     def sources(self, layer: int, expert: int) -> Iterator[Source]:

@@ -48,8 +48,8 @@ def places(read: Iterable[tuple[str, int, torch.Tensor]], tensors: dict[str, tor
 
     read : (key, first weight of it that was read, what was read).
 
-    Returns for each [key, first weight, tensor, shape, offset, strides, checksum]; shape, offset and strides count
-    weights of the expert's tensor and give the source's in the source's order.
+    Returns for each [key, first weight, tensor, shape, offset, strides, checksum]; shape, offset and strides, in
+    weights, are those of a view of the expert's tensor that is the source's.
     """
     words, found = {name: (_bits(t), t.dtype) for name, t in tensors.items()}, []
     for key, start, source in read:
@@ -130,9 +130,8 @@ def small_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
 def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     """Write the checkpoint that a store was made from; returns its folder.
 
-    Its safetensors files, index, config, tokenizer and other small files are the source's, byte for byte. Of a store
-    without `layout.json` (see above) the tensors are those that transformers computes with, one file a MoE layer.
-    Everything is checked while it is read; one expert at a time is in memory.
+    All its files are the source's, byte for byte; of a store without `layout.json` the tensors are those that
+    transformers computes with, one file a MoE layer. What is read is checked; one expert at a time is in memory.
 
     Raises
     ------
@@ -167,7 +166,7 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
 
 
 def _as_it_was(store: ExpertStore, folder: Path) -> None:
-    """Write the source's safetensors files into a folder; ValueError and the like for a layout that makes no sense."""
+    """Write the source's safetensors files into a folder; ValueError and the like for an impossible layout."""
     layout = json.loads((store.folder / SOURCE_LAYOUT).read_bytes())
     headers = {plain_name(name): (size, header.encode()) for name, (size, header) in layout["files"].items()}
     expected = store.weights_bytes + sum(
@@ -212,8 +211,8 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
     """Every tensor of the source's files is one of the store's, or made of pieces of experts' without a gap."""
     pieces = defaultdict(list)
     everyone = [entries for layer in store.layers for entries in layer.experts]
-    for entries, noted in zip(everyone, experts, strict=True):
-        for key, start, name, shape, offset, strides, _ in noted:
+    for entries, recorded in zip(everyone, experts, strict=True):
+        for key, start, name, shape, offset, strides, _ in recorded:
             if not all(type(n) is int and n >= 0 for n in (start, offset, *shape, *strides)):
                 raise ValueError(f"{key} has an impossible place")
             last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

@@ -2,15 +2,12 @@
 
 The weights have the statistics that compression depends on: Gaussian with σ 0.02, every row scaled by a lognormal
 of 0.25 and every column by one of 0.10, a tenth of them Student-t with 4 degrees of freedom; their exponents have
-2.64 bits of entropy, trained ones 2.55–2.65 (ZipMoE Fig. 2). Drawing them would be slower than any disk, so a pool
-of 64 MB is drawn once and every tensor is a piece of it, from a random place on: experts differ from each other,
-but not in what they are made of, so only codecs that match far back would gain from it. Norms are ones.
+2.64 bits of entropy, trained ones 2.55–2.65 (ZipMoE Fig. 2). A pool of 64 MB is drawn once, and every tensor is a piece
+of it from a random place on, so a codec that matches far back would gain. Norms are ones; what the model computes is
+noise. Experts are stacked as in transformers ([E, …]), in bf16 whatever the card's type.
 
-`scale` shortens the model and leaves its layers as they are: an expert has the size that the card says. The tokenizer
-is the small model's, whose ids are the first 1,024: no text becomes one of the others, and those that the model
-generates decode to nothing. A vocabulary below that has no tokenizer.
-Left out: sense. The model opens and computes, and what it computes is noise; its experts are laid out as transformers
-holds them ([E, …]), always in bf16, whatever the card's type.
+`scale` removes layers and leaves the others as they are. The tokenizer is the small model's, whose ids are the first
+1,024; others decode to nothing, and a smaller vocabulary has no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from moelab.cards import load_model
 from moelab.configs import spec_from_config
 from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
+from moelab.models.direct import expert_parameters, store_layers
 from moelab.models.seam import discover
 from moelab.files import small_model
 from moelab.progress import progress
@@ -144,16 +142,12 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
         experts = tuple(layer.name + ".experts." for layer in layers)
         _write_checkpoint(folder, {k: t for k, t in twin.state_dict().items() if not k.startswith(experts)}, pool, rng)
         name = sha256(f"synthetic {config.to_json_string()} {seed}".encode()).hexdigest()[:16]
-        writer = StoreWriter(destination, spec, name, [(layer.name + ".experts", layer.E, not
-                             isinstance(layer.experts, torch.nn.ModuleDict)) for layer in layers], codec)
+        writer = StoreWriter(destination, spec, name, store_layers(layers), codec)
         try:
             with progress(total=spec.experts_bytes, desc="synthesizing", unit="B") as bar:
                 for layer, expert in writer.missing():
-                    module, stacked = layers[layer].experts, writer.layers[layer][2]
-                    shapes = {n: p.shape[1:] for n, p in module.named_parameters()} if stacked else {
-                        n: p.shape for n, p in module[f"expert_{expert}"].named_parameters()}
-                    tensors = {n: torch.cat([*_pieces(shape.numel(), pool, rng)]).view(shape)
-                               for n, shape in shapes.items()}
+                    tensors = {n: torch.cat([*_pieces(p.numel(), pool, rng)]).view(p.shape)
+                               for n, p in expert_parameters(layers[layer]).items()}
                     bar.update(sum(t.nbytes for t in tensors.values()))
                     writer.add(layer, expert, tensors)
             writer.finish(dict(sorted(read_folder(folder)[1].items())),

@@ -1,11 +1,8 @@
 """Splitting and joining bf16 on a CUDA device: ZipMoE's memory-coalesced recovery kernel (§3.1) in Triton.
 
-A program handles `BLOCK` consecutive weights; neighbouring threads take neighbouring runs of 16 of them, so
-exponents and sign-mantissa bytes arrive by 16-byte loads and the weights leave by 16-byte stores, and everything
-between is in registers. The layout is that of `moelab.store.bits`, which calls this for tensors on a GPU.
-
-Not measured: no CUDA device was at hand. The tests run the kernels in Triton's interpreter on the CPU where the
-package is installed, which shows that they are right, not that they are fast.
+A program handles `BLOCK` consecutive weights; neighbouring threads take neighbouring runs of 16 of them, so bytes are
+loaded and weights stored 16 bytes at a time. `moelab.store.bits` calls this for tensors on a GPU. The tests run the
+kernels in Triton's interpreter on the CPU; their speed has not been measured.
 """
 
 from __future__ import annotations

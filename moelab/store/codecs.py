@@ -141,7 +141,7 @@ def find_codec(name: str) -> Codec:
 
 @dataclass(frozen=True)
 class Plane:
-    """One byte of every weight: `codec` and the shards, bytes-like objects, in order; a raw plane is one shard."""
+    """One byte of every weight in shards, bytes-like objects; a raw plane is one shard."""
 
     codec: str
     shards: tuple[Any, ...]
@@ -192,8 +192,8 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = 4) -> Pack
 def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None) -> None:
     """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size.
 
-    16-bit weights are joined shard by shard, while the shard's exponents are still in the processor's cache.
-    `scratch`, a writable buffer of n bytes or more, saves an allocation.
+    scratch : a writable buffer of n bytes or more; saves an allocation.
+
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
     target, n, width = as_bytes(out, writable=True), packed.n, len(packed.planes)
@@ -201,7 +201,7 @@ def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None) -> No
         raise ValueError(f"the output has {len(target)} bytes; {n} weights of {width} bytes need {n * width}")
     if width == 1:
         _unpack(packed.planes[0], target)
-    elif width == 2:
+    elif width == 2:                            # shard by shard, while its exponents are in the processor's cache
         exponents, rest = packed.planes
         room = np.empty(n, np.uint8) if scratch is None else as_bytes(scratch, writable=True)
         words, sign_mantissa = target.view(np.uint16), plane_bytes(rest, n)
@@ -218,12 +218,9 @@ def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None) -> No
 
 def _planes(weights: Any) -> list[np.ndarray]:
     """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
-    data = as_bytes(weights)
-    if isinstance(weights, torch.Tensor):
-        width = weights.element_size() if weights.dtype.is_floating_point or weights.dtype == torch.uint16 else 1
-    else:
-        dtype = getattr(weights, "dtype", np.dtype(np.uint8))
-        width = dtype.itemsize if dtype.kind == "f" or dtype == np.uint16 else 1
+    data, dtype = as_bytes(weights), getattr(weights, "dtype", np.dtype(np.uint8))
+    is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype.kind == "f"
+    width = dtype.itemsize if is_float or dtype in (torch.uint16, np.uint16) else 1
     if width == 1:
         return [data]
     if width == 2:

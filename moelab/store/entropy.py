@@ -27,7 +27,7 @@ SLICE = 64 << 20                # bytes read at a time
 
 
 class Format(NamedTuple):
-    """A float type: its width in bits, how many of them are exponent, and how many mantissa bits are counted."""
+    """A float type in bits: its width, its exponent, and how much of its mantissa is counted."""
 
     bits: int
     exponent: int
@@ -41,34 +41,20 @@ FORMATS = {"BF16": Format(16, 8, 7), "F16": Format(16, 5, 10), "F32": Format(32,
 
 @dataclass(frozen=True)
 class EntropyRow:
-    """Entropy of one tensor, or of all tensors of a type in one layer, of one kind, or in the checkpoint.
+    """Entropy, in bits, of one tensor, or of all tensors of a type in one layer, of one kind, or in the checkpoint."""
 
-    Attributes
-    ----------
-    scope : "tensor", "layer", "kind" or "all".
-    name : the tensor; the layer's prefix ("model.layers.3"); the kind; "all".
-    layer : index of the layer, or None.
-    kind : a tensor's name after its layer, without its expert's number ("mlp.experts.up_proj.weight"), or "".
-    dtype : a key of `FORMATS`.
-    weights : how many weights were counted.
-    sign, exponent, mantissa, joint : entropy in bits; joint is that of whole weights.
-    support : fraction of all possible exponents that occur at all.
-    bound : compressed size over size if the exponents are coded at their entropy and nothing else is compressed;
-        (8 + exponent) / 16 for bf16.
-    """
-
-    scope: str
-    name: str
+    scope: str                  # "tensor", "layer", "kind" or "all"
+    name: str                   # the tensor; the layer's prefix ("model.layers.3"); the kind; "all"
     layer: int | None
-    kind: str
-    dtype: str
-    weights: int
+    kind: str                   # the name after the layer, without the expert's number ("mlp.experts.up_proj.weight")
+    dtype: str                  # a key of `FORMATS`
+    weights: int                # how many were counted
     sign: float
     exponent: float
     mantissa: float
-    joint: float
-    support: float
-    bound: float
+    joint: float                # of whole weights
+    support: float              # fraction of all possible exponents that occur
+    bound: float                # compressed size over size with only the exponents coded: (8 + exponent) / 16 for bf16
 
 
 @kernel
@@ -80,8 +66,6 @@ def _count(words, counts):
 def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = None) -> np.ndarray:
     """Histogram of the bit patterns of `weights` (fp32: of their upper 16 bits): int64 [65536].
 
-    Parameters
-    ----------
     weights : contiguous CPU tensor, array or bytes-like object.
     dtype : what its bytes are, a key of `FORMATS`.
     counts : histogram to add to; by default a new one.
@@ -121,9 +105,7 @@ def describe(counts: np.ndarray, dtype: str = "BF16", *, scope: str = "tensor", 
 def analyse(checkpoint: str | Path, select: Callable[[str], bool] | None = None) -> list[EntropyRow]:
     """Entropy of a safetensors checkpoint: a row for each float tensor, layer, kind of tensor, and for all.
 
-    Parameters
-    ----------
-    checkpoint : a folder with one or many .safetensors files, or one such file. It is only read.
+    checkpoint : a folder with one or many .safetensors files, or one such file.
     select : tensor name → whether to count it, e.g. `lambda name: ".experts." in name`; by default all.
 
     Raises

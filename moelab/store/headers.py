@@ -1,7 +1,7 @@
-"""safetensors headers: read and checked before anything is believed, and written.
+"""Headers of safetensors files, checked when they are read, and written.
 
-A file is 8 bytes, the size of the header, little-endian; the header, JSON of key → dtype, shape and data_offsets; and
-the tensors, without gaps.
+A file is the size of the header (8 bytes, little-endian), the header (JSON: key → dtype, shape, data_offsets) and the
+tensors, without gaps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-#: bytes of a header or a JSON file above which it is no such thing; the limit of safetensors
+#: bytes of a header or a JSON file at most; the limit of safetensors
 MOST_JSON = 100_000_000
 #: the index of a folder of several files
 WEIGHT_MAP = "model.safetensors.index.json"
@@ -99,7 +99,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(file: Path, raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object in which no key is there twice; ValueError, naming the file, for anything else."""
+    """A JSON object without duplicate keys; ValueError, naming the file, for anything else."""
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:

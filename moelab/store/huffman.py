@@ -1,10 +1,10 @@
 """Table Huffman coding of bytes, decoded several symbols a look-up from six interleaved streams.
 
-Source: length-limited codes by package-merge (Larmore & Hirschberg, JACM 1990); words of variable length in the
-manner of Tunstall (1967); decoding after zstd's huf (backward bit streams, a sentinel instead of a bit counter).
-Exponents (ZipMoE §2.2) have about 2.6 bits of entropy, so 12 bits of a stream hold four of them: a table of 4096
-words gives all four in one look-up, one 8-byte store writes them, and six streams keep the processor busy. Up to
-three frequent bytes are *leads*: a lead and the byte after it share one code, which halves the loss of whole bits.
+Source: length-limited codes by package-merge (Larmore & Hirschberg, JACM 1990); words of variable length (Tunstall,
+1967); decoding after zstd's huf (backward bit streams, a sentinel instead of a bit counter). Exponents (ZipMoE §2.2)
+have about 2.6 bits of entropy, so 12 bits of a stream hold four of them: a table of 4096 words gives all four in one
+look-up, one 8-byte store writes them, and six streams hide its latency. Up to three frequent bytes are *leads*: a lead
+and the byte after it share one code, which halves the loss to whole bits.
 
 A blob is little-endian 64-bit words and bytes:
 
@@ -16,11 +16,9 @@ A blob is little-endian 64-bit words and bytes:
                  a word: the k leads, a byte each; the code lengths, 4 bits each: of first … last alone, then of
                  first … last after each lead; the streams
 
-Stream i codes bytes n·i/6 … n·(i+1)/6 in their order, low bits first, closed by a 1 bit; it is decoded from its
-end, so output is written downwards. `decompress_into` never reads outside the blob nor writes outside the output
-whatever the bytes are, and never loops for ever. It finds most damage, not all: checksums are the store's job.
-
-Left out: adaptive or shared tables, matches, a model of what follows what.
+Stream i codes bytes n·i/6 … n·(i+1)/6 in their order, low bits first, closed by a 1 bit; it is decoded from its end, so
+output is written downwards. Whatever the bytes are, `decompress_into` ends, and neither reads outside the blob nor
+writes outside the output. It finds most damage, not all; the store has checksums.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ def bound(n: int) -> int:
 
 
 def compress_into(data: Any, out: Any) -> int:
-    """Compress bytes-like `data` into the writable buffer `out` and return the blob's size in bytes.
+    """Compress `data` into the writable buffer `out` of `bound(len(data))` bytes or more; returns the blob's size.
 
-    Raises ValueError if `out` is smaller than `bound(len(data))`. Releases the GIL.
+    Raises ValueError if `out` is smaller. Releases the GIL.
     """
     source, target = as_bytes(data), as_bytes(out, writable=True)
     if len(target) < bound(len(source)):
@@ -57,10 +55,10 @@ def compress_into(data: Any, out: Any) -> int:
 
 
 def decompress_into(blob: Any, out: Any) -> None:
-    """Decompress `blob` into the writable buffer `out`, whose size must be exactly that of the data.
+    """Decompress `blob` into the writable buffer `out`, which must have exactly the size of the data.
 
-    Raises ValueError, naming what is wrong, if the blob is damaged or holds another number of bytes; `out` then
-    holds rubbish. Releases the GIL.
+    Raises ValueError if the blob is damaged or holds another number of bytes; `out` is then undefined. Releases the
+    GIL.
     """
     source, target = as_bytes(blob), as_bytes(out, writable=True)
     error = decompress(source.ctypes.data, len(source), target.ctypes.data, len(target))
@@ -74,7 +72,7 @@ def decompress_into(blob: Any, out: Any) -> None:
 def histogram(source, n):
     """Counts of the 256 byte values among `n` bytes at address `source`: int64 [256].
 
-    A table for each byte of a word: adding to a counter twice in a row waits for the first addition to be stored.
+    There is a table for each byte of a word, since adding to one counter twice in a row waits for the first store.
     """
     counts = np.zeros((8, 256), np.int64)
     for i in range(n >> 3):
@@ -90,8 +88,8 @@ def histogram(source, n):
 def code_lengths(counts, limit):
     """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0 where unused.
 
-    Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a count is among
-    the cheapest 2n − 2 items, unpacked through the lists, its code is one bit longer.
+    Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a count is among the
+    cheapest 2n − 2 items, unpacked through the lists, its code is one bit longer.
     """
     words, n = np.empty(len(counts), np.int64), 0
     for s in range(len(counts)):                                # insertion sort: few words occur

@@ -1,10 +1,9 @@
 """The decoder of `moelab.store.huffman`, whose docstring describes the blobs.
 
-A window of at most 12 bits of a stream indexes a table whose entries hold up to six symbols. The loop of
-`decompress` takes four windows of each of six streams a round; rounds are counted out beforehand so that none can
-leave the blob or the output, and what is left of each stream is decoded with a check at every step. A stream
-is held as in zstd: a 64-bit window, shifted left as bits are used, with a sentinel 1 below the last bit, whose
-position tells how many were used.
+A window of at most 12 bits of a stream indexes a table whose entries hold up to six symbols. The loop of `decompress`
+takes four windows of each of six streams a round; the number of rounds is bounded beforehand so that none can leave the
+blob or the output, and the rest of each stream is decoded with a check at every step. A stream is held as in zstd: a
+64-bit window, shifted left as bits are used; the position of a sentinel 1 below the last bit tells how many were used.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _entry(word, lengths, leads):
 
 @kernel
 def _look(bits, out, table, shift):
-    """Decode what the top bits start with; the bytes below the symbols are rubbish that later stores cover."""
+    """Decode what the top bits start with; later stores overwrite the bytes below the symbols."""
     entry = load(table + np.int64(bits >> shift) * 8)
     store(out - 8, entry)
     return bits << (entry & _U(63)), out - np.int64(entry >> _U(8) & _U(255))
@@ -171,7 +170,7 @@ def decompress(source, size, target, n):
     o0, o1, o2, o3, o4, o5 = op[0], op[1], op[2], op[3], op[4], op[5]
     b0, b1, b2, b3, b4, b5 = window[0], window[1], window[2], window[3], window[4], window[5]
     while True:
-        # a round uses at most 8 + 48 bits (7 bytes) of a stream, and writes at most 24 bytes and 2 of rubbish below
+        # a round uses at most 8 + 48 bits (7 bytes) of a stream, and writes at most 24 bytes and 2 undefined ones below
         unread = min(i0 - start[0], i1 - start[1], i2 - start[2], i3 - start[3], i4 - start[4], i5 - start[5])
         unset = min(o0 - base[0], o1 - base[1], o2 - base[2], o3 - base[3], o4 - base[4], o5 - base[5])
         rounds = min(unread // 7, (unset - 2) // 24)

@@ -8,7 +8,7 @@ from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
 
 
 def describe(store: ExpertStore) -> str:
-    """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and by which codec."""
+    """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and codec."""
     spec, padded = store.spec, sum(layer.size for layer in store.layers)
     lines = [f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
              f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "

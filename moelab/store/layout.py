@@ -1,7 +1,7 @@
-"""The expert store on disk: which file holds what, and an index that is checked once, when it is opened.
+"""The expert store on disk: which file holds what, and an index that is checked when the store is opened.
 
-Source: ZipMoE §3.1 (E-chunks, SM-chunks and metadata, written once before deployment). A store is a folder that
-any tool can open and that transformers opens as a checkpoint without its experts:
+Source: ZipMoE §3.1 (E-chunks, SM-chunks and metadata, written once before deployment). A store is a folder of
+safetensors files that transformers opens as a checkpoint without its experts:
 
     config.json, tokenizer files          as in the source
     weights.safetensors                   all other weights under the source's keys, with model.safetensors.index.json
@@ -10,17 +10,16 @@ any tool can open and that transformers opens as a checkpoint without its expert
     index.json                            geometry, offsets, checksums, the identity of the source
 
 `3.17.gate_up_proj.p0.1` is shard 1 of plane 0 of a tensor of expert 17 of MoE layer 3. Plane 0 are the exponents
-(E-chunks); the other planes, one of sign-mantissa bytes for bf16, are the SM-chunks. For each expert all E-chunks
-come first, then all SM-chunks, so each kind is one contiguous *run* and both together are one too. Every chunk
-begins on a multiple of 4096 bytes of its file, for direct I/O; entries named `pad.…` fill the gaps, since a
-safetensors file may have none.
+(E-chunks); the other planes, sign-mantissa bytes for bf16, are the SM-chunks. For each expert all E-chunks come first,
+then all SM-chunks, so each kind is contiguous, and so are both. Every chunk begins on a multiple of 4096 bytes of its
+file, for direct I/O; entries named `pad.…` fill the gaps, since a safetensors file may have none.
 
-An index is believed in nothing. Every number in it is an integer within bounds, every name a plain one, every chunk
-lies where the order of the file puts it, with nothing over and nothing between; files are no links. Its SHA-256 is in
-the header of weights.safetensors too, so that no part of it can be exchanged alone. What is left to a forger is to
-write a whole store of other weights, which is a store of another model.
+Nothing in an index is trusted: every number is an integer within bounds, every name a plain one, every chunk lies
+where the order of the file puts it, without gaps; files are no links. Its SHA-256 is in the header of
+weights.safetensors too, so that neither file can be exchanged alone. A forger can still write a whole store of other
+weights, which is a store of another model.
 
-Shapes: an expert's tensors are the model's own, without the leading axis E. Left out: writing, reading, decoding.
+Shapes: an expert's tensors are the model's own, without the leading axis E.
 """
 
 from __future__ import annotations
@@ -68,8 +67,6 @@ def aligned(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`length` bytes at `offset` of the layer's file."""
-
     offset: int
     length: int
     checksum: str
@@ -77,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of one expert: its planes as (codec, chunks), the exponents' first, and the checksum of its bytes."""
+    """One tensor of one expert; its planes as (codec, chunks), the exponents' first."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,17 +92,18 @@ class TensorEntry:
         return nbytes(self.dtype, self.shape)
 
     def stored(self, part: str = "both") -> int:
-        """Bytes of its chunks, without padding."""
+        """Bytes of its chunks of a part, without padding."""
         planes = {"E": self.planes[:1], "SM": self.planes[1:], "both": self.planes}[part]
         return sum(chunk.length for _, chunks in planes for chunk in chunks)
 
 
 class Layer:
-    """The index of one MoE layer: where each of its experts lies.
+    """The index of one MoE layer.
 
-    file : name of its file; module : its experts module in the model; stacked : whether the model holds one tensor
-    [E, …] for all experts (or modules of their own); tensors : name → (dtype, shape); size, header : bytes of the file
-    and of its header.
+    file : name of its file; size, header : bytes of the file and of its header.
+    module : its experts module in the model; stacked : whether that holds one tensor [E, …] for all experts, or a
+        module for each.
+    tensors : name → (dtype, shape); experts : the entries of each by name.
     """
 
     def __init__(self, index: int, fields: dict[str, Any]) -> None:
@@ -121,7 +119,7 @@ class Layer:
         for expert, entries in enumerate(self.experts):
             _need(sum(entry.nbytes for entry in entries.values()) <= 256 * self.size,
                   f"impossible entry: expert {expert} of {self.module} has the size {self.tensors}")
-            for chunk in in_file(entries):
+            for _, chunk in in_file(entries):
                 _need(chunk.offset == at, f"impossible entry: a chunk of expert {expert} of {self.module} lies at "
                                           f"{chunk.offset:,}; the one before it ends at {at:,}")
                 at += aligned(chunk.length)
@@ -129,7 +127,6 @@ class Layer:
 
 
 def layer_file(layer: int) -> str:
-    """The name of a MoE layer's file."""
     return f"experts-{layer:05d}.safetensors"
 
 
@@ -162,39 +159,26 @@ def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
     return begin, aligned(max(chunk.offset + chunk.length for chunk in chunks)) - begin
 
 
-def in_file(entries: dict[str, TensorEntry]) -> Iterator[Chunk]:
-    """An expert's chunks in the order of the file."""
-    return (chunk for *_, chunks in _planes(entries) for chunk in chunks)
-
-
-def chunk_names(layer: int, expert: int, entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
-    """(name in the safetensors file, chunk) of an expert's chunks in the order of the file."""
-    for name, plane, chunks in _planes(entries):
-        yield from ((f"{layer}.{expert}.{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
-
-
-def _planes(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, int, tuple[Chunk, ...]]]:
-    for exponents in (True, False):
+def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
+    """(name within the expert, chunk) of an expert's chunks in the order of the file."""
+    for part in (slice(0, 1), slice(1, None)):
         for name, entry in entries.items():
-            for plane, (_, chunks) in enumerate(entry.planes):
-                if (plane == 0) == exponents:
-                    yield name, plane, chunks
+            for plane, (_, chunks) in list(enumerate(entry.planes))[part]:
+                yield from ((f"{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
 
 
 def layer_header(index: int, layer: Layer) -> bytes:
-    """The safetensors header of a layer's chunks and the padding between them; what they are is in its metadata."""
+    """The safetensors header of a layer's chunks and the padding between them."""
     start = layer.header
     about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
     entries: dict[str, Any] = {"__metadata__": {"moelab.layer": json.dumps(about)}}
-
-    def entry(name: str, begin: int, end: int) -> None:
-        entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin - start, end - start]}
     for expert, tensors in enumerate(layer.experts):
-        for name, chunk in chunk_names(index, expert, tensors):
-            end = chunk.offset + chunk.length
-            entry(name, chunk.offset, end)
-            if aligned(chunk.length) > chunk.length:
-                entry("pad." + name, end, chunk.offset + aligned(chunk.length))
+        for name, chunk in in_file(tensors):
+            key, begin = f"{index}.{expert}.{name}", chunk.offset - start
+            end, after = begin + chunk.length, begin + aligned(chunk.length)
+            entries[key] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+            if after > end:
+                entries["pad." + key] = {"dtype": "U8", "shape": [after - end], "data_offsets": [end, after]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     if len(text) > start - 8:
         raise StoreError(f"a header of {len(text):,} bytes does not fit into the {start - 8:,} reserved for it")
@@ -207,7 +191,7 @@ def weights_header(weights: dict[str, list], digest: str) -> bytes:
 
 
 def seal(fields: dict[str, Any]) -> tuple[bytes, str]:
-    """(the bytes of an index, their digest): JSON whose last member is the SHA-256 of all bytes before it."""
+    """(bytes of an index, digest): JSON whose last member is the SHA-256 of all bytes before it."""
     text = json.dumps(fields, separators=(",", ":"))[:-1]
     digest = sha256(text.encode()).hexdigest()
     return f'{text},"sha256":"{digest}"}}'.encode(), digest
@@ -224,7 +208,7 @@ def unseal(raw: bytes, file: Path) -> dict[str, Any]:
         raise StoreError(f"{file} is no JSON ({type(error).__name__}: {error}). Convert the model again") from error
 
 
-# ----------------------------------------------------------------------------------------------- what is believed
+# --------------------------------------------------------------------------------------------------- what is checked
 
 def _need(ok: Any, what: str) -> None:
     if not ok:
@@ -284,17 +268,14 @@ def _spec(given: dict[str, Any]) -> MoESpec:
 
 
 class ExpertStore:
-    """An expert store, checked as far as that costs no reading of weights: index, sizes, headers, small files.
+    """An expert store; index, sizes, headers and small files are checked when it is opened, weights are not read.
 
     Attributes
     ----------
-    folder : where it is.
-    spec : the geometry of the model, `moelab.specs.MoESpec`.
     codec, shards : how the experts are compressed; name of the codec, exponent shards a tensor at most.
     identity : of the model that the store was made from, see `moelab.models.identity`.
-    weights, files : the other weights and the small files, by name.
-    layers : one `Layer` for each MoE layer.
-    weights_bytes : of the other weights.
+    weights : key → dtype, shape, offset, bytes, checksums of its pieces, of the weights that are not experts'.
+    files : the small files, name → size, checksum.
 
     Raises
     ------
@@ -302,7 +283,7 @@ class ExpertStore:
     StoreError : another format or version, a damaged index, a file that is missing or has another size.
     """
 
-    #: whether chunks begin at multiples of `ALIGN`; bytes of memory that reading takes beside its buffers
+    #: whether chunks begin at multiples of `ALIGN`; bytes of memory that reading takes besides its buffers
     aligned, scratch = True, 0
 
     def __init__(self, folder: str | Path) -> None:
@@ -341,7 +322,6 @@ class ExpertStore:
             _need(len(layer.experts) == self.spec.E, f"{layer.module} has {len(layer.experts)} experts; "
                                                      f"{self.spec.name} has {self.spec.E:,} a layer")
         _need(len({layer.module for layer in self.layers}) == self.spec.L, "two layers are of one module")
-        #: key → dtype, shape, offset, length, checksums of its pieces
         self.weights: dict[str, tuple[str, tuple[int, ...], int, int, list[str]]] = {}
         shapes = {_text(key, "a weight"): _dtype_and_shape(entry[:2], key) for key, entry in fields["weights"].items()}
         at = len(weights_header(shapes, fields["sha256"]))

@@ -1,11 +1,9 @@
 """The byte planes of a store's bf16 experts, for the executor that multiplies with them (`gemv_planes`).
 
-    store = ExpertStore(folder)
-    plug(model, executor=moelab.experts.make("gemv_planes", planes=StorePlanes(store)))
+    plug(model, executor=registry.make("executor", "gemv_planes", planes=StorePlanes(ExpertStore(folder))))
 
-Source: ZipMoE §3.3: an expert is stored as its exponents, compressed, and its signs and mantissas, mostly as they are.
-Here exponents are decompressed and signs and mantissas stay where they were read, so the bf16 weights are never formed:
-a byte a weight less to write and read again. Left out: a cache; each use reads the expert again.
+Source: ZipMoE §3.3. Exponents are decompressed, signs and mantissas stay where they were read, and the bf16 weights are
+never formed: a byte a weight less to write and read again. Each use reads the expert again.
 """
 
 from __future__ import annotations

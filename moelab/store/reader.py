@@ -132,19 +132,15 @@ class Reader:
         """
         if part not in PARTS:
             raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
-        chunks = self._read(layer, expert, [(part, buffer)])[0]
+        chunks, = self.read_parts(layer, expert, {part: buffer})
         if self.verify:
             self.check(chunks)
         return chunks
 
-    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray]) -> list[Chunks]:
+    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray | None]) -> list[Chunks]:
         """Read "E", "SM" or both, in this order, into a buffer each, in one request; without `check`."""
-        return self._read(layer, expert, list(parts.items()))
-
-    def _read(self, layer: int, expert: int, wanted: list[tuple[str, np.ndarray | None]]) -> list[Chunks]:
-        """Read parts that follow each other in the file, in one request."""
         entries, found = self.store.entries(layer, expert), []
-        for part, buffer in wanted:
+        for part, buffer in parts.items():
             offset, length = run(entries, part)
             buffer = aligned_buffer(length) if buffer is None else buffer
             if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < length or (

@@ -29,7 +29,7 @@ from moelab.store.layout import (CHECKSUMS, FORMAT, INDEX, PIECE, SOURCE_LAYOUT,
                                  read_entries, regular_file, seal, weights_header)
 
 COMMIT = 64 << 20           # bytes of a layer's file between two syncs
-BEHIND = 32 << 20           # bytes of an expert above which the next one is not begun before it is written
+BEHIND = 32 << 20           # bytes of an expert that may be written while the next one is compressed
 
 
 class StoreWriter:
@@ -37,8 +37,8 @@ class StoreWriter:
 
     Parameters
     ----------
-    destination : the store's folder; `destination.part` is used until it is finished.
-    spec, identity : geometry and identity of the source.
+    destination : the store's folder; `destination.part` until it is finished.
+    spec, identity : of the source.
     layers : for each MoE layer its experts module's name, its number of experts and whether the model stacks them.
     codec, shards : see `moelab.store.codecs.compress_tensor`.
 
@@ -107,7 +107,7 @@ class StoreWriter:
                              f"and convert again") from error
         for path in self.folder.glob("experts-*.safetensors"):
             if path.name not in map(layer_file, ends):
-                path.unlink()                                   # nothing in the journal vouches for it
+                path.unlink()                                   # it is not in the journal
         for layer, end in ends.items():
             path = self.folder / layer_file(layer)
             if not path.is_file() or regular_file(path) < end:
@@ -122,7 +122,7 @@ class StoreWriter:
         for (layer, expert), record in zip(self._everyone(), self.records, strict=False):
             if tensors.setdefault(layer, record["tensors"]) != record["tensors"]:
                 raise ValueError(f"expert {expert} of MoE layer {layer} has other tensors than the one before it")
-            chunks = list(in_file(_entries(record)))
+            chunks = [chunk for _, chunk in in_file(_entries(record))]
             at = ends.get(layer, chunks[0].offset)
             for chunk in chunks:
                 if chunk.offset != at or (record["layer"], record["expert"]) != (layer, expert):
@@ -149,7 +149,7 @@ class StoreWriter:
 
         sources : which of the source's tensors these are, for `moelab.models.restore`; kept as they are.
 
-        A thread writes while the next expert is compressed; of a large expert nothing is left to it.
+        A thread writes it while the next expert is compressed, unless it is larger than `BEHIND`.
         Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert before.
         """
         packed, entries, shapes, size = {}, {}, {}, 0
@@ -170,7 +170,7 @@ class StoreWriter:
             self._wait()
 
     def _wait(self) -> None:
-        """Until the expert before is written; raises what writing it raised."""
+        """Wait until the expert before is written; raises what writing it raised."""
         if self._writing is not None:
             done, self._writing = self._writing, None
             done.result()
@@ -212,14 +212,14 @@ class StoreWriter:
         return [self._end - aligned(n), n, self.checksum(shard)]
 
     def _commit(self) -> None:
-        """Wait until the layer's file is on the disk, then vouch for its new experts in the journal."""
+        """Wait until the layer's file is on the disk, then enter its new experts in the journal."""
         if self._pending:
             os.fsync(self._file.fileno())
             self._journal.append(self._pending)
             self.records += self._pending
             self._pending, self._synced = [], self._end
 
-    # ------------------------------------------------------------------------------------------ everything else
+    # ---------------------------------------------------------------------------------------- the rest of the store
 
     def finish(self, weights: dict[str, Stored], files: list[tuple[str, bytes]],
                source: dict[str, Any] | None = None) -> None:
@@ -227,8 +227,7 @@ class StoreWriter:
 
         weights : by key, where they are in safetensors files; copied piece by piece.
         files : (name, content) of config, tokenizer and the like.
-        source : the source's files, from which with the experts' `sources` `layout.json` is made; None for a store
-            that has no source, or none that could be given back.
+        source : the source's files, for `layout.json`; None for a store that cannot be restored to a source.
         """
         self._wait()
         with self._explained():
@@ -251,7 +250,7 @@ class StoreWriter:
         layers = []
         for layer, (module, _, stacked) in enumerate(self.layers):
             records = [r for r in self.records if r["layer"] == layer]
-            start = records[0]["end"] - sum(aligned(chunk.length) for chunk in in_file(_entries(records[0])))
+            start = records[0]["end"] - sum(aligned(chunk.length) for _, chunk in in_file(_entries(records[0])))
             layers.append({"module": module, "stacked": stacked, "tensors": records[0]["tensors"], "header": start,
                            "size": records[-1]["end"], "experts": [record["entries"] for record in records]})
             _write(self.folder / layer_file(layer), layer_header(layer, Layer(layer, layers[-1])), "r+b")
@@ -295,7 +294,7 @@ class StoreWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of the disk say where, how much room there is, and that nothing is lost."""
+        """Let errors of the disk say where, how much space there is, and that what is written is kept."""
         try:
             yield
         except OSError as error:
