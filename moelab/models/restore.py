@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from moelab.models import opening
-from moelab.models.checkpoint import SUFFIXES, Checkpoint
+from moelab.models.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
 from moelab.store.headers import WEIGHT_MAP, header_bytes, read_header
 from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHTS, ExpertStore,
@@ -201,7 +200,7 @@ def _as_it_was(store: ExpertStore, folder: Path) -> None:
                     raise StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
                                      f"does not give {key} of the source; convert the model again")
                 write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
-    config = opening.load_config(folder)
+    config = load_config(folder)
     if (made := of_checkpoint(Checkpoint.at(folder), config)) != store.identity:
         raise StoreError(f"{store.folder} says that it was made from the model {store.identity}, and what it holds is "
                          f"{made}; convert the model again")

@@ -23,9 +23,8 @@ from torch import Tensor
 from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention_inputs
 from moelab.ane.coreml.evaluator import Alarm, Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
-from moelab.models.checkpoint import Checkpoint
+from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
-from moelab.models.opening import load_config
 
 FORMAT, MANIFEST = "moelab.ane.coreml.converted/3", "manifest.json"
 
