@@ -253,6 +253,7 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     if model in cards.MODELS:
         return cards.load_model(model), None
     from moelab.models import find, identity, opening
+    from moelab.models.checkpoint import load_config
     try:
         folder = find(model)
     except FileNotFoundError as error:
@@ -260,7 +261,7 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     if with_identity:
         opened = opening.open_checkpoint(model, experts="external")
         return opened.spec, identity(opened)
-    return spec_from_config(opening.load_config(folder), name=opening.model_name(model, folder)), None
+    return spec_from_config(load_config(folder), name=opening.model_name(model, folder)), None
 
 
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory: float | None = None) -> Any:

@@ -6,17 +6,23 @@ an expert store is a checkpoint whose experts lie in the store.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from moelab.store.headers import Stored, read_folder
+from moelab.models import deepseek
+from moelab.store.headers import Stored, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+#: names of what a config counts, and constructing a model takes time for
+COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|blocks)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -91,3 +97,45 @@ def _stays_inside(path: Path, home: Path) -> None:
         raise ValueError(f"{path} is a link to {real}, outside the folder, so it is not read; put the file there")
     if not real.is_file():
         raise ValueError(f"{path} is no regular file; download it again")
+
+
+def load_config(folder: Path) -> Any:
+    """The config of a checkpoint folder; ValueError for one that transformers does not know or that is damaged."""
+    import transformers
+    deepseek.register()
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint")
+    fields = read_json(file)
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        own = ", or it comes with code of its own (auto_map), which is never run here" if "auto_map" in fields else ""
+        raise ValueError(f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
+                         f"({file}): upgrade transformers, or check the config{own}")
+    for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
+        if "/" in str(fields.get(name, "")):
+            raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
+                             f"of the kind is fetched. Remove that line")
+    for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
+        for name, value in part.items():
+            if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < 100_000:
+                raise ValueError(f"{file} says {name} = {value:,}, which no model has; download it again")
+    with blamed(file, f"it is no config of a {model_type} model"):
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iterator[None]:
+    """Whatever a library makes of a file that is damaged or foreign becomes a ValueError that names the file.
+
+    passing : errors that are left as they are.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:          # a panic of a Rust extension is no Exception
+        if isinstance(error, OSError) and error.errno or not (
+                isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        raise ValueError(f"{file}: {what} ({type(error).__name__}: {str(error)[:1000]})") from error

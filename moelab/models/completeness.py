@@ -16,23 +16,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint
+from moelab.models.checkpoint import COUNTS, Checkpoint, blamed
 from moelab.models.seam import MoELayer, banks, discover
 from moelab.store.headers import DTYPES, Stored
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-#: names of what a config counts, and constructing a model takes time for
-COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|blocks)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -55,23 +50,6 @@ class LoadingPlan:
     experts: list[dict[str, compat.ParameterPlan]]
     expert_keys: set[str]
     ignored: set[str]
-
-
-@contextmanager
-def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iterator[None]:
-    """Whatever a library makes of a file that is damaged or foreign becomes a ValueError that names the file.
-
-    passing : errors that are left as they are.
-    """
-    try:
-        yield
-    except passing:
-        raise
-    except BaseException as error:          # a panic of a Rust extension is no Exception
-        if isinstance(error, OSError) and error.errno or not (
-                isinstance(error, Exception) or type(error).__name__ == "PanicException"):
-            raise
-        raise ValueError(f"{file}: {what} ({type(error).__name__}: {str(error)[:1000]})") from error
 
 
 def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:

@@ -16,7 +16,7 @@ import torch
 from moelab.configs import spec_from_config
 from moelab.arguments import whole
 from moelab.models import compat, opening
-from moelab.models.checkpoint import Checkpoint
+from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.direct import CheckpointExperts, store_layers
 from moelab.models.identity import of_checkpoint
 from moelab.models.guard import check_spec
@@ -47,7 +47,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     OSError : a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
     checkpoint = _RecordedCheckpoint.at(opening.find(source))
-    config = opening.load_config(checkpoint.folder)
+    config = load_config(checkpoint.folder)
     if (method := compat.quantisation(config)) not in (None, "mxfp4"):
         raise ValueError(f"{checkpoint.folder} is quantised with {method!r}; only MXFP4 is converted. Take the bf16 "
                          f"checkpoint of the model, or dequantise it first")

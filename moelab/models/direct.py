@@ -102,7 +102,7 @@ class CheckpointLayer:
 
 
 @dataclass(frozen=True)
-class Source:
+class ParameterSource:
     """One parameter of one expert: the tensors that it is made of, and whether it is just their bytes (`plain`)."""
 
     name: str
@@ -144,7 +144,7 @@ class CheckpointStore(ExpertStore):
         return CheckpointLayer({name: (entry.dtype, entry.shape) for name, entry in entries.items()},
                                [entries] * layer.E)
 
-    def sources(self, layer: int, expert: int) -> Iterator[Source]:
+    def sources(self, layer: int, expert: int) -> Iterator[ParameterSource]:
         """Where in the checkpoint each parameter of an expert is."""
         entries, plan, tensors = self.entries(layer, expert), self.model.plan, self.model.checkpoint.tensors
         for name, parameter, found in expert_sources(plan, layer, expert):
@@ -152,7 +152,7 @@ class CheckpointStore(ExpertStore):
             stored = {pattern: tensors[key] if part is None else tensors[key].slice(part)
                       for pattern in patterns or found for key, part in [found[pattern]]}
             same = all(one.dtype == entries[name].dtype for one in stored.values())
-            yield Source(name, parameter, stored, plain=same and patterns is not None)
+            yield ParameterSource(name, parameter, stored, plain=same and patterns is not None)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
         return 0 if part == "SM" else sum(source.nbytes for source in self.sources(layer, expert))

@@ -15,12 +15,11 @@ import json
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from moelab.models.checkpoint import Checkpoint
+from moelab.models.checkpoint import Checkpoint, load_config
 
 #: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
 PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
@@ -99,7 +98,6 @@ class _Origin:
     def identity(self) -> str:
         """Of the checkpoint, read when it is first asked for: most runs never ask."""
         if self._known is None:
-            from moelab.models.opening import load_config
             if _times(self._checkpoint) != self._times:
                 raise ValueError(f"{self._checkpoint.folder} was changed since the model was opened from it, so "
                                  f"nothing tells which model that is; open it again")

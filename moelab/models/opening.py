@@ -17,8 +17,8 @@ import torch
 
 from moelab.configs import spec_from_config
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint
-from moelab.models.completeness import COUNTS, LoadingPlan, blamed, complete
+from moelab.models.checkpoint import Checkpoint, blamed, load_config
+from moelab.models.completeness import LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
@@ -200,33 +200,6 @@ def find(name_or_path: str | Path | None) -> Path:
 def spec_of(model: torch.nn.Module) -> MoESpec:
     """The spec that `open_checkpoint` left on the model, or one from its config."""
     return getattr(model, "spec", None) or spec_from_config(model.config)
-
-
-def load_config(folder: Path) -> Any:
-    """The config of a checkpoint folder; ValueError for one that transformers does not know or that is damaged."""
-    import transformers
-
-    from moelab.models import deepseek
-    deepseek.register()
-    file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint")
-    fields = read_json(file)
-    model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        own = ", or it comes with code of its own (auto_map), which is never run here" if "auto_map" in fields else ""
-        raise ValueError(f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
-                         f"({file}): upgrade transformers, or check the config{own}")
-    for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
-        if "/" in str(fields.get(name, "")):
-            raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
-                             f"of the kind is fetched. Remove that line")
-    for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
-        for name, value in part.items():
-            if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < 100_000:
-                raise ValueError(f"{file} says {name} = {value:,}, which no model has; download it again")
-    with blamed(file, f"it is no config of a {model_type} model"):
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def require_tokenizer(name_or_path: str | Path | None) -> None:

@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 
-from moelab.models import opening
-from moelab.models.checkpoint import SUFFIXES, Checkpoint
+from moelab.models.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
-from moelab.store.headers import WEIGHT_MAP, header_bytes, read_header
+from moelab.store.headers import WEIGHT_MAP, header_bytes, nbytes, read_header
 from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHTS, ExpertStore,
                                  StoreError, plain_name)
 from moelab.store.reader import MEASURED
@@ -150,14 +149,19 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
         if SOURCE_LAYOUT in store.files:
             try:
-                _as_it_was(store, folder)
+                _write(store, folder, json.loads((store.folder / SOURCE_LAYOUT).read_bytes()))
+                made = of_checkpoint(Checkpoint.at(folder), load_config(folder))
             except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError,
                     FileNotFoundError) as error:                # a RecursionError is a RuntimeError
                 raise error if isinstance(error, StoreError) else StoreError(
                     f"{store.folder / SOURCE_LAYOUT} does not describe what is in this store ({type(error).__name__}: "
                     f"{error}); convert the model again") from error
+            if made != store.identity:
+                raise StoreError(f"{store.folder} says that it was made from the model {store.identity}, and what it "
+                                 f"holds is {made}; convert the model again")
         else:
-            _as_the_model_has_it(store, folder)
+            weight_map = _write(store, folder, _model_layout(store))
+            (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
         os.rename(folder, destination)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,9 +169,9 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     return destination
 
 
-def _as_it_was(store: ExpertStore, folder: Path) -> None:
-    """Write the source's safetensors files into a folder; ValueError and the like for an impossible layout."""
-    layout = json.loads((store.folder / SOURCE_LAYOUT).read_bytes())
+def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str, str]:
+    """Write the safetensors files of a layout into a folder; returns key → file. ValueError and the like if impossible.
+    """
     headers = {plain_name(name): (size, header.encode()) for name, (size, header) in layout["files"].items()}
     expected = store.weights_bytes + sum(
         entry.nbytes for layer in store.layers for entries in layer.experts for entry in entries.values())
@@ -197,14 +201,11 @@ def _as_it_was(store: ExpertStore, folder: Path) -> None:
             bits = {name: _bits(tensor) for name, tensor in tensors.items()}
             for key, start, name, shape, offset, strides, check in layout["experts"][i]:
                 data = bits[name].as_strided(shape, strides, offset).contiguous()
-                if CHECKSUMS[layout["checksum"]](data) != check:
+                if check is not None and CHECKSUMS[layout["checksum"]](data) != check:
                     raise StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
                                      f"does not give {key} of the source; convert the model again")
                 write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
-    config = opening.load_config(folder)
-    if (made := of_checkpoint(Checkpoint.at(folder), config)) != store.identity:
-        raise StoreError(f"{store.folder} says that it was made from the model {store.identity}, and what it holds is "
-                         f"{made}; convert the model again")
+    return {key: target.file.name for key, target in targets.items()}
 
 
 def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[str, Any]) -> None:
@@ -230,39 +231,20 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
         raise ValueError(f"{min(odd)} is not in both")
 
 
-def _as_the_model_has_it(store: ExpertStore, folder: Path) -> None:
-    """Write a checkpoint of the tensors that transformers computes with."""
-    n = 1 + len(store.layers)
-    first = f"model-00001-of-{n:05d}.safetensors"
-    shutil.copyfile(store.folder / WEIGHTS, folder / first)
-    weight_map = dict.fromkeys(store.weights, first)
-    headers = [_header(layer) for layer in store.layers]
-    with ExitStack() as stack:
-        files = []
-        for i, (header, _) in enumerate(headers):
-            name = f"model-{i + 2:05d}-of-{n:05d}.safetensors"
-            files.append(stack.enter_context(open(folder / name, "xb")))
-            files[-1].write(header)
-            weight_map.update(dict.fromkeys(json.loads(header[8:]), name))
-        for chunks, tensors in checked_experts(store, "restoring"):
-            file, begins = files[chunks.layer], headers[chunks.layer][1]
-            for name, tensor in tensors.items():
-                file.seek(begins[chunks.expert, name])
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy())
-    weight_map.pop("__metadata__", None)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
-
-
-def _header(layer: Any) -> tuple[bytes, dict[tuple[int, str], int]]:
-    """The safetensors header of a layer as the model has it, and where in the file each expert's tensors go."""
-    tensors, begins, at, E = {}, {}, 0, len(layer.experts)
-    for name, entry in layer.experts[0].items():
-        if layer.stacked:
-            tensors[f"{layer.module}.{name}"] = entry.dtype, [E, *entry.shape]
-        else:
-            tensors |= {f"{layer.module}.expert_{e}.{name}": (entry.dtype, entry.shape) for e in range(E)}
-        for expert in range(E):
-            begins[expert, name], at = at, at + entry.nbytes
-    header = header_bytes(tensors)
-    return header, {place: len(header) + begin for place, begin in begins.items()}
+def _model_layout(store: ExpertStore) -> dict[str, Any]:
+    """The layout of a checkpoint as transformers would hold it: the other weights, and a file for each MoE layer."""
+    groups, experts = [{key: entry[:2] for key, entry in store.weights.items()}], []
+    for layer in store.layers:
+        tensors: dict[str, tuple[str, list[int]]] = {}
+        for expert, entries in enumerate(layer.experts):
+            experts.append([])
+            for name, entry in entries.items():
+                key = f"{layer.module}.{name}" if layer.stacked else f"{layer.module}.expert_{expert}.{name}"
+                tensors[key] = entry.dtype, [*[len(layer.experts)] * layer.stacked, *entry.shape]
+                experts[-1].append([key, expert * entry.n * layer.stacked, name, [entry.n], 0, [1], None])
+        groups.append(tensors)
+    files = {}
+    for i, tensors in enumerate(groups):
+        header, size = header_bytes(tensors), sum(nbytes(*tensor) for tensor in tensors.values())
+        files[f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"] = [len(header) + size, header[8:].decode()]
+    return {"files": files, "experts": experts}

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from moelab.models import open_checkpoint, plug
-from moelab.models.checkpoint import Checkpoint
+from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
-from moelab.models.opening import load_config
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import StoreExperts
 

@@ -14,10 +14,9 @@ import transformers
 
 from moelab import open_model
 from moelab.models import discover
-from moelab.models.checkpoint import Checkpoint
+from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.direct import CheckpointExperts
 from moelab.models.completeness import complete
-from moelab.models.opening import load_config
 from moelab.files import small_model
 from moelab.models.convert import convert
 from tests.depth import depth

@@ -23,9 +23,8 @@ from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
-from moelab.models.checkpoint import Checkpoint
+from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
-from moelab.models.opening import load_config
 
 FORMAT, MANIFEST = "moelab.ane.converted/3", "manifest.json"
 

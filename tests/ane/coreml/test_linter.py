@@ -20,7 +20,8 @@ from moelab.ane.coreml.linter import lint, lint_examples
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.ane.plan import make_plan
 from moelab.ane.popularity import assumed_counts
-from moelab.models import compat, open_checkpoint, opening, plug
+from moelab.models import compat, open_checkpoint, plug
+from moelab.models.checkpoint import load_config
 from moelab.models.opening import spec_of
 from moelab.files import small_model
 
@@ -192,7 +193,7 @@ def test_good_graphs_are_clean_and_every_operation_has_a_verdict(tmp_path):
 
 def test_the_default_plan_of_the_shipped_model_is_clean(tmp_path):
     """Of the shapes in the plan the groups with the least and the most work; what a graph holds changes nothing."""
-    spec = spec_of(compat.meta_twin(opening.load_config(small_model())))
+    spec = spec_of(compat.meta_twin(load_config(small_model())))
     groups = [g for layer in make_plan(spec, *assumed_counts(spec)).layers for g in layer.on("ane")]
     rng = np.random.default_rng(0)
     expert = Expert(*(rng.standard_normal(s).astype(np.float16) for s in ((64, 128), (128, 64), (64, 128))))
