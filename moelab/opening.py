@@ -79,7 +79,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         model = open_checkpoint(folder, experts=experts, dtype=dtype, device=device)
         Session(model)
     elif executor == "int8":
-        raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: leave out memory=")
+        raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: open it without")
     else:
         ahead = options.pop("ahead", None if prefetch is not None else 0)
         model = offload(source, memory, policy=cache, workers=workers, ahead=ahead, dtype=dtype,

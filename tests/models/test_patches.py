@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moelab.models import discover, eager, open_checkpoint, patches, plug, plugged, SeamExperts, unplug
+from moelab.models import SeamExperts, discover, eager, open_checkpoint, patches, plug, plugged, unplug
 from moelab.models.patches import Dressed, Patches, bare, change, dress, put, take
 from moelab.models.seam import seam_class
 
