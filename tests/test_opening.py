@@ -120,7 +120,7 @@ class Same(Predictor):
         return (ids, weights) if layer in self.targets else None
 
 
-@pytest.mark.parametrize("prefetch", ["router", "previous", "quasi", Same])
+@pytest.mark.parametrize("prefetch", ["router", "previous", Same])
 def test_prefetching_changes_no_token(folder, prefetch):
     with moelab.open_model(folder, memory="60%", prefetch=prefetch) as lm:
         assert not lm.moelab.run.forwards               # what measured default vectors does not count

@@ -7,7 +7,7 @@ import torch
 
 from moelab import recording
 from moelab import open_model
-from moelab.models import discover, plug
+from moelab.models import discover, open_checkpoint, plug
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL, RoutingTrace
@@ -119,7 +119,7 @@ def test_hidden_states_are_the_same_in_a_temporary_folder_and_in_named_files(tmp
 
 
 def test_an_interrupted_recording_leaves_nothing_behind(tmp_path):
-    model = open_model(tiny.save("mixtral", tmp_path / "m"))
+    model = open_checkpoint(tiny.save("mixtral", tmp_path / "m"))
     layer = discover(model)[-1]
     calls = []
 

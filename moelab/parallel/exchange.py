@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelab.experts.sharding import share
 from moelab.parallel.launch import PeerLost
 
 

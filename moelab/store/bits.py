@@ -4,7 +4,7 @@ Source: ZipMoE §2.2 (only the exponents of trained weights are compressible) an
 weight is rotated left by one bit, which puts the 8 exponent bits of bf16 into the upper byte and
 `mantissa << 1 | sign` into the lower one. Joining is one OR and one rotation of 16-bit words, which vector units do
 faster than memcpy moves the same bytes; the paper's layout (sign above the mantissa) needs two masks more. The same
-rotation serves every float type: fp16 gets 5 exponent and 3 mantissa bits into its upper byte, fp32 its 8 exponent bits.
+rotation serves every float type: fp16 gets 5 exponent and 3 mantissa bits into its upper byte, fp32 8 exponent bits.
 
 Shapes: weights of any shape with N entries ↔ exponents uint8 [N] and sign-mantissa uint8 [N].
 """
@@ -52,7 +52,7 @@ def join(exponents: Any, sign_mantissa: Any, out: Any = None) -> Any:
     out : contiguous tensor or array of a 2-byte dtype with N entries to write into; by default a new bf16 tensor
         [N], on the same device, for tensors and a new uint16 array [N] for anything else.
 
-    Raises ValueError for buffers of different sizes, and an `out` that is not contiguous, not 2 bytes wide or read-only.
+    ValueError for buffers of different sizes, and an `out` that is not contiguous, not 2 bytes wide or read-only.
     """
     if _on_gpu(exponents):
         from moelab.store import bits_triton

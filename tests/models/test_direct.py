@@ -90,17 +90,16 @@ WITHIN = """
 import json, re, sys, torch
 from pathlib import Path
 from moelab import open_model
-from moelab.offloading.offload import offload
 
 def memory(name):
     return 1024 * int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 small, folder, budget = sys.argv[1:]
-with offload(small, "50%").moelab:                      # all that is imported and compiled
+with open_model(small, memory="50%"):                   # all that is imported and compiled
     pass
 before = memory("VmRSS")
-model = offload(folder, budget)
-with model.moelab as offloading:
+with open_model(folder, memory=budget) as model:
+    offloading = model.moelab
     logits = model(torch.arange(3, 20)[None]).logits
     print(json.dumps({"used": memory("VmHWM") - before, "others": offloading.store.weights_bytes,
                       "read": offloading.engine.pipeline.reader.counters.bytes, "experts": offloading.metrics().misses,

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moelab import open_model
-from moelab.models import SeamExperts, discover, eager, patches, plug, plugged, unplug
+from moelab.models import SeamExperts, discover, eager, open_checkpoint, patches, plug, plugged, unplug
 from moelab.models.patches import Dressed, Patches, bare, change, dress, put, take
 from moelab.models.seam import seam_class
 
@@ -367,7 +366,7 @@ def snapshot(model):
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     """name → a model, opened once; who uses it leaves it as it was."""
-    return functools.lru_cache(None)(lambda name: open_model(tiny.save(name, tmp_path_factory.mktemp(name))))
+    return functools.lru_cache(None)(lambda name: open_checkpoint(tiny.save(name, tmp_path_factory.mktemp(name))))
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +378,7 @@ IDS = torch.arange(3, 14)[None]
 
 
 def test_plug_inside_plugged_lasts(mixtral):
-    model = open_model(mixtral)
+    model = open_checkpoint(mixtral)
     before, exact = snapshot(model), model(IDS).logits
     with plugged(model, zero):
         zeroed = model(IDS).logits
@@ -447,7 +446,7 @@ def test_the_seam_is_asked_beneath_the_hooks_of_others(kind, name, model_of, ste
 
 
 def test_plugging_where_it_would_be_passed_by_is_refused(mixtral):
-    model = open_model(mixtral)
+    model = open_checkpoint(mixtral)
     experts = discover(model)[-1].experts
     experts.forward = lambda x, ids, weights: x
     before = snapshot(model)
@@ -459,7 +458,7 @@ def test_plugging_where_it_would_be_passed_by_is_refused(mixtral):
 
 
 def test_copies_of_a_plugged_model(mixtral):
-    model = open_model(mixtral)
+    model = open_checkpoint(mixtral)
     exact = model(IDS).logits
     plug(model, executor=zero)
     zeroed = model(IDS).logits
@@ -479,7 +478,7 @@ def test_copies_of_a_plugged_model(mixtral):
 
 
 def test_an_executor_that_is_a_module_is_no_child(mixtral):
-    model, names = open_model(mixtral), None
+    model, names = open_checkpoint(mixtral), None
     names = [name for name, _ in model.named_parameters()]
 
     class Linear(nn.Linear):
