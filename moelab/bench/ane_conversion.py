@@ -32,7 +32,7 @@ def on_first_layers(plan: ANEPlan, n: int) -> ANEPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class WrittenPackage:
+class ConvertedPackage:
     """A written package: "attention" or "G×C", its largest difference to torch in double precision (None for
     attention, which parity compares), and what the linter says."""
 
@@ -48,7 +48,7 @@ class Conversion:
     model: ConvertedModel
     seconds: float
     expected_bytes: int
-    packages: tuple[WrittenPackage, ...]
+    packages: tuple[ConvertedPackage, ...]
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Conversion:
     def clean(self) -> bool:
         return all(one.report.clean for one in self.packages)
 
-    def kinds(self) -> dict[str, list[WrittenPackage]]:
+    def kinds(self) -> dict[str, list[ConvertedPackage]]:
         """The packages by kind, in order of their first."""
         return {kind: [one for one in self.packages if one.kind == kind]
                 for kind in dict.fromkeys(one.kind for one in self.packages)}
@@ -89,7 +89,7 @@ def convert(model: str | None, folder: str | Path, plan: ANEPlan, context: int) 
     entries += [(f"{len(group['experts'])}×{group['capacity']}", group)
                 for layer in converted.layers for group in layer["groups"] if "file" in group]
     return Conversion(converted, seconds, plan.ane_bytes + 2 * attention_params(plan.spec) * attentions, tuple(
-        WrittenPackage(kind, entry["difference"], lint(converted.package(entry)))
+        ConvertedPackage(kind, entry["difference"], lint(converted.package(entry)))
         for kind, entry in entries if "file" in entry))
 
 
