@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab import open_model, registry
+from moelab import registry
+from moelab.models import open_checkpoint
 from moelab.speculate import takes
 
 from tests.models import tiny
@@ -24,7 +25,7 @@ def tiny_model(tmp_path_factory):
 
     def get(name: str, dtype: torch.dtype = torch.float32):
         if (name, dtype) not in made:
-            made[name, dtype] = open_model(tiny.save(name, tmp_path_factory.mktemp(name), dtype))
+            made[name, dtype] = open_checkpoint(tiny.save(name, tmp_path_factory.mktemp(name), dtype))
         return made[name, dtype]
     return get
 
