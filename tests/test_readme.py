@@ -37,7 +37,7 @@ def test_its_python_runs(tmp_path, monkeypatch, capsys):
         ROUTING.pop(added, None), BLOCKS.pop(added, None)
 
 
-def test_the_way_in_is_the_issues(tmp_path, monkeypatch):
+def test_the_way_in(tmp_path, monkeypatch):
     """What it prints and gives: a text, metrics of an offloaded run, simulations of that run, every executor plugged."""
     monkeypatch.chdir(tmp_path)
     names: dict = {}

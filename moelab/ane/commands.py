@@ -34,8 +34,8 @@ PLANNING = {
     "group_size": (whole(1), "G", 8, "experts a graph"),
     "levels": (whole(1), "N", 3, "capacity tiers a layer"),
     "slack": (number(above=0), "X", 1.0, "factor of all capacities"),
-    "rule": (str, None, "topk", "of capacities: topk, or the paper's literal B/E"),
-    "system": (str, None, "npumoe", "cpu, naive, anemll, base, base+T, base+TG or npumoe"),
+    "rule": (None, None, "topk", "of capacities: topk, or the paper's literal B/E"),
+    "system": (None, None, "npumoe", "cpu, naive, anemll, base, base+T, base+TG or npumoe"),
 }
 
 
