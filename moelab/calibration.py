@@ -35,9 +35,7 @@ FORMAT = "moelab.calibration/1"
 def calibrate(trace: RoutingTrace, source: str = "") -> Calibration:
     """Count the experts that `trace` visited (NPUMoE §3.3); `source` says in words what the prompts were.
 
-    Raises
-    ------
-    ValueError : the trace has no tokens.
+    Raises ValueError: the trace has no tokens.
     """
     if not len(trace):
         raise ValueError("the trace has no tokens, so there is nothing to count; record at least one prompt")
@@ -129,9 +127,7 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """Read a calibration.
 
-        Raises
-        ------
-        FileNotFoundError, ValueError : no such file, or not a whole and readable calibration.
+        Raises FileNotFoundError, ValueError: no such file, or not a whole and readable calibration.
         """
         tensors, about = load_tensors(path, FORMAT, "calibration", "moelab.calibrate(trace).save(path)")
         return cls(tensors["counts"], tuple(json.loads(about["tokens"])), MoESpec.from_dict(json.loads(about["spec"])),
@@ -227,9 +223,7 @@ def inclusion_probabilities(trace: RoutingTrace, batch: int = 1) -> torch.Tensor
     -------
     float64 [L, E], falling along the ranks; summed over ranks, the mean number of distinct experts a step.
 
-    Raises
-    ------
-    ValueError : no `batch` sequences decode together in the trace.
+    Raises ValueError: no `batch` sequences decode together in the trace.
     """
     decode = trace.phase == DECODE
     sequence, position, ids = trace.sequence[decode].long(), trace.position[decode].long(), trace.ids[decode]

@@ -95,15 +95,11 @@ QUANTISED = {"mxfp4": "mxfp4", "fp8": "float8_e4m3fn"}
 def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
     """The geometry that a transformers config describes.
 
-    Parameters
-    ----------
     config : a transformers config, or any object with the attributes of a config.json. Of a multimodal model the
         language model counts, and its model_type is the spec's.
     name : the spec's name; the config's `_name_or_path`, or its model_type, without.
 
-    Raises
-    ------
-    ValueError : the config is dense, lacks a fact, has layers that differ, or is quantised in a way unknown here.
+    Raises ValueError: the config is dense, lacks a fact, has layers that differ, or is quantised in a way unknown here.
     """
     outer = config
     while inner := next((getattr(config, key) for key in NESTED if getattr(config, key, None) is not None), None):

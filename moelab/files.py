@@ -77,9 +77,7 @@ def load_tensors(path: str | Path, form: str, what: str, remedy: str) -> tuple[d
 
     what, remedy : what the file should hold and what makes one, in words, for the errors.
 
-    Raises
-    ------
-    FileNotFoundError, ValueError : no such file; not a whole file, or of another format.
+    Raises FileNotFoundError, ValueError: no such file; not a whole file, or of another format.
     """
     from safetensors import SafetensorError, safe_open
     if not Path(path).is_file():

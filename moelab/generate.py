@@ -124,8 +124,6 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
              device: torch.device | str | None = None, stream: bool = False, **opening: Any) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
-    Parameters
-    ----------
     stream : print the prompt and the text as it comes; only the first rank does.
     opening : memory, cache, prefetch, workers, calibration of `moelab.open_model`.
     Others are those of the command line; see also `open_parallel`.
@@ -188,8 +186,6 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
                   placements: Any = None) -> Any:
     """Open a model with this rank's share of the experts; every connected rank must call it.
 
-    Parameters
-    ----------
     name_or_path, dtype, device : see `moelab.models.open_checkpoint`.
     parallel : a key of `moelab.parallel.VARIANTS`.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.

@@ -47,9 +47,7 @@ KINDS = {
 def entries(kind: str) -> dict[str, Entry]:
     """The dictionary of a kind; a class without `Entry` is described by its docstring's first line.
 
-    Raises
-    ------
-    ValueError : an unknown kind; the message lists them.
+    Raises ValueError: an unknown kind; the message lists them.
     """
     if kind not in KINDS:
         raise ValueError(f"there is no kind {kind!r}; there are: {', '.join(KINDS)}")
@@ -72,9 +70,7 @@ def describe(kind: str) -> dict[str, tuple[str, str]]:
 def find(kind: str, name: str) -> Any:
     """What is registered under a name: a class or a function.
 
-    Raises
-    ------
-    ValueError : there is none of that name; the message lists those that there are.
+    Raises ValueError: there is none of that name; the message lists those that there are.
     """
     known = entries(kind)
     if name not in known:
@@ -85,9 +81,7 @@ def find(kind: str, name: str) -> Any:
 def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
     """What is registered under a name, called with its options.
 
-    Raises
-    ------
-    ValueError : an unknown name, or options that it does not take; the message says which it takes.
+    Raises ValueError: an unknown name, or options that it does not take; the message says which it takes.
     """
     made = find(kind, name)
     takes = signature(made)

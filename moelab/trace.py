@@ -35,8 +35,6 @@ _FIELDS = ("ids", "weights", "phase", "sequence", "position", "tokens")
 class RoutingTrace:
     """Recorded routing of T tokens through L MoE layers.
 
-    Attributes
-    ----------
     ids : int16 [T, L, K], expert ids; E where no expert ran.
     weights : [T, L, K], the executed weights in the router's dtype; 0 where no expert ran.
     phase : uint8 [T], `PREFILL` or `DECODE`.
@@ -125,9 +123,7 @@ class RoutingTrace:
     def load(cls, path: str | Path) -> RoutingTrace:
         """Read a trace; hidden states are mapped from disk, not read.
 
-        Raises
-        ------
-        FileNotFoundError, ValueError : no such file, or not a whole and readable trace.
+        Raises FileNotFoundError, ValueError: no such file, or not a whole and readable trace.
         """
         from safetensors import SafetensorError, safe_open
         path = Path(path)

@@ -292,9 +292,7 @@ class OneLayer:
 def one_layer(machine: Hardware, system: System, routing: PromptRouting, placement: str = "id") -> OneLayer:
     """The first layer and token by the event simulation, and two layers of four tokens by the closed form.
 
-    Raises
-    ------
-    NotSupported : the experts do not fit.
+    Raises NotSupported: the experts do not fit.
     """
     run = NDPRun(machine, system, routing, placement)
     plans = [run.plan(run.decode_step(l, routing.decode[t, l])) for l in range(2) for t in range(4)]

@@ -21,9 +21,7 @@ from moelab.specs import DeviceSpec, Figure, MoESpec
 def load_card(name: str) -> dict[str, Any]:
     """The card of a model or a device as it stands in its file, with sources and notes.
 
-    Raises
-    ------
-    ValueError : there is no such card; the message lists those there are.
+    Raises ValueError: there is no such card; the message lists those there are.
     """
     return _read("models", name) if name in MODELS else _read("devices", name, [*MODELS, *DEVICES])
 

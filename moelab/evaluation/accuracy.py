@@ -59,9 +59,7 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
     JSON-able: "settings"; "scores", see `summarise`, with the "recall" of modes that count it (mean over layers);
     "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode: [score, …]}}.
 
-    Raises
-    ------
-    ValueError : unknown tasks, no modes, fewer than two windows or prompts, an encoder-decoder, no tokenizer.
+    Raises ValueError: unknown tasks, no modes, fewer than two windows or prompts, an encoder-decoder, no tokenizer.
     """
     _check(model, modes, tasks)
     texts = {task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed) if task == "loss"

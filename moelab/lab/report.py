@@ -38,8 +38,6 @@ KINDS_NOTE = """Every number says what it is: <em>exact</em> (a count or a bit-f
 def write_report(results: str | Path | None = None, notebooks: list[str] | None = None) -> Path:
     """Write results/report.html from the newest finished runs; returns its path.
 
-    Parameters
-    ----------
     results : where results lie; see `results_root`.
     notebooks : their names, in order; all that have a finished run without.
     """

@@ -158,14 +158,10 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
                  timeout: float = CELL_TIMEOUT) -> Path:
     """Execute a notebook in a process of its own; returns the directory of the finished run.
 
-    Parameters
-    ----------
     parameters : name → value, or → text that is read by the parameter's type.
     results : where results lie; see `moelab.files.results_root`. timeout : seconds that one cell may take.
 
-    Raises
-    ------
-    NotebookFailed : a cell or a widget's callback raised, took too long, or the kernel died.
+    Raises NotebookFailed: a cell or a widget's callback raised, took too long, or the kernel died.
     """
     path = Path(path).resolve()
     if not path.is_file():

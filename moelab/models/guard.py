@@ -35,9 +35,7 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
     layer : a `MoELayer`.    dtype : of the hidden states.    run : the executor that repeats transformers' arithmetic.
     stock : transformers' class of the experts; seam : makes the seam's class of it.
 
-    Raises
-    ------
-    ValueError : they differ, or the stock class cannot be run.
+    Raises ValueError: they differ, or the stock class cannot be run.
     """
     key = stock, dtype, translated, _settings(layer.experts), tuple(shapes(layer.experts).items())
     if key in _PASSED:

@@ -65,8 +65,6 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
                     dtype: torch.dtype | str = "auto", device: str | torch.device | None = None) -> Any:
     """A transformers MoE model for inference; `moelab.open_model` is this and offloading.
 
-    Parameters
-    ----------
     name_or_path : a hub id, the folder of a checkpoint or of an expert store, or None for the small model shipped in
         `data/small`; or what `examine` has found of one of these.
     experts : "resident" loads everything, with transformers' `eager` experts, the reference that everything else

@@ -204,9 +204,7 @@ def change(owner: Any, target: Any, name: str, make: Callable[[Any], Any]) -> No
 def dress(owner: Any, target: Any, make: Callable[[type], type]) -> None:
     """Let an object be of the class `make(its class)`, which must be `dressed`; `make(that)` must be that.
 
-    Raises
-    ------
-    ValueError : somebody has given the object a forward of its own, which the new class's could not replace.
+    Raises ValueError: somebody has given the object a forward of its own, which the new class's could not replace.
     """
     with _lock:
         if make(type(target)) is type(target) and "__class__" not in vars(target).get(STACKS, {}):

@@ -62,9 +62,7 @@ class MoELayer:
     def ask(self, x: Tensor) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are for real passes.
 
-        Raises
-        ------
-        ValueError : the router needs what is neither x nor kept by the block, such as the tokens' ids.
+        Raises ValueError: the router needs what is neither x nor kept by the block, such as the tokens' ids.
         """
         first, *others = list(inspect.signature(type(self.router).forward).parameters.values())[1:]
         given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
@@ -81,9 +79,7 @@ class MoELayer:
 def discover(model: nn.Module) -> list[MoELayer]:
     """The MoE layers of a model in execution order (an encoder's before its decoder's).
 
-    Raises
-    ------
-    ValueError : the model has none.
+    Raises ValueError: the model has none.
     """
     layers = []
     for name, module in model.named_modules():

@@ -39,8 +39,6 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, to
 class Stream:
     """The residual stream around one MoE layer, verified on the live model.
 
-    Attributes
-    ----------
     layer : the MoE layer.
     holder : the decoder layer that it is in.
     norm : makes the router's input of r; None where the router reads r itself.
@@ -95,9 +93,7 @@ class Stream:
 def streams(model: nn.Module) -> list[Stream]:
     """The residual stream around every MoE layer of a model; measured once a model.
 
-    Raises
-    ------
-    ValueError : the stream, or the router, is of a kind that the relation above does not describe; it says which.
+    Raises ValueError: the stream, or the router, is of a kind that the relation above does not describe; it says which.
     """
     for layer, (found, reason) in zip(discover(model), _measured(model)):
         if found is None:

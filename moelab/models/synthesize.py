@@ -109,8 +109,6 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
                seed: int = 0) -> Path:
     """Write a synthetic checkpoint, or store, with the geometry of a model card.
 
-    Parameters
-    ----------
     destination : a folder that does not exist.
     model : a model card's name, see `moelab.cards.MODELS`, or a spec.
     scale : part of the model's layers.

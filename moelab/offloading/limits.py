@@ -73,8 +73,6 @@ def on_demand_limit(records: Iterable[LayerRecord], read_rate: float, steps: int
     Σ over layers of (other + max(read, decompress, expert)): within a layer reading, decompression and expert
     compute overlap perfectly; attention and router come before, because they decide what is read.
 
-    Parameters
-    ----------
     records : of all layers of all `steps` forwards, from the run's own bytes and times: `layer_records`.
     read_rate : bytes/s that the disk was measured to deliver.
     workers : decompression threads; their work is shared perfectly.

@@ -66,8 +66,6 @@ class Metrics:
 
     Times are in seconds; None for what the run does not define (no decode, nothing read …).
 
-    Attributes
-    ----------
     ttft : median duration of a prefill: the time to the first token, without sampling.
     tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives each sequence of
         the batch one token.
@@ -127,15 +125,11 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
             prefetched: dict[str, int] | None = None, **process: int | None) -> Metrics:
     """The `Metrics` of a run.
 
-    Parameters
-    ----------
     events : in any order; an event's bytes count where its kind is a read.
     forwards : (start, end, tokens, phase), in order of time; a prompt that is run in chunks is one prefill here.
     counters, prefetched, process : of the residency, of prefetching, and `process()`, where there are any.
 
-    Raises
-    ------
-    ValueError : a phase other than "prefill" and "decode", or forwards that overlap or end before they start.
+    Raises ValueError: a phase other than "prefill" and "decode", or forwards that overlap or end before they start.
     """
     forwards = [Forward(*forward) for forward in forwards]
     for forward in forwards:

@@ -39,8 +39,6 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
             **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
-    Parameters
-    ----------
     store : an `ExpertStore` or its folder, see `moelab.convert`; or a checkpoint's folder or hub id, whose experts are
         then read from its own files (`moelab.models.direct`), or None for the small model.
     budget : memory for experts: bytes, a fraction of what all of them take, "2GB", "50%" or "auto" (`parse_budget`).

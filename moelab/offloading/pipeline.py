@@ -52,8 +52,6 @@ class Pipeline:
     `change` only, waits only on queues, and rings only bells: so no lock stays taken and nobody waits for what it would
     have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
 
-    Parameters
-    ----------
     slots, reader, timeline : memory, the store's files, where events are reported.
     workers : threads that decode.
     ahead : slots of each kind that are there for prefetching.

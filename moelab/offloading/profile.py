@@ -65,8 +65,6 @@ def _timed(seconds: dict[str, list[float]], name: str, function: Callable[..., A
 class Profile:
     """What was measured; `profile` makes one.
 
-    Attributes
-    ----------
     seconds : name of the measurement → all samples, in seconds.
     nbytes : bytes of an expert's "full" tensors, and the mean over all experts of its "e" and "sm" reads.
     experts_bytes : [L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks].
@@ -190,8 +188,6 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
             **reading: Any) -> Profile:
     """Measure this machine with a store's experts and the model's other weights.
 
-    Parameters
-    ----------
     store : whose experts are read, decoded and computed; chosen at random.
     model : a live model of the store, which is plugged and whose experts are left out meanwhile; opened if not given.
     workers : threads that decode at the same time; ValueError below 1.

@@ -102,8 +102,6 @@ class Timeline:
 class EngineRun:
     """Everything since the last `reset`.
 
-    Attributes
-    ----------
     settings : of the engine.
     timeline : the `Event`s.
     forwards : start, end, tokens and phase of each forward pass.

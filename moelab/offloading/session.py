@@ -53,8 +53,6 @@ def opened_class(cls: type) -> type:
 class Session:
     """What an opened model does, and with what.
 
-    Attributes
-    ----------
     run : what happened since the last `reset`, see `EngineRun`; `moelab.simulate` replays it.
     timeline, forwards, steps, guesses : of the run.
     engine, source, store, budget : of an offloaded model: what loads and computes its experts, what hands them to

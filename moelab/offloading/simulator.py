@@ -86,8 +86,6 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
              ahead: int = 0, distance: int = 1, gate: PrefetchGate | None = None) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
-    Parameters
-    ----------
     steps : a run's, or those of a trace (`steps_of`).
     forwards : (…, tokens, phase) of each forward.
     residency : the cache; the run goes on from what is in it, and its counters start anew. Made like the engine's, it
@@ -154,8 +152,6 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None
            workers: int | None = None, staging: int | None = None, decompress_gbs: float | None = None) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
-    Parameters
-    ----------
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
     cache : another policy: a name of `moelab.cache.policies.POLICIES`, or your own; "belady" knows the run's future.
     device : a card or its name, whose figures replace what was measured (`delays_of`).
@@ -298,16 +294,12 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
     the card's link or disk; recovery reads and writes B at the memory's rate; computing reads the weights once and
     then multiplies, without overlap of the two, which is at most twice too slow.
 
-    Parameters
-    ----------
     device : a card with what `MachineRates.of` needs.
     rho : compressed over raw size of the exponents: 1 if they are not compressed.
     dense_bytes : of all weights that every token uses, spread evenly over the L layers.
     decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a card without it.
 
-    Raises
-    ------
-    ValueError : figures are missing, ρ is not in (0, 1], or the model is not in bf16.
+    Raises ValueError: figures are missing, ρ is not in (0, 1], or the model is not in bf16.
     """
     if not 0 < rho <= 1:
         raise ValueError(f"rho is {rho}; it is compressed over raw size of the exponents, above 0 and at most 1")

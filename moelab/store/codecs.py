@@ -176,8 +176,6 @@ def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
 def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = 4) -> PackedTensor:
     """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
 
-    Parameters
-    ----------
     weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into byte planes unless
         the codec is "raw"; anything else is one plane of bytes.
     codec : a key of `CODECS`.

@@ -108,9 +108,7 @@ def analyse(checkpoint: str | Path, select: Callable[[str], bool] | None = None)
     checkpoint : a folder with one or many .safetensors files, or one such file.
     select : tensor name → whether to count it, e.g. `lambda name: ".experts." in name`; by default all.
 
-    Raises
-    ------
-    FileNotFoundError : there are no such files.    ValueError : a damaged file; `select` leaves nothing.
+    Raises FileNotFoundError: there are no such files.    ValueError : a damaged file; `select` leaves nothing.
     """
     path = Path(checkpoint)
     tensors = read_header(path) if path.is_file() else read_folder(path)[1]

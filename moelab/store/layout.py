@@ -270,8 +270,6 @@ def _spec(given: dict[str, Any]) -> MoESpec:
 class ExpertStore:
     """An expert store; index, sizes, headers and small files are checked when it is opened, weights are not read.
 
-    Attributes
-    ----------
     codec, shards : how the experts are compressed; name of the codec, exponent shards a tensor at most.
     identity : of the model that the store was made from, see `moelab.models.identity`.
     weights : key → dtype, shape, offset, bytes, checksums of its pieces, of the weights that are not experts'.

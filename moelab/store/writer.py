@@ -35,8 +35,6 @@ BEHIND = 32 << 20           # bytes of an expert that may be written while the n
 class StoreWriter:
     """Writes experts in order, then the other weights and files, then the index. One process at a time.
 
-    Parameters
-    ----------
     destination : the store's folder; `destination.part` until it is finished.
     spec, identity : of the source.
     layers : for each MoE layer its experts module's name, its number of experts and whether the model stacks them.

@@ -71,8 +71,6 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
                  marks: Mapping[str, float] | None = None) -> go.Figure:
     """TPOT and hit rate against the memory for experts, simulated, a line a policy.
 
-    Parameters
-    ----------
     curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1), …]}.
     ceiling : the same of Belady's optimum.
     limits : {name: [(bytes, seconds), …]}, lower bounds of the TPOT.

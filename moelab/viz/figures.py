@@ -173,8 +173,6 @@ def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str
          upwards: bool = True) -> go.Figure:
     """Groups of bars with whiskers, panels side by side.
 
-    Parameters
-    ----------
     groups : {panel: {series: {group: (value, low, high)}}}; None is drawn as N.S., not supported.
     y, x : titles of the axes, with units.
     paper : {panel: {series: {group: values}}}, open diamonds on the bars; two values are the ends of a range.
@@ -220,8 +218,6 @@ def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns
           at: float | None = None, kind: str = "modelled") -> go.Figure:
     """A line a series over units, tokens or whatever else, panels side by side.
 
-    Parameters
-    ----------
     groups : {panel: {series: [(x, y), …]}}; NaN where there is nothing. A series looks alike in all panels.
     log : the axes with a logarithmic scale: "x", "y" or "xy". at : a vertical line, such as the present choice.
     """

@@ -21,8 +21,6 @@ def speedups(sweep: Sweep, systems: Mapping[str, str], over: str, what: str, *, 
              ) -> go.Figure:
     """`bars` of a sweep, a panel a model: how much faster systems are, by number of units; whiskers run over the seeds.
 
-    Parameters
-    ----------
     systems : label → name. over, what : as in `Sweep.gain`. models : all of the sweep's, if none are named.
     means : name of a claim → (mean, least, most) over the seeds; a panel "all" then has the phase's averages and the
         paper's.
@@ -78,8 +76,6 @@ def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
             solutions: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.Figure:
     """Both sides of a balance condition over the experts on the GPU, with its solutions, modelled; Eqs. 1 to 3.
 
-    Parameters
-    ----------
     groups : {panel: {side: (experts, seconds)}}; NaN breaks a line.
     solutions : {panel: {what: (experts, seconds)}}, marked.
     """

@@ -27,8 +27,6 @@ def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
              percent: bool = True, legend: str = "") -> go.Figure:
     """Values by predicting layer, a line a series, panels side by side with a common scale (Figs. 3, 4, 5 and 10).
 
-    Parameters
-    ----------
     groups : {panel: {series: [L − 1]}}; a series looks alike in all panels. NaN where there is nothing.
     title : of the vertical axis, with its unit.
     errors : the same shape, half of each error bar (`Score.margin`). Series without are drawn plain.
