@@ -47,7 +47,13 @@ def opened_class(cls: type) -> type:
     """The class of an opened model, named as transformers names it."""
     if issubclass(cls, OpenedModel):
         return cls
-    return type(cls.__name__, (OpenedModel, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    if hasattr(cls, "generate"):
+        @functools.wraps(cls.generate)
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.moelab._counted(functools.partial(cls.generate, self), *args, **kwargs)
+        members["generate"] = generate
+    return type(cls.__name__, (OpenedModel, cls), members)
 
 
 class Session:
@@ -82,8 +88,6 @@ class Session:
             for module in (model, *alone):
                 patches.hook(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True)
                 patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
-            if hasattr(type(model), "generate"):
-                patches.wrap(model, "generate", lambda below: functools.partial(self._counted, below))
             for layer in discover(model) if engine is None else ():
                 self._listen(layer, patches)
             self._patches = patches.pop_all()
