@@ -73,7 +73,7 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
         limit = float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
         least = SAME if rounding is None else min(SAME, float(rounding.same.mean()) - 1 / len(prompts))
     model = model.float().eval()
-    last, worst, same, counts = [], [], [], Account()
+    rows, counts = [], Account()
     with torch.no_grad():
         for ids in progress(prompts, "comparing", unit="prompt"):
             ids = torch.as_tensor([list(ids)])
@@ -82,8 +82,6 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
                 found = model(ids, use_cache=False).logits[0]
             counts += ane.total
             difference = (found - expected).abs().amax(-1)                                      # [S]
-            last.append(float(difference[-1]))
-            worst.append(float(difference.max()))
-            same.append(bool(found[-1].argmax() == expected[-1].argmax()))
-    return Parity(backend.name, np.array(last), np.array(worst), np.array(same), counts, tuple(backend.alarms),
-                  limit, least)
+            same = bool(found[-1].argmax() == expected[-1].argmax())
+            rows.append((float(difference[-1]), float(difference.max()), same))
+    return Parity(backend.name, *map(np.array, zip(*rows)), counts, tuple(backend.alarms), limit, least)

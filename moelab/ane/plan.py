@@ -31,8 +31,7 @@ FORMAT = "moelab.ane.plan/2"
 MAX_GRAPH_BYTES = 1200 * 2 ** 20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
-#: graphs that a plan keeps loaded, attention's included; our limit, no source has one. NPUMoE ran Qwen3-30B, some 700
-#: graphs by these plans
+#: graphs that a plan keeps loaded, attention's included; our limit, no source has one (NPUMoE ran some 700)
 MAX_GRAPHS = 1024
 #: chunks that NPUMoE evaluates (§5.1)
 CHUNKS = (256, 512, 1024)
@@ -340,7 +339,6 @@ def count(plan: ANEPlan, loads: Any) -> Account:
 
     On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes all rows of each
     chunk in which any of its experts has a token; on the CPU, and for a chunk of a single token, exactly its tokens.
-    `calibration.chunk_loads` and `popularity.loads_of_ids` give loads; ValueError for those of another model.
     """
     loads = check_loads(plan, loads)
     executed, slots, launches = loads.sum((0, 2)), loads.sum((0, 2)), np.zeros(plan.spec.L, dtype=np.int64)

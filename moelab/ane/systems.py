@@ -1,8 +1,7 @@
 """What of an MoE layer runs on which unit: operators, architectures, and the systems that NPUMoE compares, as data.
 
 The Neural Engine runs dense operators of static shape; what indexes, compares or sorts by values that are known only at
-run time stays on the CPU (NPUMoE §3.2 "Operator Partitioning", Figure 4). A system (Table 2, §5.8) may still keep
-attention or experts on the CPU, and an architecture may have no graph for one of the two (`why_no_graph`).
+run time stays on the CPU (NPUMoE §3.2 "Operator Partitioning", Figure 4).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ConvertedModel:
 
     @property
     def packages(self) -> list[dict[str, Any]]:
-        """The manifest's entries of all packages: file, weight_bytes, checksum, difference."""
+        """The manifest's entries of all packages."""
         entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
         return [entry for entry in entries if "file" in entry]
 

@@ -129,14 +129,13 @@ def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
     x = x.double()
     up = linear(x, expert.up, expert.up_bias)
     if expert.gate is None:
-        h = ACTIVATIONS[activation](up)
+        return linear(ACTIVATIONS[activation](up), expert.down, expert.down_bias)
+    gate = linear(x, expert.gate, expert.gate_bias)
+    if activation == "clamped":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+        h = up * (gate * torch.sigmoid(gate * float(np.float16(ALPHA))))
     else:
-        gate = linear(x, expert.gate, expert.gate_bias)
-        if activation == "clamped":
-            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
-            h = up * (gate * torch.sigmoid(gate * float(np.float16(ALPHA))))
-        else:
-            h = ACTIVATIONS[activation](gate) * up
+        h = ACTIVATIONS[activation](gate) * up
     return linear(h, expert.down, expert.down_bias)
 
 
@@ -205,8 +204,7 @@ def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequen
              activation: str = "silu", layout: str = "bc1s", weights: str = "fp16") -> Path:
     """Write the package of a group of experts; returns its path.
 
-    capacity : one C; several for one package with a function c16, c32 … each, which share the weights; or, for one
-        expert, `Enumerated` or `Range`.
+    capacity : one C; several for a function c16, c32 … each; or, for one expert, `Enumerated` or `Range`.
     weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a matrix, slow to find.
     """
     ct, path = coremltools(), Path(path)

@@ -155,8 +155,8 @@ def main(arguments: Sequence[str]) -> None:
     start = time.perf_counter()
     runner = CoreMLRunner(package, function or None, units)
     loaded = time.perf_counter()
-    with np.load(given) as inputs:
-        inputs = {name: inputs[name] for name in inputs.files}
+    with np.load(given) as file:
+        inputs = dict(file)
     state = runner.make_state() if read_package(package).function(function or None).states else None
     predicting = time.perf_counter()
     outputs = runner(inputs, state)

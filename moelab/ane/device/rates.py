@@ -101,12 +101,9 @@ def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
     small = [s for s in samples if s.mode == "parallel" and s.G * s.C <= SPILL_ROWS]
     overlap = (_relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small]) if len(small) >= 3
                else (expert, row, 0.0))
-    lines = []
-    for mode in MODES:
-        timed = [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
-        lines.append(_relative([[s.ms, 1] for s in timed], [s.mj for s in timed]) if len(timed) >= 2
-                     else (np.nan, np.nan))
-    power, work = zip(*lines)
+    timed = [[s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS] for mode in MODES]
+    power, work = zip(*(_relative([[s.ms, 1] for s in rows], [s.mj for s in rows]) if len(rows) >= 2
+                        else (np.nan, np.nan) for rows in timed))
     return Rates(launch, expert, row, spill, tuple(overlap), power, work)
 
 

@@ -49,11 +49,9 @@ class Meter:
         except ImportError:
             self.why = "no energy: pip install 'zeus[apple]'"
             return
-        monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
-        if monitor.soc_is_present:
-            self._monitor = monitor
-        else:
-            self.why = "no energy: zeus finds no Apple chip that it can read here"
+        self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
+        if not self._monitor.soc_is_present:
+            self._monitor, self.why = None, "no energy: zeus finds no Apple chip that it can read here"
 
     @contextmanager
     def window(self) -> Iterator[dict[str, float]]:
