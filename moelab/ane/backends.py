@@ -7,8 +7,7 @@
     launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
 
 C is a group's capacity; where its package has a function for each tier, the smallest that has room for a launch's
-fullest expert. The KV cache stays transformers' own, between chunks and into decoding; a graph gets it as its
-fixed-shape input. Packages that keep their cache inside are not run: decoding on the CPU could not read it.
+fullest expert. The KV cache stays transformers' own; a graph gets it as its fixed-shape input.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class TorchBackend(Backend):
         if not plain(experts) or banks(experts, "down_proj") is None:
             return torch.stack([experts.weighted(rows, w, experts.weights(e))
                                 for e, rows, w in zip(members, buffer, scale)])
-
         def linear(x: Tensor, name: str) -> Tensor:
             weights = banks(experts, name)[members]
             y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
@@ -76,8 +74,6 @@ class ConvertedBackend(Backend):
     """The packages of a converted model, each loaded when it is first needed.
 
     mode : of the evaluator, "double" or "fp16". runner : makes what runs a package instead of it; `name` says what.
-
-    Raises ValueError: packages that keep the KV cache inside; when run, a model of another checkpoint.
     """
 
     def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
@@ -88,8 +84,7 @@ class ConvertedBackend(Backend):
                              f"CPU cannot read it, so whole prefills do not run through it: convert the model without "
                              f"stateful=True (--stateful); `moelab ane lint` takes such packages")
         self.name, self.mode, self.runner, self.plan = name, mode, runner, self.converted.plan
-        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers
-                               if entry["moe"] is not None}
+        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers}
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._groups: dict[tuple[int, int, int], GroupGraph] = {}
         self._attention: dict[int, AttentionGraph] = {}
@@ -101,12 +96,10 @@ class ConvertedBackend(Backend):
                 for alarm in getattr(graph.run, "alarms", ())]
 
     def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
-        at = layer, group, buffer.shape[1]
+        at = self._decoder_layer[layer], group, buffer.shape[1]
         if at not in self._groups:
-            self._groups[at] = self.converted.group(self._decoder_layer[layer], group, self.mode, buffer.shape[1],
-                                                    self.runner)
-        y = self._groups[at](buffer.flatten(0, 1))
-        return y.view(buffer.shape) * scale[..., None]
+            self._groups[at] = self.converted.group(*at[:2], self.mode, at[2], self.runner)
+        return self._groups[at](buffer.flatten(0, 1)).view(buffer.shape) * scale[..., None]
 
     def capacity(self, layer: int, group: int, fullest: int) -> int:
         entry = self.converted.layers[self._decoder_layer[layer]]["groups"][group]

@@ -26,6 +26,7 @@ from moelab import cards
 from moelab.arguments import number, several, whole
 from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
+from moelab.table import format_value, text_table
 
 MB = 1e6
 #: an option of `make_plan` and of the command line: name → (type, metavar, default, help)
@@ -54,11 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              help=f"{purpose} ({default})")
         one.add_argument("--max-graph-mb", type=number(above=0), metavar="MB", default=SUPPRESS,
                          help="weights that one graph holds (1258)")
-        exclusive = one.add_mutually_exclusive_group()
-        exclusive.add_argument("--calibration", type=Path, metavar="FILE", default=SUPPRESS, help="of the model, by "
-                               "`moelab calibrate MODEL FILE`; without it, popularity is assumed")
-        exclusive.add_argument("--skew", default=SUPPRESS,
-                               help="of assumed popularity: even, typical or strong (typical)")
+        popularity = one.add_mutually_exclusive_group()
+        popularity.add_argument("--calibration", type=Path, metavar="FILE", default=SUPPRESS, help="of the model, by "
+                                "`moelab calibrate MODEL FILE`; without it, popularity is assumed")
+        popularity.add_argument("--skew", default=SUPPRESS, help="assumed: even, typical or strong (typical)")
         one.add_argument("--weights", default="fp16",
                          help="of the experts: fp16, int8, palette4, palette6 or palette8 (%(default)s)")
 
@@ -211,7 +211,6 @@ def bench(args: argparse.Namespace) -> int:
     from moelab.ane.device.mac import require_mac
     from moelab.ane.device.timing import Meter
     from moelab.ane.doctor import coreml_backend, time_prefill
-    from moelab.table import format_value, text_table
     require_mac("ane bench")
     meter, rows = Meter(), []
     for folder in args.folders:
@@ -231,7 +230,6 @@ def calibrate(args: argparse.Namespace) -> int:
     from moelab.ane.device.device_model import DeviceModel
     from moelab.ane.device.mac import require_mac
     from moelab.ane.device.timing import GRID, PARALLEL, Meter, save_samples, time_grid
-    from moelab.table import format_value, text_table
     require_mac("ane calibrate")
     meter = Meter()
     samples = time_grid(_grid(args.grid) if args.grid else GRID, repeats=args.repeats, meter=meter)
@@ -289,7 +287,6 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory:
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:
     """The model whose other parts run on the CPU, in float32."""
     import torch
-
     from moelab.models import open_checkpoint
     return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
 
@@ -297,7 +294,6 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:
     from moelab import datasets
     from moelab.ane.parity import parity as compare
-    from moelab.table import format_value
     model = _model_of(backend.converted, args.checkpoint)
     if model.tokenizer is None:
         raise ValueError("this checkpoint has no tokenizer, so there are no prompts; put one beside its weights")

@@ -1,9 +1,7 @@
 """A converted model on a Mac: is it really on the Neural Engine, does it compute what it should, how fast is it?
 
-`diagnose` loads each package in a process of its own, reads its compute plan operation by operation, and compares its
-outputs of random inputs with the evaluator's in fp16. A package is well if it loads and predicts, every operation is on
-the unit that it was converted for, and the outputs agree within `TOLERANCE`; every other finding is named.
-`coreml_backend` runs whole prefills by Core ML, `time_prefill` times them; `moelab.ane.parity` compares them.
+A package is well if it loads and predicts in a process of its own, its compute plan puts every operation on the ANE,
+and its outputs of random inputs agree with the evaluator's in fp16 within `TOLERANCE`; every other finding is named.
 """
 
 from __future__ import annotations
@@ -98,18 +96,15 @@ def diagnose(converted: ConvertedModel | str | Path, timeout: float = 300.0) -> 
 def difference(path: Path, function: str, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> float:
     """The largest relative RMS difference of an output from the evaluator's in fp16; nan where a device made one."""
     evaluator = Evaluator(path, function, mode="fp16")
-    expected = evaluator(inputs, evaluator.make_state() if evaluator.function.states else None)
     errors = []
-    for name, wanted in expected.items():
+    for name, wanted in evaluator(inputs, evaluator.make_state() if evaluator.function.states else None).items():
         got, wanted = torch.as_tensor(outputs[name]).double(), wanted.double()
         errors.append(float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp_min(1e-30)))
     return max(errors, key=lambda e: np.inf if np.isnan(e) else e)
 
 
 def coreml_backend(converted: ConvertedModel | str | Path, timeout: float = 300.0) -> ConvertedBackend:
-    """A backend that runs a converted model's packages by Core ML, after each has passed its probe.
-
-    Its name says how many operations the compute plans put on the Neural Engine.
+    """A backend that runs a converted model's packages by Core ML, named by how many operations are on the ANE.
 
     Raises RuntimeError: not on a Mac; a package that cannot be loaded, crashes or takes too long.
     """

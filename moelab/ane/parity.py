@@ -1,10 +1,9 @@
 """Does a converted model compute what the model computes? Logits of whole prefills, prompt by prompt.
 
-The packages run the attention and the hot groups of every chunk, the rest is the model's own; nothing is dropped (a
-group that overflows is launched again), so the unconverted model in float32 is the reference. With the evaluator in
-double precision the difference is at most the rounding of weights to fp16, and `LOGITS` is the limit. In fp16 mode, and
-on a Mac, the arithmetic adds to it, and a near tie in a router may send a token to another expert, so no number fits
-all models: a Mac is judged by what the evaluator's fp16 makes of the same prompts, that itself by its tokens.
+Nothing is dropped (a group that overflows is launched again), so the unconverted model in float32 is the reference.
+With the evaluator in double precision the difference is at most the rounding of weights to fp16, and `LOGITS` is the
+limit. In fp16, and on a Mac, the arithmetic adds to it, and a near tie in a router may send a token to another expert,
+so no number fits all models: a Mac is judged by what the evaluator's fp16 makes of the same prompts.
 """
 
 from __future__ import annotations
@@ -32,22 +31,16 @@ ROUNDING = 3
 
 @dataclass(frozen=True, eq=False)
 class Parity:
-    """What `parity` found, for n prompts; backend is what ran the packages.
-
-    last, worst : float64 [n], the largest difference of a logit after the last token, and after any token.
-    same : bool [n], whether the most likely next token is the same.
-    counts : what the plan did. alarms : what the evaluator's fp16 mode met.
-    limit, least : of a good conversion, the largest difference after the last token and the least share of `same`.
-    """
+    """What `parity` found, for n prompts."""
 
     backend: str
-    last: np.ndarray
-    worst: np.ndarray
-    same: np.ndarray
+    last: np.ndarray            # float64 [n], largest difference of a logit after the last token
+    worst: np.ndarray           # float64 [n], the same after any token
+    same: np.ndarray            # bool [n], whether the most likely next token is the same
     counts: Account
     alarms: tuple[Alarm, ...] = ()
-    limit: float = LOGITS
-    least: float = SAME
+    limit: float = LOGITS       # of `last` in a good conversion
+    least: float = SAME         # share of `same` in a good conversion
 
     @property
     def ok(self) -> bool:
@@ -66,9 +59,7 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
            mode: str = "double", rounding: Parity | None = None) -> Parity:
     """Prefill every prompt twice, through the packages and through the model.
 
-    converted : the converted model, or a backend that runs it.
-    model : the model that was converted; its weights are widened to float32 for good.
-    prompts : token ids, one list a prompt.
+    model : the model that was converted; its weights are widened to float32 for good. prompts : token ids.
     mode : of the evaluator, unless a backend is given.
     rounding : what the evaluator's fp16 mode made of the same prompts, to judge a device by.
 
@@ -82,7 +73,7 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
         limit = float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
         least = SAME if rounding is None else min(SAME, float(rounding.same.mean()) - 1 / len(prompts))
     model = model.float().eval()
-    last, worst, same, counts = [], [], [], Account()
+    rows, counts = [], Account()
     with torch.no_grad():
         for ids in progress(prompts, "comparing", unit="prompt"):
             ids = torch.as_tensor([list(ids)])
@@ -91,8 +82,6 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
                 found = model(ids, use_cache=False).logits[0]
             counts += ane.total
             difference = (found - expected).abs().amax(-1)                                      # [S]
-            last.append(float(difference[-1]))
-            worst.append(float(difference.max()))
-            same.append(bool(found[-1].argmax() == expected[-1].argmax()))
-    return Parity(backend.name, np.array(last), np.array(worst), np.array(same), counts, tuple(backend.alarms),
-                  limit, least)
+            same = bool(found[-1].argmax() == expected[-1].argmax())
+            rows.append((float(difference[-1]), float(difference.max()), same))
+    return Parity(backend.name, *map(np.array, zip(*rows)), counts, tuple(backend.alarms), limit, least)

@@ -1,9 +1,7 @@
 """Plans of MoE prefill on the Neural Engine: tiers, groups and placement, layer by layer (NPUMoE §3, §4).
 
-`make_plan` turns the counts of a calibration into static graphs: capacities in tiers, experts of equal tier in groups
-whose weights one graph can hold, each group on the ANE or on the CPU, attention on either. The systems that the paper
-compares and the steps of its ablation are plans too (`moelab.ane.systems`). A plan needs no weights, only a model card.
-`count` says what a plan executes, drops and pads under given loads (§4.1, Table 3).
+`make_plan` turns counts into static graphs: capacities in tiers, experts of equal tier in groups whose weights one
+graph can hold, each group, and attention, on the ANE or on the CPU. `count` says what a plan executes, drops and pads.
 
     counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity   loads [n, L, E]
 
@@ -33,8 +31,7 @@ FORMAT = "moelab.ane.plan/2"
 MAX_GRAPH_BYTES = 1200 * 2 ** 20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
-#: graphs that a plan keeps loaded, attention's included; our limit, no source has one. NPUMoE ran Qwen3-30B, some 700
-#: graphs by these plans
+#: graphs that a plan keeps loaded, attention's included; our limit, no source has one (NPUMoE ran some 700)
 MAX_GRAPHS = 1024
 #: chunks that NPUMoE evaluates (§5.1)
 CHUNKS = (256, 512, 1024)
@@ -42,16 +39,13 @@ CHUNKS = (256, 512, 1024)
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Experts of one graph, in this order; on the ANE each has `capacity` rows in it.
-
-    expected : tokens of a chunk that come to the group on average, by the calibration.
-    """
+    """Experts of one graph, in this order; on the ANE each has `capacity` rows in it."""
 
     experts: tuple[int, ...]
     capacity: int
     unit: Unit
     weight_bytes: int
-    expected: float = 0.0
+    expected: float = 0.0                   # tokens of a chunk that come to the group on average
 
     @property
     def slots(self) -> int:
@@ -75,9 +69,8 @@ class LayerPlan:
 class ANEPlan:
     """Static graphs of every MoE layer of a model, for one chunk size.
 
-    chunk, system, layers : B, a key of `SYSTEMS`, and L plans.
+    chunk, system : B, and a key of `SYSTEMS`. problems : what does not fit and why, in words.
     popularity : where the counts came from, in words; "assumed" if nothing was calibrated.
-    problems : what does not fit and why, in words.
     model_id : identity of the model whose calibration it was made from; "" where the popularity was assumed.
     """
 
@@ -105,12 +98,10 @@ class ANEPlan:
 
     @property
     def launches(self) -> int:
-        """Expert graphs that a chunk launches on the ANE."""
         return len(self.graphs)
 
     @property
     def slots(self) -> int:
-        """Rows that these graphs compute."""
         return sum(group.slots for group in self.graphs)
 
     @property
@@ -139,10 +130,10 @@ class ANEPlan:
             plan = cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
                        fields["popularity"], tuple(fields["problems"]), fields["model_id"])
             plan._check()
-            return plan
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this plan is damaged ({type(error).__name__}: {error}); make it again with make_plan"
                              ) from error
+        return plan
 
     def _check(self) -> None:
         """ValueError, or what Python raises, where a plan that was read is none that `make_plan` could have made."""
@@ -186,8 +177,8 @@ class ANEPlan:
                          format_value(max((g.weight_bytes for g in graphs), default=0) / 1e6)])
         head = ["layer", "attention", "experts × tier", "ANE graphs (G×C)", "CPU experts", "ANE rows",
                 "largest graph, MB"]
-        lines = [f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; popularity "
-                 f"{self.popularity}",
+        lines = [f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
+                 f"popularity {self.popularity}",
                  text_table(head, rows),
                  f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE, where "
                  f"{self.ane_bytes / 1e9:.1f} GB of expert weights stay."]
@@ -204,8 +195,8 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     counts, tokens : [L, E] routings to each expert, and of how many tokens: `calibration.counts(PREFILL)` and
         `calibration.tokens[PREFILL]`, or `popularity.assumed_counts(spec)`.
     chunk, group_size : B, and G for systems that group.
-    levels, rule, slack : as in `capacity_tiers`; tiers : [L] to use instead, e.g. `capacity_tiers_of_loads(…)`.
-    max_graph_bytes : weights of one graph; smaller groups are made, and a larger expert goes to the CPU.
+    levels, rule, slack : as in `capacity_tiers`; tiers : [L] to use instead.
+    max_graph_bytes : weights of one graph; groups shrink to it, and a larger expert goes to the CPU.
     cold_share, min_rows : for the CPU are the rarest experts that together get at most this share of the routings, and
         groups that expect fewer tokens of a chunk, too few to pay a launch. NPUMoE §4.3 has the criterion and one
         example (a group of 2 × 8 is too small), no threshold: both are ours.
@@ -213,9 +204,7 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
     memory_bytes : of the machine, for the weights of all graphs; None if it is not known.
     max_graphs : that stay loaded; does not apply where Core ML places graphs. If memory or this is too little, the
         groups that the fewest tokens come to go to the CPU.
-    popularity, model_id : where the counts came from, in words, and of which model: `calibration.model_id`.
-
-    Raises ValueError: an unknown system, counts or tiers of another model, or an option out of its range.
+    popularity, model_id : as in `ANEPlan`.
     """
     if system not in SYSTEMS:
         raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
@@ -292,8 +281,7 @@ def _placed(tiers: Tiers, counts: Sequence[float], expected: Sequence[float], si
 
 
 def _within(layers: list[LayerPlan], room: float, graphs: float) -> tuple[list[LayerPlan], int]:
-    """The layers with as many groups on the ANE as there is room for, those of most expected tokens first, and how
-    many have gone to the CPU."""
+    """(layers with as many groups on the ANE as fit, most expected tokens first; how many have gone to the CPU)."""
     wanted = sorted(((l, g) for l, layer in enumerate(layers) for g, group in enumerate(layer.groups)
                      if group.unit == "ane"), key=lambda at: -layers[at[0]].groups[at[1]].expected)
     size = np.cumsum([layers[l].groups[g].weight_bytes for l, g in wanted])
@@ -323,19 +311,14 @@ def attention_params(spec: MoESpec) -> int:
 
 @dataclass
 class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each.
-
-    routed : choices of an expert by a token. executed : those computed; the others are dropped. on_cpu : those of the
-    executed that run unpadded on the CPU. slots : rows computed, padding included. launches : expert graphs run on the
-    ANE. `count` leaves `chunks` and `on_cpu` at 0.
-    """
+    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` and `on_cpu` at 0."""
 
     chunks: Any = 0
-    launches: Any = 0
-    routed: Any = 0
-    executed: Any = 0
-    on_cpu: Any = 0
-    slots: Any = 0
+    launches: Any = 0           # expert graphs run on the ANE
+    routed: Any = 0             # choices of an expert by a token
+    executed: Any = 0           # those computed; the others are dropped
+    on_cpu: Any = 0             # those of the executed that run unpadded on the CPU
+    slots: Any = 0              # rows computed, padding included
 
     @property
     def drop_rate(self) -> float:
@@ -356,7 +339,6 @@ def count(plan: ANEPlan, loads: Any) -> Account:
 
     On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes all rows of each
     chunk in which any of its experts has a token; on the CPU, and for a chunk of a single token, exactly its tokens.
-    `calibration.chunk_loads` and `popularity.loads_of_ids` give loads; ValueError for those of another model.
     """
     loads = check_loads(plan, loads)
     executed, slots, launches = loads.sum((0, 2)), loads.sum((0, 2)), np.zeros(plan.spec.L, dtype=np.int64)

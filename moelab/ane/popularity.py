@@ -1,10 +1,9 @@
 """How many tokens each expert gets: from recorded ids, or from a synthetic popularity where no calibration exists.
 
-Synthetic popularity is drawn per layer from a log-normal of a named width, and the loads of single chunks vary around
-it by a Dirichlet distribution, as consecutive tokens of a text are about the same thing. With "typical", 16 experts and
-top-2 the most popular expert gets about twice the mean load, the example of NPUMoE §4.1; the variation between chunks
-is fitted so that pruning at the default tiers drops and pads as much as its Table 3. Whatever is computed from these
-numbers must say "assumed".
+Synthetic popularity is drawn per layer from a log-normal, and the loads of single chunks vary around it by a Dirichlet
+distribution. With "typical", 16 experts and top-2 the most popular expert gets about twice the mean load (NPUMoE §4.1);
+the variation between chunks is fitted so that pruning at the default tiers drops and pads as much as its Table 3.
+Whatever is computed from these numbers must say "assumed".
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ SKEWS = {"even": (0.0, 1e6), "typical": (0.4, 2.0), "strong": (0.9, 2.0)}
 
 
 def assumed_loads(spec: MoESpec, chunk: int, chunks: int = 64, skew: str = "typical", seed: int = 0) -> np.ndarray:
-    """Tokens that each expert gets in each chunk, assumed: int64 [n, L, E], at most `chunk`, chunk·K a layer.
-
-    skew : a key of `SKEWS`; ValueError for another.
-    """
+    """Tokens that each expert gets in each chunk, assumed: int64 [n, L, E], at most `chunk`, chunk·K a layer."""
     if skew not in SKEWS:
         raise ValueError(f"there is no skew {skew!r}; there are: {', '.join(SKEWS)}")
     width, concentration = SKEWS[skew]
@@ -50,10 +46,7 @@ def assumed_counts(spec: MoESpec, chunk: int = 256, chunks: int = 64, skew: str 
 
 
 def loads_of_ids(ids: Any, chunk: int, E: int) -> np.ndarray:
-    """Tokens that each expert gets in each chunk, from ids [T, L, K]: int64 [n, L, E]; the last chunk may be shorter.
-
-    The id E ("no expert") is not counted.
-    """
+    """Tokens that each expert gets in each chunk, from ids [T, L, K]; the id E ("no expert") is not counted."""
     ids = np.asarray(ids)
     T, L, K = ids.shape
     loads = np.zeros((-(-T // chunk), L, E + 1), dtype=np.int64)

@@ -2,14 +2,10 @@
 
 The prompt is cut into chunks of B tokens. In each layer attention runs first; the CPU routes, prunes what overflows the
 static capacities, gathers each group's tokens into its zero-padded buffer, has a backend run the group, and adds the
-valid rows, weighted, back to their tokens. Experts that the plan leaves on the CPU run on just their tokens. All of it
-happens behind the seam, so `generate` works.
+valid rows, weighted, back to their tokens. Experts that the plan leaves on the CPU run on just their tokens.
 
-    prompt [1, S] → chunks [1, ≤ B]    a launch: buffer [G, C, H] with weights [G, C] → [G, C, H]
-
-A forward pass of one token (decoding, or a prompt's single last token) takes the CPU path: the model's own attention
-and its experts unpadded, on the same KV cache. Batch size 1: prompts of a batch would compete for the same capacities.
-Left out: running the groups of a layer at the same time, and ANE and CPU experts side by side.
+A forward pass of one token takes the CPU path: the model's own attention and its experts unpadded, on the same KV
+cache. Batch size 1: prompts of a batch would compete for the same capacities.
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ class PlannedExperts(Executor):
     """The executor of a plan: hot groups by a backend with static shapes, cold experts on the CPU.
 
     overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again, without loss.
-    order, saliency : who is dropped first, a name in `moelab.experts.static.ORDERS` (NPUMoE's is "saliency"), and the
-        tokens' norms, for the orders that need them.
+    order, saliency : who is dropped first, a key of `ORDERS`, and the tokens' norms, for the orders that need them.
     by_layer : [L] exact counts over all chunks; decode steps are not among them.
     """
 
@@ -54,7 +49,7 @@ class PlannedExperts(Executor):
 
     @property
     def total(self) -> Account:
-        """The counts of all layers; `chunks` and `launches` are sums over layers, too."""
+        """Sums over all layers, of `chunks` too."""
         return sum(self.by_layer, Account())
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
@@ -83,8 +78,7 @@ class PlannedExperts(Executor):
             mine = torch.nonzero(of_group == number)[:, 0]
             launch, row = rank[mine] // group.capacity, rank[mine] % group.capacity
             for n in range(int(launch.max()) + 1 if len(mine) else 0):
-                now = mine[launch == n]
-                rows = row[launch == n]
+                now, rows = mine[launch == n], row[launch == n]
                 C = self.backend.capacity(layer, number, int(rows.max()) + 1)
                 slot = slice_of[expert[now]] * C + rows                                         # row of [G·C]
                 self._launch(out, x, weights, number, C, slot, kept.tokens[now], kept.choices[now], experts)
@@ -131,18 +125,12 @@ def prefill_through(model: Any, plan: ANEPlan | None = None, backend: Backend | 
                     overflow: str = "prune", order: str = "saliency", seed: int = 0) -> Iterator[PlannedExperts]:
     """Within the block, prompts run through the plan; yields the executor, which counts.
 
-    model : a decoder with its experts behind the seam or not; on the CPU.
-    plan : made for this model; None takes the backend's, which a converted model has.
-    backend : a backend of `moelab.ane.backends`; None is `TorchBackend`.
+    model : a decoder on the CPU, its experts behind the seam or not.
+    plan : made for this model; None takes the backend's. backend : None is `TorchBackend`.
     overflow, order, seed : as in `PlannedExperts`.
 
-    >>> with prefill_through(model, plan) as ane:
-    ...     model.generate(ids, max_new_tokens=8)
-    ...     print(ane.total.drop_rate)
-
-    Raises ValueError without a plan, for one of another geometry or not the backend's, an encoder-decoder, an order
-    that this model has no saliency for, a backend of another checkpoint; when run, for a batch of several prompts, a
-    padded one or a static cache.
+    Raises ValueError for a plan or backend of another model, an encoder-decoder, an order that this model has no
+    saliency for; when run, for a batch of several prompts, a padded one or a static cache.
     """
     if plan is None and backend is None:
         raise ValueError("give a plan (moelab.ane.plan.make_plan) or a backend that has one")
@@ -150,15 +138,13 @@ def prefill_through(model: Any, plan: ANEPlan | None = None, backend: Backend | 
     backend = backend or TorchBackend(plan)
     if plan != backend.plan:
         raise ValueError(f"this plan is not the one that the backend {backend.name!r} was made for; leave it out")
-    spec = spec_of(model)
-    plan.require(identity(model), spec)
+    plan.require(identity(model), spec_of(model))
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; prefill in chunks is for decoders")
-    layers = discover(model)
     with ExitStack() as stack:
         saliency = None
         if overflow == "prune" and order in NEED_SALIENCY:
-            saliency = stack.enter_context(Saliency(model, layers))
+            saliency = stack.enter_context(Saliency(model, discover(model)))
         executor = PlannedExperts(plan, backend, overflow, order, saliency, seed)
         stack.enter_context(plugged(model, executor))
         stack.enter_context(backend.attention(model))
@@ -168,12 +154,8 @@ def prefill_through(model: Any, plan: ANEPlan | None = None, backend: Backend | 
 
 @contextmanager
 def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
-    """Within the block, a decoder stack reads its prompts `chunk` tokens at a time into one KV cache.
-
-    Unlike transformers' `generate(prefill_chunk_size=…)`, also in plain forward passes.
-    """
+    """Within the block, every forward pass of a decoder stack reads `chunk` tokens at a time into one KV cache."""
     from transformers import DynamicCache, StaticCache
-
     def chunked(forward: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 position_ids: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None,
                 use_cache: bool | None = None, **options: Any) -> Any:
@@ -209,7 +191,6 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
             if wanted is False:
                 out.past_key_values = None
         return out
-
     with Patches() as patches:
         patches.wrap(decoder, "forward", lambda below: partial(chunked, below))
         yield

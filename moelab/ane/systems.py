@@ -1,8 +1,7 @@
 """What of an MoE layer runs on which unit: operators, architectures, and the systems that NPUMoE compares, as data.
 
 The Neural Engine runs dense operators of static shape; what indexes, compares or sorts by values that are known only at
-run time stays on the CPU (NPUMoE §3.2 "Operator Partitioning", Figure 4). A system (Table 2, §5.8) may still keep
-attention or experts on the CPU, and an architecture may have no graph for one of the two (`why_no_graph`).
+run time stays on the CPU (NPUMoE §3.2 "Operator Partitioning", Figure 4).
 """
 
 from __future__ import annotations
@@ -15,13 +14,10 @@ UNITS = ("ane", "cpu")
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a layer and the best unit that can run it.
-
-    block : "attention", "router", "dispatch", "experts", "combine" or "norm".
-    """
+    """One operator of a layer and the best unit that can run it."""
 
     name: str
-    block: str
+    block: str                  # "attention", "router", "dispatch", "experts", "combine" or "norm"
     unit: Unit
     reason: str
     source: str
@@ -67,10 +63,7 @@ NO_EXPERT_GRAPHS = {
 
 
 def why_no_graph(block: str, model_type: str) -> str:
-    """Why the "attention" or the "experts" of an architecture have no graph for the ANE; "" where they have one.
-
-    Experts of an architecture that is not named are judged by what they compute, when they are converted.
-    """
+    """Why the "attention" or the "experts" of an architecture have no graph for the ANE; "" where they have one."""
     if block == "attention" and model_type not in ATTENTION_GRAPHS:
         return f"there is no graph for the attention of {model_type!r}, only for that of {', '.join(ATTENTION_GRAPHS)}"
     return NO_EXPERT_GRAPHS.get(model_type, "") if block == "experts" else ""
@@ -78,23 +71,15 @@ def why_no_graph(block: str, model_type: str) -> str:
 
 @dataclass(frozen=True)
 class ANESystem:
-    """How a plan is made.
+    """How a plan is made."""
 
-    title : the paper's name.
-    attention, experts : the unit of each block.
-    tiers : capacities by tier; without, all experts have the largest tier's, the "worst case" of §4.1.
-    grouped : several experts a graph.
-    placement : cold experts and small groups on the CPU.
-    managed : the program places graphs itself; else Core ML does, at the cost of a dispatch per graph.
-    """
-
-    title: str
+    title: str                  # the paper's name
     attention: Unit
     experts: Unit
-    tiers: bool = False
-    grouped: bool = False
-    placement: bool = False
-    managed: bool = True
+    tiers: bool = False         # without, all experts have the largest tier's capacity, the "worst case" of §4.1
+    grouped: bool = False       # several experts a graph
+    placement: bool = False     # cold experts and small groups on the CPU
+    managed: bool = True        # the program places graphs itself; else Core ML does, at a dispatch per graph
 
 
 SYSTEMS = {

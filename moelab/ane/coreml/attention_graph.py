@@ -1,17 +1,14 @@
 """Attention of one chunk of S tokens as a static Core ML graph: projections, rotary, GQA, mask, a fixed-shape cache.
 
-Source: NPUMoE §3.2 (attention on the ANE with static shapes and a fixed-shape KV cache; norms and masking on the CPU;
-chunked prefill) and §A.4. Tensors are (1, heads, D, S), positions on the long last axis, so the graph needs no
-transpose; every key head is repeated for its query heads by a concat. What depends on the position in the prompt is an
-input, so one graph serves all chunks:
+Source: NPUMoE §3.2, §A.4. Tensors are (1, heads, D, S), positions on the long last axis, so the graph needs no
+transpose. What depends on the position in the prompt is an input, so one graph serves all chunks:
 
     x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 2, D, S)   mask (1, 1, S, keys), 0 or MASKED
     stateless   k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
     stateful    write (1, 1, S, P), keep (1, 1, 1, P), two states (1, KV, D, P)     → y
 
 P is the context length. Stateless, a chunk sees P + S keys, and the caller puts k_new and v_new into its cache;
-stateful, `cache · keep + new · write` does it inside, with P keys. The norm before attention and the residual are not
-here. Left out: MLA, attention sinks, partial rotary.
+stateful, `cache · keep + new · write` does it inside, with P keys. Left out: MLA, attention sinks, partial rotary.
 
 Rotation, the norms of q and k (Qwen3, OLMoE) and scores are written so that fp16, which rounds a result by up to 2^-11
 of its size, rounds little: large terms are exact, and what is rounded is small and added first. Three identities, our
@@ -46,22 +43,17 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of an attention graph.
+    """Sizes of an attention graph."""
 
-    hidden, heads, kv_heads, head_dim : H, query heads, KV and D. chunk, context : S and P.
-    norm : None, "head" (over each head's D, Qwen3) or "full" (over all heads, OLMoE); eps is its epsilon.
-    stateful : whether the cache is the model's state.
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    chunk: int
-    context: int
-    norm: str | None = None
+    hidden: int                     # H
+    heads: int                      # query heads
+    kv_heads: int                   # KV
+    head_dim: int                   # D
+    chunk: int                      # S
+    context: int                    # P
+    norm: str | None = None         # of q and k: "head" (over each head's D, Qwen3) or "full" (over all heads, OLMoE)
     eps: float = 1e-6
-    stateful: bool = False
+    stateful: bool = False          # whether the cache is the model's state
 
     def __post_init__(self) -> None:
         if self.norm and float(torch.tensor(self.eps).half()) == 0:
@@ -95,10 +87,9 @@ def attention_shape(config: Any, chunk: int, context: int, stateful: bool = Fals
 def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
     """The MIL program of one layer's attention.
 
-    tensors : "q_proj.weight" [heads·D, H] …, "o_proj.weight", biases where there are any, "q_norm.weight" and
-        "k_norm.weight" with a norm. ValueError for any other, and for one that does not fit fp16.
+    tensors : "q_proj.weight" [heads·D, H] …, biases, "q_norm.weight" and "k_norm.weight"; ValueError for any other.
     """
-    coremltools()
+    ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
     known = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
@@ -126,14 +117,18 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
         q = positioned(x, "q", shape.heads, q_cos, q_sin, "q")
         k = positioned(x, "k", shape.kv_heads, k_cos, k_sin, "k_new")
         v = mb.reshape(x=project(x, "v_proj"), shape=(1, shape.kv_heads, D, S), name="v_new")
-        keys, values, outputs = _stateful(mb, k, v, *cache) if shape.stateful else _stateless(mb, k, v, *cache)
+        if shape.stateful:
+            write, keep, *states = cache
+            keys, values = (_updated(mb, state, new, write, keep) for state, new in zip(states, (k, v)))
+        else:
+            keys, values = (mb.concat(values=[past, new], axis=3) for past, new in zip(cache, (k, v)))
         repeats = shape.heads // shape.kv_heads
         keys, values, own = (_repeated(mb, each, repeats) for each in (with_ones(mb, keys), values, k))
         scores = shifted(mb, q, keys, own)                                          # (1, heads, S, keys)
         shares = mb.softmax(x=mb.add(x=scores, y=mask), axis=-1, name="shares")
         mixed = mb.matmul(x=values, y=shares, transpose_y=True, name="mixed")       # (1, heads, D, S)
         y = project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y")
-        return (y, *outputs)
+        return (y,) if shape.stateful else (y, k, v)
 
     def tensor(*dims: int) -> Any:
         return mb.TensorSpec(shape=dims, dtype=types.fp16)
@@ -149,18 +144,12 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
 
         def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
             return body(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past)
-    return mb.program(input_specs=specs, opset_version=coremltools().target.iOS18)(program)
+    return mb.program(input_specs=specs, opset_version=ct.target.iOS18)(program)
 
 
-def _stateless(mb: Any, k: Any, v: Any, k_past: Any, v_past: Any) -> tuple[Any, Any, tuple]:
-    return mb.concat(values=[k_past, k], axis=3), mb.concat(values=[v_past, v], axis=3), (k, v)
-
-
-def _stateful(mb: Any, k: Any, v: Any, write: Any, keep: Any, k_cache: Any, v_cache: Any) -> tuple[Any, Any, tuple]:
-    def updated(state: Any, new: Any) -> Any:
-        kept = mb.mul(x=mb.read_state(input=state), y=keep)
-        return mb.coreml_update_state(state=state, value=mb.add(x=kept, y=mb.matmul(x=new, y=write)))
-    return updated(k_cache, k), updated(v_cache, v), ()
+def _updated(mb: Any, state: Any, new: Any, write: Any, keep: Any) -> Any:
+    kept = mb.mul(x=mb.read_state(input=state), y=keep)
+    return mb.coreml_update_state(state=state, value=mb.add(x=kept, y=mb.matmul(x=new, y=write)))
 
 
 def _repeated(mb: Any, x: Any, times: int) -> Any:
@@ -171,12 +160,10 @@ def _repeated(mb: Any, x: Any, times: int) -> Any:
     return mb.concat(values=[head for head in heads for _ in range(times)], axis=1)
 
 
-def save_attention(path: str | Path, shape: AttentionShape, tensors: dict[str, Tensor], weights: str = "fp16") -> Path:
+def save_attention(path: str | Path, shape: AttentionShape, tensors: dict[str, Tensor]) -> Path:
     """Write the package of one layer's attention; returns its path. Raises what `attention_program` raises."""
-    return save_program(path, attention_program(shape, tensors), weights)
+    return save_program(path, attention_program(shape, tensors))
 
-
-# ---------------------------------------------------------------------------------- parts that fp16 rounds little
 
 def powers(values: Tensor) -> tuple[Tensor, Tensor]:
     """(The power of two nearest to each value, with its sign; what remains); (0, 0) for a 0."""
@@ -198,8 +185,8 @@ def normalised(mb: Any, x: Any, axis: int, eps: float) -> tuple[Any, Any]:
 def rotated(mb: Any, x: Any, repair: Any, cos: Any, sin: Any, weight: np.ndarray | None, **name: str) -> Any:
     """The rotary embedding of (x + x·repair)·weight, (1, heads, D, S).
 
-    x : (1, heads, D, S). repair : from `normalised`, or None. weight : the norm's, (1, 1 or heads, D, 1), or None.
-    cos, sin : (1, 2, D, S), the `powers` of the tables: powers of two, then what remains.
+    repair : from `normalised`, or None. cos, sin : (1, 2, D, S), the `powers` of the tables.
+    weight : the norm's, (1, 1 or heads, D, 1), or None.
     """
     half = x.shape[2] // 2
     first, second = mb.split(x=x, num_splits=2, axis=2)
@@ -240,8 +227,6 @@ def shifted(mb: Any, q: Any, keys: Any, some: Any) -> Any:
     return mb.matmul(x=mb.concat(values=[q, *[part] * ones], axis=2), y=keys, transpose_x=True, name="scores")
 
 
-# --------------------------------------------------------------------------------------------------- what a call needs
-
 def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Tensor:
     """The additive mask (1, 1, S, keys) of the chunk that begins at position `start`.
 
@@ -262,9 +247,7 @@ def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Ten
 
 def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, sin: Tensor,
                      window: int | None = None) -> dict[str, Tensor]:
-    """All inputs but the cache of the chunk x [n, H], n ≤ S, that begins at position `start`.
-
-    cos, sin : the model's rotary embedding of the n positions, [n, D].
+    """All inputs but the cache of the chunk x [n, H], n ≤ S, that begins at position `start`; cos, sin [n, D].
 
     A short chunk is filled up with repetitions of its last token (zeros would be divided by in the norms), whose
     outputs and keys are to be discarded. ValueError for a chunk that is empty, too long or beyond the context.
@@ -273,7 +256,6 @@ def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, 
     if not 0 < n <= S or start + n > shape.context:
         raise ValueError(f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context "
                          f"{shape.context}")
-
     def filled(rows: Tensor) -> Tensor:
         return torch.cat([rows, rows[-1:].expand(S - n, -1)]).T.contiguous()
     scale = shape.head_dim ** -0.5

@@ -1,9 +1,8 @@
 """Converts a whole model to Core ML packages, layer by layer, as a plan says; an interrupted run is resumed.
 
-Source: NPUMoE §A.4 (the pipeline), §4 (which expert is in which graph, and where that runs). A checkpoint becomes a
-folder with a package for each attention and each group of experts that the plan puts on the Neural Engine, and a
-manifest. What stays on the CPU (norms, routers, embeddings, the head, shared experts, cold groups) is not copied: the
-manifest names the checkpoint and its identity.
+Source: NPUMoE §A.4, §4. A checkpoint becomes a folder with a package for each attention and each group of experts that
+the plan puts on the Neural Engine, and a manifest. What stays on the CPU is not copied: the manifest names the
+checkpoint and its identity.
 
     manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
@@ -57,8 +56,6 @@ OWN_TOLERANCE = 1e-3
 class ConversionSettings:
     """How a model is converted.
 
-    context : P, positions of the KV caches. layout : of the expert graphs, see `ffn_graph`.
-    weights : of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16.
     stateful : whether attention keeps its cache as the model's state instead of taking and returning it. Such packages
         can be linted and evaluated; the runtime does not run them, as decoding on the CPU could not read that cache.
     every_tier : each expert package has a function for each of its layer's capacities, sharing the weights; the
@@ -66,9 +63,9 @@ class ConversionSettings:
     compute_units : what a Mac is asked to load the packages for.
     """
 
-    context: int = 2048
-    layout: str = "bc1s"
-    weights: str = "fp16"
+    context: int = 2048         # P, positions of the KV caches
+    layout: str = "bc1s"        # of the expert graphs, see `ffn_graph`
+    weights: str = "fp16"       # of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16
     stateful: bool = False
     every_tier: bool = False
     compute_units: str = "cpuAndNeuralEngine"
@@ -86,14 +83,12 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
     """Convert a model, or resume an interrupted conversion.
 
     model : a checkpoint folder or a hub id; None for the shipped small model.
-    destination : the new folder; until it is complete, `destination.part`.
-    plan : what runs where; None plans chunks of 256 with an assumed popularity of the experts.
+    plan : None plans chunks of 256 with an assumed popularity of the experts.
     validate : evaluate each expert graph as saved and compare it with torch; the largest difference is recorded.
 
     Raises FileExistsError where the destination exists, another process converts into it, or an unfinished conversion
-    with other settings is there; ImportError without coremltools; FileNotFoundError and ValueError as
-    `open_checkpoint`, for a plan of another model, experts that have no graphs, a chunk that is no multiple of 16 or
-    longer than the context, and a graph that does not compute what torch does.
+    with other settings is there; FileNotFoundError and ValueError as `open_checkpoint`, for a plan of another model,
+    experts that have no graphs, a bad chunk, and a graph that does not compute what torch does.
     """
     coremltools()
     destination = Path(destination)
@@ -201,10 +196,9 @@ class _Source:
                  self.activation, self.settings.layout, self.settings.weights)
 
     def difference(self, layer: int, moe: int, part: dict[str, Any], path: Path) -> float:
-        """Largest difference between a saved graph in fp64 and torch, relative to the largest output.
+        """Largest difference between a saved graph in fp64 and `reference`, relative to the largest output.
 
-        Torch is `ffn_graph.reference`, which must itself agree with the architecture's own code in fp64, its weights
-        rounded to fp16.
+        `reference` must itself agree with the architecture's own code in fp64, its weights rounded to fp16.
         """
         experts, layout, C = self.experts(moe, part), self.settings.layout, part["capacity"]
         x = torch.randn(len(experts) * C, experts[0].up.shape[1],
@@ -227,13 +221,8 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
 
 
-# --------------------------------------------------------------------------------------- an unfinished conversion
-
 class Work:
     """The folder of an unfinished conversion, and its journal, which is locked until `close` or `publish`.
-
-    A package is made in `building`, checked, moved to its place, and only then entered in the journal, so a run that is
-    killed leaves at most one package that the journal does not name, which is made again.
 
     done : file → its entry of the journal, for each package that is complete.
 

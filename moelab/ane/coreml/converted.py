@@ -1,9 +1,8 @@
 """A converted model: the manifest of the folder that `convert` writes, and its graphs as functions of hidden states.
 
-A `GroupGraph` takes the G·C slots of a group as rows [G·C, H], an `AttentionGraph` a chunk of hidden states [n, H] and
-a cache; both hide layouts and names of inputs, so a backend that runs the same packages on a Mac needs only another
-`Evaluator`. Everything is checked: the manifest by its seal when it is read, a package by its checksum before it is
-first used (always through `ConvertedModel.package`), the checkpoint that the CPU's parts come from by its identity.
+Both kinds of graph hide layouts and names of inputs, so a Mac needs only another `Evaluator`. Everything is checked:
+the manifest by its seal when it is read, a package by its checksum before it is first used (always through
+`ConvertedModel.package`), the checkpoint that the CPU's parts come from by its identity.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Runner = Callable[[Path, str | None], Any]
 class ConvertedModel:
     """A folder that `convert_model` wrote.
 
-    folder, manifest : where it is, and what manifest.json says. layers : its entries, one a decoder layer.
+    layers : the manifest's entries, one a decoder layer.
     problems : what does not run where the plan's system wants it, and why, in words.
 
     Raises FileNotFoundError without a manifest or a package that it names, ValueError for another format or damage.
@@ -76,7 +75,7 @@ class ConvertedModel:
 
     @property
     def packages(self) -> list[dict[str, Any]]:
-        """The manifest's entries of all packages: file, weight_bytes, checksum, difference."""
+        """The manifest's entries of all packages."""
         entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
         return [entry for entry in entries if "file" in entry]
 
@@ -90,20 +89,14 @@ class ConvertedModel:
         return path
 
     def checkpoint(self, folder: str | Path | None = None) -> Path:
-        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now.
-
-        FileNotFoundError if it is not there, ValueError if it is another checkpoint.
-        """
+        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
         if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
             raise ValueError(f"{place.folder} is not the checkpoint that {self.folder} was converted from")
         return place.folder
 
     def require(self, model: Any) -> None:
-        """ValueError unless the model was opened from the checkpoint that this was converted from.
-
-        What was done to its weights since is for `moelab.ane.parity` to measure.
-        """
+        """ValueError unless the model was opened from the checkpoint that this was converted from."""
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
             raise ValueError(f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
@@ -115,11 +108,7 @@ class ConvertedModel:
 
     def group(self, layer: int, index: int, mode: str = "fp16", capacity: int | None = None,
               runner: Runner | None = None) -> GroupGraph:
-        """A group's graph of decoder layer `layer`.
-
-        mode : of the evaluator. capacity : one of the entry's capacities, if it has several.
-        runner : makes what runs the package, instead of the evaluator.
-        """
+        """A group's graph of decoder layer `layer`; `mode` is the evaluator's, which `runner` replaces."""
         entry = self.layers[layer]["groups"][index]
         if "file" not in entry:
             raise ValueError(f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has no package")
@@ -131,10 +120,7 @@ class ConvertedModel:
         return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
 
     def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
-        """The attention graph of decoder layer `layer`; parameters as in `group`.
-
-        ValueError for a stateful one with a `runner`: only the evaluator's state is plain tensors.
-        """
+        """The attention graph of decoder layer `layer`; ValueError for a stateful one with a `runner`."""
         entry = self.layers[layer]["attention"]
         if "file" not in entry:
             raise ValueError(f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package")

@@ -1,7 +1,5 @@
 """Runs a saved ML Program on any machine, operation by operation: to check a conversion without a Mac.
 
-Nothing off a Mac executes Core ML's programs, so the saved file as coremltools reads it back is evaluated here:
-
     "double"   fp64 arithmetic on the values of the fp16 weights: equals torch in fp64, so any difference is a mistake
     "fp16"     every operation's result rounded to its declared type, sums in fp32: what a good fp16 device would give
 
@@ -36,22 +34,16 @@ FLOATS = ("fp16", "fp32", "fp64")
 
 @dataclass(frozen=True)
 class Alarm:
-    """A value that a real chip may not compute.
-
-    kind : "overflow", "nan", "saturation", or "sum" for one beyond fp16 that is added up inside the operation.
-    type : of the operation; "input" for an input of the program.
-    """
+    """A value that a real chip may not compute."""
 
     op: str
-    type: str
-    kind: str
+    type: str           # of the operation; "input" for an input of the program
+    kind: str           # "overflow", "nan", "saturation", or "sum": beyond fp16 when added up inside the operation
     value: float
 
 
 class Evaluator:
     """One function (None: the only one or "main") of a package or its path, ready to be called; mode as above.
-
-    alarms : what fp16 mode has met so far, the worst of each operation and kind.
 
     Raises ValueError: an unknown mode or function; an operation that is not evaluated, named.
     """
@@ -72,6 +64,7 @@ class Evaluator:
 
     @property
     def alarms(self) -> list[Alarm]:
+        """What fp16 mode has met so far, the worst of each operation and kind."""
         return list(self._alarms.values())
 
     def make_state(self) -> dict[str, Tensor]:
@@ -80,16 +73,13 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any], state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Evaluate: inputs by name → outputs by name, in fp64 or, rounded to fp16, in fp32.
+        """Inputs by name → outputs by name, in fp64 or, rounded to fp16, in fp32.
 
         state : from `make_state`, needed if the function has states; changed in place.
-
-        Raises ValueError: a missing, unknown or misshapen input; no state where one is needed.
         """
         states = {value.name: value for value in self.function.states}
         if states and state is None:
-            raise ValueError(f"{self.path}: this function keeps {', '.join(states)}; "
-                             f"pass state=evaluator.make_state()")
+            raise ValueError(f"{self.path}: this function keeps {', '.join(states)}; pass state=evaluator.make_state()")
         if states and set(state) != set(states):
             raise ValueError(f"{self.path} keeps {', '.join(states)}, and the state has "
                              f"{', '.join(state) or 'nothing'}")
@@ -120,10 +110,7 @@ class Evaluator:
         return [state[name]] if op.outputs else []
 
     def _declared(self, tensor: Tensor, value: Value, kind: str, name: str, sizes: dict[str, int]) -> Tensor:
-        """A value as the file declares it, floats in the working precision; in fp16 mode rounded and checked.
-
-        kind, name : of the operation that made it. sizes : of flexible axes, so far.
-        """
+        """What the operation `name` made, as the file declares it; sizes : of flexible axes, so far."""
         wanted = tuple(sizes.setdefault(n, found) if isinstance(n, str) else n
                        for n, found in zip(value.shape, tensor.shape)) + value.shape[tensor.dim():]
         if tuple(tensor.shape) != wanted:

@@ -1,9 +1,9 @@
 """What the operations of Core ML's ML Programs compute, in torch: one function an operation, by its MIL name.
 
-Source: the definitions in coremltools (`coremltools.converters.mil.mil.ops.defs`, opset iOS 18) for the operations that
-our graphs and those of ordinary converters contain. A function takes the operation's parameters by name: floats as
-tensors in the evaluator's working precision, integers and flags as tensors of their own type, modes as strings. 1×1
-convolutions are matrix products over rows of channels, so a result does not depend on the layout.
+Source: the definitions in coremltools (`coremltools.converters.mil.mil.ops.defs`, opset iOS 18). A function takes the
+operation's parameters by name: floats as tensors in the evaluator's working precision, integers and flags as tensors of
+their own type, modes as strings. 1×1 convolutions are matrix products over rows of channels, so a result does not
+depend on the layout.
 
 Where the definitions leave something open, coremltools' inference of constants decides: integers wrap around, an
 integer quotient, mean, norm or power of two is rounded towards zero, a cast to fewer bits keeps the low ones. What even
@@ -268,19 +268,15 @@ def _inside(x: Tensor, axes: Any = None, **other: Any) -> Tensor:
     return x.abs().sum(_ints(axes) or list(range(x.dim())))
 
 
-def _squares_inside(x: Tensor, axes: Any = None, **other: Any) -> Tensor:
-    return _inside(x * x, axes)
-
-
 def _norm_inside(x: Tensor, axes: Any = None, **other: Any) -> Tensor:
     axes = _ints(axes) or list(range(x.dim()))
-    return torch.maximum(_inside(x, axes), _squares_inside(x - x.mean(axes, keepdim=True), axes))
+    return torch.maximum(_inside(x, axes), _inside((x - x.mean(axes, keepdim=True)) ** 2, axes))
 
 
 #: operations that add up more than their results show → sums of absolute values, as large as in any order of adding
 SUMS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("reduce_sum", "reduce_mean", "reduce_l1_norm", "reduce_log_sum"), _inside),
-    **dict.fromkeys(("reduce_sum_square", "reduce_l2_norm"), _squares_inside),
-    "l2_norm": lambda x, **other: _squares_inside(x, (-3, -2, -1)), "layer_norm": _norm_inside,
+    **dict.fromkeys(("reduce_sum_square", "reduce_l2_norm"), lambda x, **other: _inside(x * x, **other)),
+    "l2_norm": lambda x, **other: _inside(x * x, (-3, -2, -1)), "layer_norm": _norm_inside,
     "instance_norm": lambda x, **other: _norm_inside(x, range(2, x.dim())),
 }

@@ -1,15 +1,13 @@
 """Expert FFN graphs for the Neural Engine: G experts of one capacity C in one Core ML package.
 
-Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions, sizes in multiples of
-16) and §A.4 (the conversion pipeline). The graph splits its input into G slices, runs each through its own expert and
-joins them; which token sits in which slot is settled on the CPU before the call. Two layouts of the same G·C slots:
+Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions) and §A.4. The graph
+splits its input into G slices, runs each through its own expert and joins them. Two layouts of the same G·C slots:
 
     "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
     "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
 
-One expert (G = 1) may also have a flexible capacity, enumerated or a range; a group may not, because coremltools cannot
-split an axis of unknown size. Several static capacities share one package's weights as functions c16, c32 … Left out:
-routing weights and the sum over a token's experts, which the CPU applies (§4.2 step 6).
+One expert (G = 1) may also have a flexible capacity, enumerated or a range. Several static capacities share one
+package's weights as functions c16, c32 … Routing weights are applied on the CPU (§4.2 step 6).
 """
 
 from __future__ import annotations
@@ -78,10 +76,7 @@ def half(tensor: Tensor | np.ndarray, name: str = "a weight") -> np.ndarray:
 
 
 def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
-    """One expert's tensors, in its architecture's layout, as plain matrices.
-
-    experts : the module behind the seam, which says what the layout is; its parameters are not read.
-    tensors : as `experts.weights(e)` or a checkpoint gives them.
+    """One expert's tensors, in the layout of `experts`, whose own parameters are not read, as plain matrices.
 
     Raises ValueError: a norm after the experts, or weights beyond fp16.
     """
@@ -89,19 +84,15 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
         return Expert(half(tensors["wi.weight"]), half(tensors["wo.weight"]))
     if experts.has_post_expert_norm:
         raise ValueError(f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)")
-
     def matrix(name: str) -> Tensor:
         return tensors[name].T if experts.is_transposed else tensors[name]
-
     def bias(name: str) -> Tensor | None:
         return tensors[f"{name}_bias"] if experts.has_bias else None
-
     def halves(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(gate, up) of fused rows [2I, …], concatenated or interleaved."""
         if rows is None:
             return None, None
         return tuple(rows.chunk(2)) if getattr(experts, "is_concatenated", True) else (rows[::2], rows[1::2])
-
     if experts.has_gate:
         (gate, up), (gate_bias, up_bias) = halves(matrix("gate_up_proj")), halves(bias("gate_up_proj"))
     else:
@@ -113,8 +104,7 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
 def activation_of(experts: Any) -> str:
     """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name; ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
-    up = torch.linspace(9, -9, 37, dtype=torch.float64) * 0.9
-    mixed = None
+    up, mixed = -0.9 * x, None
     if "expert_0" in getattr(experts, "_modules", {}) or hasattr(experts, "_template"):
         act = experts["expert_0"].act
     elif not experts.has_gate:
@@ -139,14 +129,13 @@ def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
     x = x.double()
     up = linear(x, expert.up, expert.up_bias)
     if expert.gate is None:
-        h = ACTIVATIONS[activation](up)
+        return linear(ACTIVATIONS[activation](up), expert.down, expert.down_bias)
+    gate = linear(x, expert.gate, expert.gate_bias)
+    if activation == "clamped":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+        h = up * (gate * torch.sigmoid(gate * float(np.float16(ALPHA))))
     else:
-        gate = linear(x, expert.gate, expert.gate_bias)
-        if activation == "clamped":
-            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
-            h = up * (gate * torch.sigmoid(gate * float(np.float16(ALPHA))))
-        else:
-            h = ACTIVATIONS[activation](gate) * up
+        h = ACTIVATIONS[activation](gate) * up
     return linear(h, expert.down, expert.down_bias)
 
 
@@ -164,10 +153,7 @@ def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
 
 def ffn_program(experts: Sequence[Expert], capacity: int | Enumerated | Range, activation: str = "silu",
                 layout: str = "bc1s") -> Any:
-    """The MIL program of a group: input x and output y, fp16, in `layout`.
-
-    Raises ValueError: no experts, unlike shapes, an unknown layout or activation, a group with a flexible capacity.
-    """
+    """The MIL program of a group: input x and output y, fp16, in `layout`."""
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import get_new_symbol, types
@@ -181,7 +167,6 @@ def ffn_program(experts: Sequence[Expert], capacity: int | Enumerated | Range, a
                          f"flexible size. Give an int, or convert the experts one by one (G = 1)")
     slots, axis = G * capacity if static else get_new_symbol(), 3 if layout == "bc1s" else 0
     spec = mb.TensorSpec(shape=_input_shape(experts[0], slots, layout), dtype=types.fp16)
-
     @mb.program(input_specs=[spec], opset_version=ct.target.iOS18)
     def program(x):
         slices = mb.split(x=x, num_splits=G, axis=axis) if G > 1 else [x]
@@ -201,7 +186,6 @@ def _expert(mb: Any, x: Any, expert: Expert, activation: str, name: str) -> Any:
         if activation.startswith("gelu"):
             return mb.gelu(x=x, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
         return getattr(mb, activation)(x=x)
-
     up = conv(mb, x, expert.up, expert.up_bias, f"{name}_up")
     if expert.gate is None:
         h = activate(up)
@@ -220,8 +204,7 @@ def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequen
              activation: str = "silu", layout: str = "bc1s", weights: str = "fp16") -> Path:
     """Write the package of a group of experts; returns its path.
 
-    capacity : one C; several for one package with a function c16, c32 … each, which share the weights; or, for one
-        expert, `Enumerated` or `Range`.
+    capacity : one C; several for a function c16, c32 … each; or, for one expert, `Enumerated` or `Range`.
     weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a matrix, slow to find.
     """
     ct, path = coremltools(), Path(path)
@@ -252,8 +235,7 @@ def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequen
 def scratch(path: Path) -> Iterator[Path]:
     """Within the block temporary files of this process lie in a folder beside `path`, which then is removed.
 
-    coremltools writes a package to the folder of temporary files before it saves it, keeps that copy until the process
-    ends, and leaves it there if the process is killed.
+    coremltools keeps a copy of each package there until the process ends, and for good if the process is killed.
     """
     folder = path.with_name(path.name + ".tmp").absolute()
     with _SCRATCH:
@@ -269,10 +251,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
 
 def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: list[Any] | None = None) -> Path:
-    """Convert a MIL program to a package as it stands and save it.
-
-    coremltools' default passes would take three times as long and find nothing to improve in our graphs.
-    """
+    """Save a MIL program as a package, without coremltools' passes: they are slow and find nothing in our graphs."""
     _check("weights", weights, WEIGHTS)
     ct, path = coremltools(), Path(path)
     import coremltools.optimize.coreml as cto

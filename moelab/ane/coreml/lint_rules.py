@@ -1,8 +1,7 @@
 """The linter's rules: what makes a graph leave the Neural Engine or wastes work there, each with its source.
 
-Source: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models. A rule is a line in
-`RULES` with a check, which makes pairs (where, what). No operation but the supported ones goes without a finding, so a
-graph that has another is never clean.
+Source: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models. No operation but the
+supported ones goes without a finding, so a graph that has another is never clean.
 """
 
 from __future__ import annotations
@@ -22,21 +21,18 @@ UNKNOWN = "not known to this linter"
 
 #: the file format's limit on one weight file
 WEIGHT_FILE_LIMIT = 2 * 2 ** 30
-#: multiply-adds below which a graph is called tiny; our figure, no source has one
-TINY_MACS = 500_000
-#: a row of the last axis takes a multiple of this many bytes
-ROW_BYTES = 64
-#: padded size over real size from which we warn; our figure
-MAX_PADDING = 4
+TINY_MACS = 500_000                 # multiply-adds below which a graph is called tiny; our figure, no source has one
+ROW_BYTES = 64                      # a row of the last axis takes a multiple of this
+MAX_PADDING = 4                     # padded size over real size from which we warn; our figure
 FLOAT_BYTES = {"fp16": 2, "fp32": 4}
 
-#: where the smallest score that a mask may make lies; −1e4 in fp16 is −10000
+#: the largest size of a score that a mask makes; −1e4 in fp16 is −10000
 MASK_LIMIT = 10001
 #: operations that may apply a mask, and those that only give a constant another type or shape
 MASKING = ("add", "sub", "mul", "select", "maximum", "minimum")
 ARRANGING = ("cast", "identity", "reshape", "expand_dims", "squeeze", "tile", "transpose")
 
-#: operation → (verdict, why), for those that Fig. 4 names; found by name or by the beginning of the name
+#: operation → why
 SUPPORTED = {
     "conv": "Standard/Depthwise Convolution ✓", "conv_transpose": "Standard/Depthwise Convolution ✓",
     "matmul": "Standard/Batched MatMul ✓", "softmax": "NPUMoE §3.2: softmax of attention on the NPU",
@@ -109,8 +105,6 @@ def verdict(kind: str) -> tuple[str, str]:
     return "risky", UNKNOWN
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
-
 def dilated(function: Function, package: Package) -> Found:
     for op in _of_type(function, "conv", "conv_transpose"):
         dilations = function.constant(op, "dilations")
@@ -142,13 +136,13 @@ def integers(function: Function, package: Package) -> Found:
 
 def alignment(function: Function, package: Package) -> Found:
     for op in _of_type(function, "conv", "matmul"):
-        for name in (*_names(op, "x", "y"), op.outputs[0].name):
+        given = (op.inputs.get(parameter) for parameter in ("x", "y"))
+        for name in (*(name for name in given if isinstance(name, str)), op.outputs[0].name):
             value = function.values[name]
             if name in function.constants or len(value.shape) < 2:
                 continue
             axes = (1, len(value.shape) - 1) if op.type == "conv" else (len(value.shape) - 2, len(value.shape) - 1)
-            odd = [value.shape[a] for a in axes if isinstance(value.shape[a], int) and value.shape[a] % 16
-                   and value.shape[a] != 1]
+            odd = [n for n in (value.shape[a] for a in axes) if isinstance(n, int) and n % 16 and n != 1]
             if odd:
                 yield op.name, f"{name} has a size of {odd[0]}, no multiple of 16"
 
@@ -177,8 +171,7 @@ def tiny(function: Function, package: Package) -> Found:
 
 def per_block(function: Function, package: Package) -> Found:
     for op in _of_type(function, "constexpr_blockwise_shift_scale"):
-        scale = function.values[op.inputs["scale"]].shape
-        data = function.values[op.inputs["data"]].shape
+        scale, data = (function.values[op.inputs[name]].shape for name in ("scale", "data"))
         if sum(1 < s for s in scale) > 1 or any(1 < s < d for s, d in zip(scale, data)):
             yield op.name, f"weights {list(data)} with a scale a block {list(scale)}; the ANE takes one a channel"
 
@@ -210,10 +203,6 @@ def _constant_behind(function: Function, name: Any) -> Op | None:
 
 def _of_type(function: Function, *types: str) -> Iterator[Op]:
     return (op for op in function.ops if op.type in types)
-
-
-def _names(op: Op, *parameters: str) -> tuple[str, ...]:
-    return tuple(op.inputs[p] for p in parameters if isinstance(op.inputs.get(p), str))
 
 
 def _activations(function: Function) -> Iterator[Value]:

@@ -1,7 +1,6 @@
 """A linter for saved Core ML packages: will this graph run on the Neural Engine, and what does it waste there?
 
-Source: NPUMoE Fig. 4, §3.2, §4.2, and reports of people with real devices, since Apple documents little. A report lists
-every operation with a verdict and every finding with its rule (`lint_rules`), severity and source:
+A report lists every operation with a verdict and every finding with its rule (`lint_rules`), severity and source:
 
     error     the ANE does not run it, or Core ML does not load it       warning     it may fall back or wastes work
     note      worth knowing; a graph with only notes is clean
@@ -64,42 +63,35 @@ class Report:
 
 
 def lint(package: Package | str | Path) -> Report:
-    """Judge a saved package by all rules of `lint_rules.RULES`; raises what `read_package` raises."""
+    """Judge a saved package by all rules; raises what `read_package` raises."""
     package = package if isinstance(package, Package) else read_package(package)
-    ops, findings = [], []
-    for function in package.functions.values():
-        for kind, count in sorted(function.counts().items()):
-            ops.append(OpRow(function.name, kind, count, *verdict(kind)))
-        for rule in RULES.values():
-            findings += [Finding(rule.id, rule.severity, where, text, rule.source)
-                         for where, text in rule.check(function, package)]
-    findings = list(dict.fromkeys(findings))            # functions that share weights repeat what is said of these
-    return Report(str(package.path), package.weight_bytes, tuple(ops),
+    functions = package.functions.values()
+    ops = tuple(OpRow(function.name, kind, count, *verdict(kind))
+                for function in functions for kind, count in sorted(function.counts().items()))
+    findings = dict.fromkeys(                           # functions that share weights repeat what is said of these
+        Finding(rule.id, rule.severity, where, text, rule.source)
+        for function in functions for rule in RULES.values() for where, text in rule.check(function, package))
+    return Report(str(package.path), package.weight_bytes, ops,
                   tuple(sorted(findings, key=lambda f: SEVERITIES.index(f.severity))))
 
 
 def lint_examples(experts: Any, spec: MoESpec, folder: str | Path) -> tuple[Report, dict[str, Report]]:
-    """(report of a good graph, reports of six bad ones by name), made of two experts of a model and saved in `folder`.
+    """(report of a good graph, reports of six bad ones by name), saved in `folder`.
 
-    Each bad graph has one mistake that NPUMoE §3.2 and §4.2 or people with real devices warn of.
     experts : a layer's experts behind the seam, of a model of that spec.
     """
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
-
     @mb.program(input_specs=[mb.TensorSpec(shape=(256, spec.H), dtype=types.fp16)], opset_version=ct.target.iOS18)
     def router(x):
         scores = mb.softmax(x=mb.linear(x=x, weight=np.full((spec.E, spec.H), 0.1, np.float16)), axis=-1)
         return mb.topk(x=scores, k=spec.K, axis=-1)
-
     two = [expert_of(experts, experts.weights(e)) for e in (0, 1)]
     folder, made = Path(folder), []
-
     def saved(save: Callable[..., Path], *what: Any, **options: Any) -> Report:
         made.append(folder / f"example_{len(made)}.mlpackage")
         return lint(save(made[-1], *what, **options))
-
     return saved(save_ffn, two, 32), {
         "the paper's layout": saved(save_ffn, two, 32, layout="paper"),
         "one expert, capacities 16, 32 or 64": saved(save_ffn, two[:1], Enumerated((16, 32, 64))),

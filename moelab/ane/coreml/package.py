@@ -1,8 +1,8 @@
 """A saved Core ML package (`.mlpackage`) as plain data: functions, operations, shapes, constants, weight bytes.
 
-coremltools' MIL reader parses the file; the little that the linter and the evaluator need is copied into a few records,
-so that everything behind this file works without coremltools. Nothing is compiled or run. Shapes are tuples of ints; an
-axis that may vary is a word ("is0"). Left out: neural-network (pre-2021) models, nested blocks (control flow), images.
+coremltools' MIL reader parses the file; what the linter and the evaluator need is copied into a few records, so that
+they work without coremltools. In a shape an axis that may vary is a word ("is0"). Left out: neural-network (pre-2021)
+models, nested blocks (control flow), images.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operation: `type` is the MIL operation, e.g. "conv".
+    """One operation."""
 
-    inputs : parameter → name of a value, or a tuple of names where the parameter takes a list.
-    """
-
-    type: str
+    type: str                                       # the MIL operation, e.g. "conv"
     name: str
-    inputs: dict[str, str | tuple[str, ...]]
+    inputs: dict[str, str | tuple[str, ...]]        # parameter → name of a value, or of each value of a list
     outputs: tuple[Value, ...]
     materialise: Callable[[], Any] | None = field(default=None, repr=False)
 
@@ -54,18 +51,14 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """One function of a package.
-
-    inputs, states : what a call passes, and what it keeps between calls. outputs : names of the values it returns.
-    flexible : input name → the shapes it takes, where these are not one: ("enumerated", shapes) or ("range", bounds).
-    """
+    """One function of a package."""
 
     name: str
     inputs: tuple[Value, ...]
-    states: tuple[Value, ...]
+    states: tuple[Value, ...]                       # what it keeps between calls
     outputs: tuple[str, ...]
     ops: tuple[Op, ...]
-    flexible: dict[str, tuple[str, list[tuple[int, ...]]]]
+    flexible: dict[str, tuple[str, list[tuple[int, ...]]]]  # input → ("enumerated", shapes) or ("range", bounds)
 
     @cached_property
     def values(self) -> dict[str, Value]:
@@ -106,8 +99,7 @@ class Package:
 
 
 def coremltools() -> Any:
-    """The package coremltools, imported without its warnings of versions that it does not know; ImportError without it.
-    """
+    """The package coremltools, imported without its warnings of unknown versions; ImportError without it."""
     try:
         with quiet():
             import coremltools
@@ -131,10 +123,7 @@ def quiet():
 
 
 def read_package(path: str | Path) -> Package:
-    """Read a saved package.
-
-    Raises FileNotFoundError or ImportError without the folder or coremltools, ValueError if it is no ML Program.
-    """
+    """Read a saved package; ValueError if it is no ML Program, ImportError without coremltools."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no package at {path}")
@@ -160,11 +149,10 @@ def read_package(path: str | Path) -> Package:
 
 def _function(name: str, function: Any, description: Any) -> Function:
     from coremltools.converters.mil.mil import types
-    states = {n for n, var in function.inputs.items() if types.is_state(var._sym_type)}
-    inputs = {n: _value(var) for n, var in function.inputs.items()}
-    return Function(name, tuple(v for n, v in inputs.items() if n not in states),
-                    tuple(v for n, v in inputs.items() if n in states), tuple(var.name for var in function.outputs),
-                    tuple(_op(op) for op in function.operations), _flexible(description))
+    inputs, states = (tuple(_value(var) for var in function.inputs.values() if types.is_state(var._sym_type) == state)
+                      for state in (False, True))
+    return Function(name, inputs, states, tuple(var.name for var in function.outputs),
+                    tuple(map(_op, function.operations)), _flexible(description))
 
 
 def _op(op: Any) -> Op:

@@ -1,13 +1,10 @@
 """Systems and settings of plans compared, as modelled, and the device model beside what the paper reports (§5, §A).
 
-`study` models every system for prompts and chunks; `compare_with_paper` puts the published ratios and tables that the
-model was not fitted to beside it. The paper's routing traces are not public, so popularity is assumed (`skew`,
-"typical"); where a published figure does not say its prompt and chunk, it is compared with all of ours, and the worst
-counts. More than 20 % away is a miss.
+The paper's routing traces are not public, so popularity is assumed (`skew`, "typical"); where a published figure does
+not say its prompt and chunk, it is compared with all of ours, and the worst counts. More than 20 % away is a miss.
 
-`settings` models all combinations of tiers, slack, group size and chunk (§4): more tiers waste fewer rows, more slack
-drops less and computes more, larger groups share launches, larger chunks share weights. Its drops and padding are exact
-for an assumed popularity, on chunks that the plan has not seen.
+`settings` models all combinations of tiers, slack, group size and chunk (§4); its drops and padding are exact for an
+assumed popularity, on chunks that the plan has not seen.
 """
 
 from __future__ import annotations
@@ -58,10 +55,9 @@ class Comparison:
 
 def study(model: str = "Phi-3.5-MoE", device: DeviceModel | None = None, runs: Iterable[tuple[int, int]] = RUNS,
           systems: Iterable[str] = tuple(SYSTEMS), skew: str = "typical", seed: int = 0, **options) -> Study:
-    """Every system's prefill for each (prompt, chunk), from a model card.
+    """Every system's prefill for each (prompt, chunk), from a model card; `options` are those of `make_plan`.
 
-    Plans are made from assumed counts and costed under other chunks of the same popularity; `options` are those of
-    `make_plan`.
+    Plans are made from assumed counts and costed under other chunks of the same popularity.
     """
     device, spec, found = device or DeviceModel.of(), load_model(model), {}
     for prompt, chunk in runs:
@@ -166,8 +162,6 @@ def _tables(device: DeviceModel, found: dict[str, Study]) -> list[Comparison]:
          (dispatch, dispatch)))]
 
 
-# ----------------------------------------------------------------------------------------------- settings
-
 #: tokens of the prompt that settings are compared on
 PROMPT = 1024
 LEVELS, SLACKS, GROUPS = (1, 2, 3, 4), (0.75, 1.0, 1.25), (1, 2, 4, 8, 16)
@@ -188,7 +182,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a setting does: shares dropped and padded, TTFT in seconds, mJ a prompt token."""
+    """What a setting does; dropped and padded are shares."""
 
     plan: ANEPlan
     dropped: float

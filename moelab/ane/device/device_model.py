@@ -1,18 +1,13 @@
 """What a plan costs: latency, energy and CPU time of a prefill, modelled (NPUMoE §5, Tables 4–9).
 
-Expert graphs on the ANE cost what `rates` fits to Table 5; attention there costs the same rates by its weights and
-operations. The CPU's costs are read off single published figures; what was used for neither only judges the model
-(`published`, `comparison`). Nothing was measured by us: every result says "modelled" and carries the fit's error.
-
+Expert graphs on the ANE cost what `rates` fits to Table 5, and so does attention there, by its weights and operations.
 A layer: attention, then the router on the CPU, then the groups on the ANE one graph after the other, and at the same
 time the experts on the CPU. That these two overlap is an assumption, without which placement could not make the
 ablation's last step faster, as Figure 17 has it (`overlap=False`). Shared experts and dense layers are on the CPU in
 every system, because conversion leaves them there. Attention has a fixed context, the prompt. Writing back costs what
 gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (`published.inconsistencies`).
 
-CPU time is that of the whole CPU kept busy, never more than wall time; cycles are proportional to it, so ratios are the
-same. Left out: embedding, output head, decoding, heat, other work on the machine. Refused: weights beyond the machine's
-memory, and attention that is not grouped-query attention.
+CPU time is that of the whole CPU kept busy; cycles are proportional to it. Left out: embedding, output head, decoding.
 """
 
 from __future__ import annotations
@@ -51,24 +46,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A modelled prefill: the whole prompt, all layers.
-
-    attention, experts, host : costs of each part; experts with their launches, host the router and moving tokens.
-    comm_mj : of the energy, what goes into moving data.
-    dispatch_ms : of the time, launches and Core ML's placing of graphs.
-    slots_per_token : expert rows computed for a prompt token in one MoE layer, padding included.
-    fit_error : RMS relative error of the fit of ANE graphs, of "latency" and "energy".
-    """
+    """A modelled prefill: the whole prompt, all layers."""
 
     prompt: int
     attention: Cost
-    experts: Cost
-    host: Cost
-    comm_mj: float
-    dispatch_ms: float
-    slots_per_token: float
+    experts: Cost                   # with their launches
+    host: Cost                      # the router, and moving tokens
+    comm_mj: float                  # of the energy, what goes into moving data
+    dispatch_ms: float              # of the time, launches and Core ML's placing of graphs
+    slots_per_token: float          # expert rows computed for a prompt token in one MoE layer, padding included
     device: str
-    fit_error: dict[str, float]
+    fit_error: dict[str, float]     # RMS relative error of the fit of ANE graphs, of "latency" and "energy"
     kind: str = "modelled"
 
     @property
@@ -77,7 +65,6 @@ class Prefill:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token, the output head left out."""
         return self.total.ms / 1e3
 
     @property
@@ -87,27 +74,20 @@ class Prefill:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of the whole CPU kept busy; cycles are this times cores times clock."""
         return self.total.cpu_ms / 1e3
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device's fitted parameters and the formulas that use them.
-
-    samples : what the rates were fitted to.
-    mode : whether a layer's graphs are launched one after the other ("serial") or at once ("parallel").
-    overlap : whether experts on the CPU run while the ANE runs its groups.
-    memory_bytes : of the machine, which CPU and ANE share; inf where it is not known.
-    """
+    """A device's fitted parameters and the formulas that use them."""
 
     device: str
     rates: Rates
     cpu: CPURates
-    samples: tuple[Sample, ...] = TABLE_5
-    mode: str = "serial"
-    overlap: bool = True
-    memory_bytes: float = math.inf
+    samples: tuple[Sample, ...] = TABLE_5       # what the rates were fitted to
+    mode: str = "serial"                        # a layer's graphs one after the other, or "parallel", at once
+    overlap: bool = True                        # whether experts on the CPU run while the ANE runs its groups
+    memory_bytes: float = math.inf              # of the machine, which CPU and ANE share; inf where it is not known
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -127,15 +107,13 @@ class DeviceModel:
         cpu = fit_cpu(rates)
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         if slower != 1:
-            rates = rates.scaled(slower, slower, power=1 / slower)
-            cpu = cpu.scaled(slower, power=1 / slower)
+            rates, cpu = rates.scaled(slower, slower, power=1 / slower), cpu.scaled(slower, power=1 / slower)
         return cls(device, rates, cpu, memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
-        """The same formulas with expert graphs as timed on another machine; the CPU's parameters stay.
+        """The same formulas with graphs of PhiMoE's experts as timed on another machine; the CPU's parameters stay.
 
-        `samples` are of graphs of PhiMoE's experts, ms and mJ a slot. Without energies this model's are kept.
-        ValueError for too few samples, as `rates.fit`.
+        Without energies this model's are kept. ValueError for too few samples, as `rates.fit`.
         """
         rates = fit(samples)
         power, work = (tuple(old if math.isnan(new) else new for new, old in zip(getattr(rates, name),
@@ -164,8 +142,7 @@ class DeviceModel:
     def cpu_experts(self, spec: MoESpec, loads: Any, visited: Any = None) -> Cost:
         """Experts on the CPU, each with its tokens; `loads` are counts, or means of them.
 
-        visited : share of chunks in which each expert gets any token; None estimates it from the means, as if tokens
-            came independently.
+        visited : share of chunks in which each expert gets any token; None estimates it as if tokens were independent.
         """
         loads = np.asarray(loads, dtype=float)
         visited = -np.expm1(-loads) if visited is None else np.asarray(visited, dtype=float)
@@ -189,10 +166,7 @@ class DeviceModel:
 
     def experts(self, plan: ANEPlan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
                 ) -> tuple[Cost, float, float]:
-        """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E].
-
-        Experts on the CPU, shared ones included, run while the ANE runs graphs; Core ML's placing is before that.
-        """
+        """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E]."""
         spec, how = plan.spec, SYSTEMS[plan.system]
         ane, rows = Cost(), 0.0
         for (G, C), n in Counter((len(group.experts), group.capacity) for group in layer.on("ane")).items():
@@ -214,11 +188,10 @@ class DeviceModel:
     def prefill(self, plan: ANEPlan, prompt: int, loads: Any = None) -> Prefill:
         """A prompt of that many tokens through the plan, in static chunks, the last of them padded.
 
-        loads : [n, L, E], the experts' tokens in real chunks of the plan's size; their mean is used. None takes what
-            the plan expects. Only experts on the CPU depend on them.
+        loads : [n, L, E], the experts' tokens in real chunks of the plan's size, on which only experts on the CPU
+            depend; None takes what the plan expects.
 
-        Raises ValueError: a prompt below 1, loads of another model, attention that is not modelled, or experts beyond
-        the machine's memory.
+        Raises ValueError: attention that is not modelled, or experts beyond the machine's memory.
         """
         if prompt < 1:
             raise ValueError(f"a prompt has at least one token, not {prompt}")
@@ -240,8 +213,7 @@ class DeviceModel:
         for l, layer in enumerate(plan.layers):
             attention += self.attention(spec, plan.chunk, prompt, layer.attention)
             cost, launching, computed = self.experts(plan, layer, means[l], None if visited is None else visited[l])
-            experts += cost
-            dispatch, rows = dispatch + launching, rows + computed
+            experts, dispatch, rows = experts + cost, dispatch + launching, rows + computed
         for _ in range(spec.num_layers - spec.L):
             attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention)
             experts += self.dense(spec, spec.dense_I, plan.chunk)

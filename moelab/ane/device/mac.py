@@ -1,9 +1,8 @@
 """Core ML on a Mac: running packages, and asking the compute plan where each operation really goes.
 
-Written against coremltools 9 and macOS 15, the first with what these packages need. Core ML decides by itself what the
-Neural Engine runs and says nothing when it falls back to the CPU; only its compute plan tells, so nothing here is
-called "on the ANE" that the plan does not put there. A package that a driver cannot take may kill the process that
-loads it, so `probe` first loads it, and predicts once, in a process of its own with a time limit.
+Written against coremltools 9 and macOS 15, the first with what these packages need. Core ML says nothing when it falls
+back to the CPU; only its compute plan tells. A package that a driver cannot take may kill the process that loads it, so
+`probe` loads it, and predicts once, in a process of its own with a time limit.
 """
 
 from __future__ import annotations
@@ -69,23 +68,18 @@ class CoreMLRunner:
 
 @dataclass(frozen=True)
 class OpPlacement:
-    """Where the compute plan puts one operation.
-
-    device : "ane", "cpu" or "gpu"; "unknown" where the plan does not say. can : the devices that support it.
-    cost : its share of the function's estimated work; None where the plan does not say. It is no time.
-    """
+    """Where the compute plan puts one operation."""
 
     type: str
     name: str
-    device: str
-    can: tuple[str, ...] = ()
-    cost: float | None = None
+    device: str                     # "ane", "cpu" or "gpu"; "unknown" where the plan does not say
+    can: tuple[str, ...] = ()       # the devices that support it
+    cost: float | None = None       # share of the function's estimated work, no time; None where the plan does not say
 
 
 def placements(runner: CoreMLRunner) -> list[OpPlacement]:
     """One placement an operation, constants left out."""
     from coremltools.models.compute_plan import MLComputePlan
-
     def device(one: Any) -> str:
         return DEVICES.get(type(one).__name__, "unknown")
     plan = MLComputePlan.load_from_path(runner.model.get_compiled_model_path(), compute_units=runner.units)
@@ -108,17 +102,12 @@ def placements(runner: CoreMLRunner) -> list[OpPlacement]:
 
 @dataclass(frozen=True, eq=False)
 class PackageProbe:
-    """What a package did in a process of its own.
-
-    error : what went wrong, in words; "" if it loaded and predicted.
-    load_s, predict_s : seconds of loading (compilation included) and of the first prediction.
-    outputs : of the inputs that were given.
-    """
+    """What a package did in a process of its own."""
 
     package: Path
-    error: str = ""
-    load_s: float = 0.0
-    predict_s: float = 0.0
+    error: str = ""                 # what went wrong, in words
+    load_s: float = 0.0             # compilation included
+    predict_s: float = 0.0          # of the first prediction
     placements: tuple[OpPlacement, ...] = ()
     outputs: Mapping[str, np.ndarray] | None = None
 
@@ -166,8 +155,8 @@ def main(arguments: Sequence[str]) -> None:
     start = time.perf_counter()
     runner = CoreMLRunner(package, function or None, units)
     loaded = time.perf_counter()
-    with np.load(given) as inputs:
-        inputs = {name: inputs[name] for name in inputs.files}
+    with np.load(given) as file:
+        inputs = dict(file)
     state = runner.make_state() if read_package(package).function(function or None).states else None
     predicting = time.perf_counter()
     outputs = runner(inputs, state)
@@ -177,9 +166,9 @@ def main(arguments: Sequence[str]) -> None:
                       "placements": [vars(p) for p in placements(runner)]}))
 
 
-def sample_inputs(function: Function, seed: int = 0) -> dict[str, np.ndarray]:
+def sample_inputs(function: Function) -> dict[str, np.ndarray]:
     """Normal random inputs for a package's function, rounded to fp16, as float32."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return {value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
             for value in function.inputs}
 

@@ -1,11 +1,10 @@
 """What NPUMoE publishes about the Apple Neural Engine, as data: its Tables 3–9 and the ratios that its text gives.
 
 The device model is fitted to some of these figures (`FITTED`), the others only judge it (`JUDGED`). No figure does
-both, but for Qwen3's range of TTFT and Figure 17's last step, which only decided between two forms. Nothing here was
-measured by us. M2 Ultra and PhiMoE (Phi-3.5-MoE) unless said otherwise.
-
-`inconsistencies` recomputes what does not fit together in the source. Two more: Figure 14's smallest gain at 4096 and
-1024 is 1.56 in §5.3 and 1.44 in §5.8; ANEMLL takes more energy than the CPU in §5.4, and less in Table 7.
+both, but for Qwen3's range of TTFT and Figure 17's last step, which only decided between two forms. M2 Ultra and PhiMoE
+(Phi-3.5-MoE) unless said otherwise. `inconsistencies` recomputes what does not fit together in the source. Two more:
+Figure 14's smallest gain at 4096 and 1024 is 1.56 in §5.3 and 1.44 in §5.8; ANEMLL takes more energy than the CPU in
+§5.4, and less in Table 7.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from typing import NamedTuple
 
 
 class Sample(NamedTuple):
-    """One static configuration that was timed: G experts of capacity C in one graph, all of a layer's experts run.
-
-    ms, mj : of one expert slot, of which a layer has E·C. mode : "serial", or "parallel", all graphs at once.
-    """
+    """One static configuration that was timed: G experts of capacity C in one graph, all of a layer's experts run."""
 
     G: int
     C: int
-    mode: str
-    ms: float
+    mode: str                       # "serial", or "parallel", all graphs at once
+    ms: float                       # of one expert slot, of which a layer has E·C
     mj: float | None = None
 
 
@@ -73,17 +69,14 @@ ATTENTION_CPU = 1.276
 
 
 class Claim(NamedTuple):
-    """A published ratio, a system's figure over ours; (low, high), equal where it is one number.
-
-    metric : "ttft", "energy", "cpu cycles" or "communication". system : a key of `moelab.ane.systems.SYSTEMS`.
-    """
+    """A published ratio, a system's figure over ours; (low, high), equal where it is one number."""
 
     model: str
     device: str
     prompt: int | None
     chunk: int | None
-    metric: str
-    system: str
+    metric: str                     # "ttft", "energy", "cpu cycles" or "communication"
+    system: str                     # a key of `SYSTEMS`
     low: float
     high: float
     source: str
@@ -139,8 +132,6 @@ JUDGED = ("Table 4, expert FFN of ours", "Table 6, experts", "Table 8", "Figure 
           "Figure 16 (CPU cycles)", "Figure 17 (ablation)", "Figures 8 and 14 (dispatch over 60 %)",
           "§5.2 (ranges of Phi-tiny-MoE and Qwen3-30B)", "§5.4 (52–137 mJ a token)", "Table 9")
 
-
-# ------------------------------------------------------------------------------- what does not fit together
 
 #: (G, C) → published ms a slot, by mode
 SLOTS = {mode: {(s.G, s.C): s.ms for s in TABLE_5 if s.mode == mode} for mode in ("serial", "parallel")}

@@ -18,6 +18,7 @@ follows from them. Times are for PhiMoE's experts (157.3 million weights, H = 40
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,19 +37,15 @@ VISITS, ROUTED, WORST_CASE = 4 * 16, 1024 * 2, 128
 
 @dataclass(frozen=True)
 class Rates:
-    """The ANE's parameters, for experts of the size they were fitted on.
+    """The ANE's parameters, for experts of the size they were fitted on; times in ms."""
 
-    launch (a), expert (b), row (c), spill (s) in ms; overlap = (p, q, w) in ms;
-    power (e) in W and work (f) in mJ a row, each (serial, parallel).
-    """
-
-    launch: float
-    expert: float
-    row: float
-    spill: float
-    overlap: tuple[float, float, float]
-    power: tuple[float, float]
-    work: tuple[float, float]
+    launch: float                               # a
+    expert: float                               # b
+    row: float                                  # c
+    spill: float                                # s
+    overlap: tuple[float, float, float]         # p, q, w
+    power: tuple[float, float]                  # e, W, serial and parallel
+    work: tuple[float, float]                   # f, mJ a row, serial and parallel
 
     def graph_ms(self, G: int, C: int, mode: str = "serial") -> float:
         """Milliseconds of one launch of G experts of capacity C."""
@@ -63,18 +60,15 @@ class Rates:
         return self.power[which] * self.graph_ms(G, C, mode) + self.work[which] * G * C
 
     def scaled(self, weights: float, work: float, power: float = 1.0) -> Rates:
-        """For graphs whose weights and operations take that many times as long; a launch stays as it is.
-
-        In the parallel formula p is weights, q and w are rows. The energy a row goes with time times power.
-        """
+        """For graphs whose weights (b, p) and operations (c, s, q, w) take that many times as long."""
         p, q, w = self.overlap
         return Rates(self.launch, self.expert * weights, self.row * work, self.spill * work,
                      (p * weights, q * work, w * work), tuple(e * power for e in self.power),
                      tuple(f * work * power for f in self.work))
 
-    def figures(self, source: str = "least squares on NPUMoE Table 5 (PhiMoE, M2 Ultra)") -> dict[str, Figure]:
+    def figures(self) -> dict[str, Figure]:
         """Each parameter as a figure of kind "fitted"."""
-        units = {"power": "W", "work": "mJ"}
+        units, source = {"power": "W", "work": "mJ"}, "least squares on NPUMoE Table 5 (PhiMoE, M2 Ultra)"
         flat = [(f"ANE {name} {part}".strip(), value, units.get(name, "ms")) for name, values in asdict(self).items()
                 for part, value in (zip(("p", "q", "w") if name == "overlap" else MODES, values)
                                     if isinstance(values, tuple) else [("", values)])]
@@ -90,15 +84,13 @@ class Residual(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative."""
         return self.fitted / self.given - 1
 
 
 def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
-    """Least squares of relative errors.
+    """Least squares of relative errors; ValueError for too few serial samples to tell the parameters apart.
 
-    Where nothing was timed in parallel, parallel graphs are taken to run as serial ones do; energy needs two samples a
-    mode, else its parameters are nan. ValueError for too few serial samples to tell the parameters apart.
+    Without parallel samples, parallel graphs run as serial ones do; energy needs two samples a mode, else it is nan.
     """
     serial = [s for s in samples if s.mode == "serial"]
     design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
@@ -109,12 +101,9 @@ def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
     small = [s for s in samples if s.mode == "parallel" and s.G * s.C <= SPILL_ROWS]
     overlap = (_relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small]) if len(small) >= 3
                else (expert, row, 0.0))
-    lines = []
-    for mode in MODES:
-        timed = [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
-        lines.append(_relative([[s.ms, 1] for s in timed], [s.mj for s in timed]) if len(timed) >= 2
-                     else (np.nan, np.nan))
-    power, work = zip(*lines)
+    timed = [[s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS] for mode in MODES]
+    power, work = zip(*(_relative([[s.ms, 1] for s in rows], [s.mj for s in rows]) if len(rows) >= 2
+                        else (np.nan, np.nan) for rows in timed))
     return Rates(launch, expert, row, spill, tuple(overlap), power, work)
 
 
@@ -133,13 +122,9 @@ def leave_one_out(samples: Sequence[Sample] = TABLE_5, quantity: str = "latency"
     """Each sample as predicted by a fit to the others; those that a fit needs to exist at all are left out."""
     found = []
     for i, sample in enumerate(samples):
-        if mode not in (None, sample.mode):
-            continue
-        try:
-            rates = fit([*samples[:i], *samples[i + 1:]])
-        except ValueError:
-            continue
-        found += residuals(rates, [sample], quantity)
+        if mode in (None, sample.mode):
+            with suppress(ValueError):
+                found += residuals(fit([*samples[:i], *samples[i + 1:]]), [sample], quantity)
     return found
 
 
@@ -161,28 +146,22 @@ def _relative(design: Any, y: Any) -> tuple[float, ...]:
                                                    rcond=None)[0])
 
 
-# --------------------------------------------------------------------------------------------------- the CPU
-
 @dataclass(frozen=True)
 class CPURates:
-    """The CPU's parameters.
+    """The CPU's parameters, in ms and W.
 
-    expert, row : ms to bring an expert's weights, and ms a token of it.
-    choice : ms of router, gather, padding and write-back for each choice of an expert by a token.
-    dispatch : ms more of a graph of one expert if Core ML places it. Taken to grow with the graph's weights: were it
-        the same for each graph, Qwen3-30B's naïve system would take 48 times as long as ours, not 3.9 (§5.2).
-    attention : CPU attention over ANE attention.
-    cpu_w, wait_w, comm_w : W of the busy CPU, of the CPU while the ANE works, of communication at all times.
+    `dispatch` is taken to grow with the graph's weights: were it the same for each graph, Qwen3-30B's naïve system
+    would take 48 times as long as ours, not 3.9 (§5.2).
     """
 
-    expert: float
-    row: float
-    choice: float
-    dispatch: float
-    attention: float
-    cpu_w: float
-    wait_w: float
-    comm_w: float
+    expert: float               # to bring an expert's weights
+    row: float                  # a token of it
+    choice: float               # router, gather, padding and write-back of one choice of an expert by a token
+    dispatch: float             # what a graph of one expert takes more if Core ML places it
+    attention: float            # CPU attention over ANE attention
+    cpu_w: float                # the busy CPU
+    wait_w: float               # the CPU while the ANE works
+    comm_w: float               # communication, at all times
 
     @property
     def waiting(self) -> float:
@@ -191,9 +170,8 @@ class CPURates:
 
     def scaled(self, time: float, power: float) -> CPURates:
         """A CPU that takes `time` times as long and draws `power` times as much."""
-        return replace(self, expert=self.expert * time, row=self.row * time, choice=self.choice * time,
-                       dispatch=self.dispatch * time, cpu_w=self.cpu_w * power, wait_w=self.wait_w * power,
-                       comm_w=self.comm_w * power)
+        times = {name: getattr(self, name) * time for name in ("expert", "row", "choice", "dispatch")}
+        return replace(self, **times, **{name: getattr(self, name) * power for name in ("cpu_w", "wait_w", "comm_w")})
 
     def figures(self) -> dict[str, Figure]:
         """Each parameter as a figure of kind "fitted", with the published figure that it was read off."""

@@ -1,12 +1,9 @@
 """Latency and energy on a Mac: any work, and the grid of static graphs behind NPUMoE Table 5.
 
 `time_grid` measures what the device model is fitted to: a layer's E experts in E/G graphs of G experts of capacity C,
-run one after the other ("serial") or submitted at once ("parallel"); ms and mJ of one slot. Every graph is a package of
-its own, as in a model, because bringing weights is a part of what is measured.
-
-A time is the median of repeats after a warm-up; energy (§5.1) is of all repeats together, as Zeus reads it from the
-counters of the whole machine, so a window should be longer than a second. "Parallel" is one Python thread a graph;
-`PARALLEL` says what that cannot tell.
+run one after the other ("serial") or each by a Python thread ("parallel"); ms and mJ of one slot. Every graph is a
+package of its own, because bringing weights is a part of what is measured. A time is the median of repeats after a
+warm-up; energy (§5.1) is of the whole machine over all repeats, by Zeus, so a window should be longer than a second.
 """
 
 from __future__ import annotations
@@ -52,11 +49,9 @@ class Meter:
         except ImportError:
             self.why = "no energy: pip install 'zeus[apple]'"
             return
-        monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
-        if monitor.soc_is_present:
-            self._monitor = monitor
-        else:
-            self.why = "no energy: zeus finds no Apple chip that it can read here"
+        self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
+        if not self._monitor.soc_is_present:
+            self._monitor, self.why = None, "no energy: zeus finds no Apple chip that it can read here"
 
     @contextmanager
     def window(self) -> Iterator[dict[str, float]]:
@@ -103,10 +98,7 @@ def measure(work: Callable[[], Any], repeats: int = 5, meter: Meter | None = Non
 def time_grid(grid: Sequence[tuple[int, int]] = GRID, modes: Sequence[str] = MODES, *, experts: int = 16,
               hidden: int = REFERENCE_H, intermediate: int = REFERENCE_I, repeats: int = 5, meter: Meter | None = None,
               runner: Callable[[Path, str | None], Any] = CoreMLRunner) -> list[Sample]:
-    """Time each (G, C) of a grid in each mode, by default for PhiMoE's experts; one sample each, in ms and mJ a slot.
-
-    Needs room on the disk for one layer's experts (2.5 GB); ValueError for a group that does not divide the experts.
-    """
+    """Time each (G, C) of a grid in each mode, by default for PhiMoE's experts, which need 2.5 GB of disk."""
     if bad := [G for G, C in grid if experts % G]:
         raise ValueError(f"groups of {bad[0]} do not divide {experts} experts")
     meter, samples = meter or Meter(), []
