@@ -1,7 +1,7 @@
 """Worked examples of AWS's guide to MoE inference on Neuron, recomputed from the inputs that the guide gives.
 
-Every example is arithmetic (exact; what depends on a device's published rates is modelled). Seven do not follow from
-their own inputs. Statements without inputs are left out.
+All are arithmetic, or modelled where they depend on a device's published rates. Seven do not follow from their own
+inputs. Statements without inputs are left out.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from moelab.cards import load_device, load_model
 from moelab.experts import blocks
 from moelab.experts.blockwise import BlockMap, block_map
-from moelab.parallel.advice import Advice, advise
 from moelab.experts.neuron import expected_unique, provisioned_savings
+from moelab.parallel.advice import Advice, advise
 from moelab.parallel.volumes import gather_volume
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example: section, what it says, its value there, the value from its own inputs, whether they agree."""
+    """What the guide says, its value there, the value from its own inputs, whether they agree."""
 
     section: str
     text: str
