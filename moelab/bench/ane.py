@@ -1,8 +1,7 @@
 """Planning for the Apple Neural Engine, and its device model beside NPUMoE's figures; needs no Mac.
 
-The fit to Table 5 with leave-one-out, the four systems of Table 2 and the ablation on PhiMoE, every published figure
-that the model was not fitted to, and the time of planning. Times of planning are CPU time, measured; counts are exact
-for an assumed popularity; all else is modelled. Table 9 is left out, as its run is not described.
+Times of planning are CPU time, measured; counts are exact for an assumed popularity; all else is modelled. Table 9 is
+left out, as its run is not described.
 """
 
 from __future__ import annotations

@@ -109,11 +109,8 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
 
 
 def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, ANEPlan], float]:
-    """Plans from one calibration, and the slack of the third.
-
-    "printed" has the paper's capacities r·B/E, "factor_k" r·K·B/E, "plan" the same with the slack that drops about
-    `drop`, "one_capacity" that of the most popular expert for all.
-    """
+    """Plans from one calibration, and the slack of "plan": "printed" has the paper's capacities r·B/E, "factor_k"
+    r·K·B/E, "plan" the same with a slack that drops about `drop`, "one_capacity" that of the most popular expert."""
     found, how = calibrate(trace), {"chunk": chunk, "group_size": group_size}
     counted_in = (trace.spec, found.counts(PREFILL), found.tokens[PREFILL])
     plan, slack, _ = fitting_plan(trace, chunk, drop, group_size=group_size)
@@ -179,12 +176,12 @@ def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chun
     plans = {s: fitting_plan(trace, chunk, 0.0, s, group_size=group_size)[0] for s in slacks}
     found, counts = compare(model, {f"{order} @ {s:g}": (plans[s], order) for order in MODES.values() for s in slacks},
                             ["loss"], seed, **how)
-    rows, samples = found["scores"]["loss"], found["samples"]["loss"]
-    cost: dict[str, dict[float, tuple[float, float, float]]] = {mode: {} for mode in MODES}
-    for mode, order in MODES.items():
-        for s in slacks:
-            row = rows[way := f"{order} @ {s:g}"]
-            cost[mode][s] = counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
+    samples = found["samples"]["loss"]
+
+    def cost(way: str) -> tuple[float, float, float]:
+        row = found["scores"]["loss"][way]
+        return counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
     beside = {s: accuracy.paired_means(*(np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency")))
               for s in slacks}
-    return LossByOrder(cost, {s: (row["difference"], *row["interval"]) for s, row in beside.items()})
+    return LossByOrder({mode: {s: cost(f"{order} @ {s:g}") for s in slacks} for mode, order in MODES.items()},
+                       {s: (row["difference"], *row["interval"]) for s, row in beside.items()})

@@ -57,11 +57,8 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """One greedy answer under one choice of resident experts.
-
-    tokens : int64 [D + 1], the same whatever is resident. counts, resident, wanted : see the file's docstring.
-    hits, requests, read_bytes : counted by the engine while decoding.
-    """
+    """One greedy answer [D + 1] under one choice of resident experts; counts, resident, wanted : see the file's top;
+    hits, requests, read_bytes : counted by the engine while decoding."""
 
     tokens: np.ndarray
     counts: np.ndarray
@@ -102,10 +99,8 @@ class Prefetcher:
 
     def answers(self, ids: Sequence[int], steps: int,
                 choose: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> dict[str, Answer]:
-        """Run a prompt once, and answer it in `steps` decode steps for each way of choosing; nothing ends it before.
-
-        choose : name → counts [L, E] of the prompt's tokens → resident [L, E], x experts a layer.
-        """
+        """Run a prompt once, and answer it in `steps` decode steps for each way of choosing: name → counts [L, E] of
+        the prompt's tokens → resident [L, E], x experts a layer."""
         if steps < 1:
             raise ValueError(f"{steps} decode steps use no expert; ask for at least 1")
         offloading = self.model.moelab
@@ -154,12 +149,6 @@ class Prefetcher:
         return found
 
 
-def calibration(model: Any, sources: Sequence[str], n: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Source → counts [L, E] of n prompts of its train split."""
-    return {source: record(model, [p.text for p in prompts(source, n, tokens=tokens, seed=seed, split="train")]
-                           ).counts().numpy() for source in sources}
-
-
 def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """The choosers of `WAYS` for a prompt of that source."""
     same = most_used(history[source], x)
@@ -169,11 +158,11 @@ def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Ca
 
 def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8, steps: int = 16,
             calibrated: int = 48, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
-    """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`.
-
-    model : the store's model, whole, to calibrate with. x : 0 for K. calibrated : prompts of each source's train split.
-    """
-    history, found = calibration(model, SOURCES, calibrated, 256, seed), {}
+    """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`; `model` is the store's, whole, to
+    calibrate with on so many prompts of each train split; x : 0 for K."""
+    history = {source: record(model, [p.text for p in prompts(source, calibrated, tokens=256, seed=seed, split="train")]
+                              ).counts().numpy() for source in SOURCES}
+    found = {}
     with Prefetcher(store, x or model.spec.K) as prefetcher:
         for source in SOURCES:
             asked = [model.tokenizer(p.text)["input_ids"]

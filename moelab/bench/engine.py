@@ -27,10 +27,8 @@ from moelab.specs import MoESpec
 
 SPEC = MoESpec("synthetic-5GB", "qwen3_moe", 24, tuple(range(24)), 64, 8, 1024, 512, vocab=8192, heads=16, kv_heads=4,
                head_dim=64)
-#: memory limits of `peers`, as shares of the checkpoint: 3.06 and 1.85 GB
-SHARES = (0.613, 0.371)
-#: part of a limit for the interpreter and its libraries; accelerate also loads whole layers
-PROCESS, ACCELERATE = 450e6, 650e6
+SHARES = (0.613, 0.371)                 # of the checkpoint, memory limits of `peers`: 3.06 and 1.85 GB
+PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 

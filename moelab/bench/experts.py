@@ -1,10 +1,11 @@
 """Executors of a layer's routed experts, timed beside transformers' own and the roofline of this machine.
 
-Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same steps
-in interleaved rounds: a prompt, and single tokens whose experts are cold, as layers of more weights than a cache
-has take turns. The roofline is the time of reading the weights or of computing alone, whichever is longer, at the best rates
-of several readers and products in the same rounds. Ratios are medians over rounds, to the best of transformers' three.
-Sources: AWS Neuron's MoE guide ("Selective loading", "All-Experts algorithm"), Williams et al. 2009 (roofline).
+Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same
+steps in interleaved rounds: a prompt, and single tokens whose experts are cold, as layers of more weights than a
+cache has take turns. The roofline is the time of reading the weights or of computing alone, whichever is longer, at
+the best rates of several readers and products in the same rounds. Ratios are medians over rounds, to the best of
+transformers' three. Sources: AWS Neuron's MoE guide ("Selective loading", "All-Experts algorithm"), Williams et al.
+2009 (roofline).
 """
 
 from __future__ import annotations
@@ -113,11 +114,8 @@ class Layers:
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
-    """Seconds of each arm in each round; round 0, step 0, warms up and does not count.
-
-    Arms that follow each other compute different steps, so that none finds its weights in a cache; and each has run
-    another step just before, so that the memory it allocates is pre-faulted.
-    """
+    """Seconds of each arm in each round but round 0, which warms up. Neighbouring arms compute different steps, so that
+    none finds its weights in a cache; each has run another step just before, which pre-faults its memory."""
     samples, steps = {name: [] for name in arms}, range(1, rounds)
     for i, (place, name) in measure.turns(list(enumerate(arms)), rounds, title):
         if not i:
@@ -131,8 +129,8 @@ def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
 class Limits:
     """Arms that measure memory bandwidth and arithmetic, to be timed in the same rounds as what they bound.
 
-    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and the layer's shape, in
-    the experts' type and in fp32, as a CPU may lack bf16 instructions; each `REPEAT` times in a turn.
+    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and the layer's shape,
+    in the experts' type and in fp32, as a CPU may lack bf16 instructions; each `REPEAT` times in a turn.
     """
 
     REPEAT, SQUARES, ROWS = 2, (1024,), 2048
@@ -331,13 +329,13 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
 
 
 def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    own = {name: row for name, row in rows.items() if not name.startswith("transformers") and name != PLANES}
-    best = min(own, key=lambda name: own[name]["ms"])
-    ratio = own[best]["× transformers' best"]
+    own = [name for name in rows if not name.startswith("transformers") and name != PLANES]
+    best = min(own, key=lambda name: rows[name]["ms"])
+    ratio = rows[best]["× transformers' best"]
     if phase == "prefill":
         return {f"{label} prefill, {best} × transformers' best": measure.aim(ratio, 1.0 if label == "bf16" else 1.6)}
     if label != "bf16":
         return {}
     return {f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
-            f"bf16 decode, {best}: share of memory bandwidth": measure.aim(own[best]["of bandwidth"], 0.8),
+            f"bf16 decode, {best}: share of memory bandwidth": measure.aim(rows[best]["of bandwidth"], 0.8),
             "rate of split planes ÷ bf16 GEMV's": measure.aim(rows["gemv"]["ms"] / rows[PLANES]["ms"], 0.8)}

@@ -51,10 +51,8 @@ class Llama(BenchmarkedEngine):
 
 
 class Ftllm(BenchmarkedEngine):
-    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory.
-
-    It cannot be given tokens, so it samples them, all about equally likely; there are no logits to compare.
-    """
+    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory. It
+    samples its tokens, all about equally likely; there are no logits to compare."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import ftllm

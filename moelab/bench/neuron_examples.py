@@ -107,10 +107,8 @@ def _told(p: blocks.Padding) -> str:
 
 @dataclass(frozen=True)
 class BlockAdvice:
-    """The block size that the intensity factor advises for a device, a model, a dtype and T tokens (modelled).
-
-    reuse : whether weights are read once or for each block. real : FLOPs a byte of the real tokens, read once.
-    """
+    """The block size that the intensity factor advises (modelled); reuse : whether weights are read once or for each
+    block. real : FLOPs a byte of the real tokens, read once."""
 
     device: str
     model: str
@@ -121,11 +119,10 @@ class BlockAdvice:
     advice: blocks.Advice
 
 
-#: (device, dtype, tokens of a step, model) that block sizes are asked for
+#: (device, dtype, tokens of a step, model)
 ASKED = (("trn2", "bf16", 4096, "GPT-OSS-120B"), ("trn2", "bf16", 8192, "GPT-OSS-120B"),
          ("trn2", "fp8", 8192, "GPT-OSS-120B"), ("a100-80gb", "bf16", 8192, "GPT-OSS-120B"),
          ("trn2", "bf16", 8192, "Mixtral-8x7B"))
-#: models that a way of parallel execution is advised for
 PARALLEL = ("Mixtral-8x7B", "Phi-3.5-MoE", "GPT-OSS-20B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "DeepSeek-V3")
 
 
@@ -140,9 +137,9 @@ def block_sizes() -> list[BlockAdvice]:
     return found
 
 
-def parallel_ways(devices: tuple[int, ...] = (8, 64)) -> dict[str, dict[int, Advice]]:
+def parallel_ways() -> dict[str, dict[int, Advice]]:
     """Model → devices → tensor or expert parallelism, and why ("Configuring TP and EP")."""
-    return {model: {n: advise(load_model(model), n) for n in devices} for model in PARALLEL}
+    return {model: {n: advise(load_model(model), n) for n in (8, 64)} for model in PARALLEL}
 
 
 def six_tokens() -> BlockMap:

@@ -1,8 +1,8 @@
 """Expert parallelism: bytes sent beside the formulas, time of a layer, and imbalance with and without EPLB.
 
 One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes. "As predicted" says whether
-the bytes of every rank are exactly those of `moelab.parallel.volumes`. Times are medians over rounds, of the slowest rank;
-with fewer cores than ranks they show what exchange costs and not what parallelism gains.
+the bytes of every rank are exactly those of `moelab.parallel.volumes`. Times are medians over rounds, of the slowest
+rank; with fewer cores than ranks they show what exchange costs and not what parallelism gains.
 """
 
 from __future__ import annotations
@@ -63,18 +63,16 @@ def on_a_rank(W: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
         experts.source = ShardedExperts([experts], lambda _, e: experts.own(e), placement, grid.ep.rank, grid.tp.rank,
                                         grid.tp.size)
         runs[variant] = kind(grid, placement, eager), experts
-    made: dict[str, dict[str, Any]] = {}
-    ids, weights, x = routing(tokens, seed)
+    made, (ids, weights, x) = {}, routing(tokens, seed)
     for variant, (executor, experts) in runs.items():
         world = executor.grid.world
         own = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
         executor.run_own(x[own], ids[own], weights[own], experts)
         made[variant] = {"sent": executor.grid.traffic()}
-    samples: dict[tuple[str, str], list[float]] = {(variant, name): [] for variant in runs for name in PHASES}
+    samples = {(variant, name): [] for variant in runs for name in PHASES}
     for _ in range(ROUNDS):
         for variant, name in samples:
-            executor, experts = runs[variant]
-            T = tokens if name == PHASES[0] else 1
+            (executor, experts), T = runs[variant], tokens if name == PHASES[0] else 1
             executor.grid.world.sizes(0, x.device)                  # all begin together
             samples[variant, name].append(seconds(executor.run, x[:T], ids[:T], weights[:T], experts))
     for (variant, name), values in samples.items():

@@ -91,11 +91,8 @@ class BenchmarkedEngine(ABC):
         return {}
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
-        """Feed prompts of the given lengths, each a new sequence, then the other tokens one by one.
-
-        Returns `ttft_s` [prompts], `tpot_s` [tokens after the prompts], the bytes read and the faults of each phase,
-        `digest` and `best` (argmax) of all logits.
-        """
+        """Feed prompts of the given lengths, each a new sequence, then the other tokens one by one: `ttft_s` [prompts],
+        `tpot_s` [tokens after them], bytes read and faults of each phase, `digest`, `best` (argmax) of all logits."""
         found: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
         digest, at, last = hashlib.sha256(), 0, counters()
 

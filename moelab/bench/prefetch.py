@@ -1,9 +1,9 @@
 """Prefetching beside loading on demand, token by token in turn, with copying throttled to 0.5, 1 and 3 × computing.
 
 One process and one model of 5 GB (raw experts, routing from random tokens); each token is decoded by the next of four
-ways that share the cache: on demand as in Speculating Experts (all of a layer's experts are copied, then computed) or as
-the engine does it (each is computed as it comes), hint and speculative. Eq. (1) bounds the gain over the first by Σ over
-layers of min(copy, compute); over the second, which hides copying behind its layer's own experts, by Σ of
+ways that share the cache: on demand as in Speculating Experts (all of a layer's experts are copied, then computed) or
+as the engine does it (each is computed as it comes), hint and speculative. Eq. (1) bounds the gain over the first by
+Σ over layers of min(copy, compute); over the second, which hides copying behind its layer's own experts, by Σ of
 min(max(copy − experts, 0), everything else). The predictor is the next router on this layer's router input, as the
 model is random; last comes a random predictor, right in K/E of cases, which prefetch throttling must detect.
 """
@@ -41,6 +41,7 @@ WARM = 2                    # tokens of every arm that are not counted
 
 class Taken(NamedTuple):
     """What one token took."""
+
     events: list[Event]
     forward: Forward
     metrics: Metrics

@@ -40,11 +40,8 @@ def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str)
 
 
 def timeline(store: ExpertStore, mode: str, threads: int | None, bandwidth: float | None = None) -> Timeline:
-    """Load every expert once, from a cache that was dropped.
-
-    threads : that decode while the next expert is read; 0 decodes in the reading thread, None reads only.
-    bandwidth : bytes a second of an emulated, slower disk; None for the real one.
-    """
+    """Load every expert once, from a dropped cache; `threads` decode while the next expert is read, 0 decodes in the
+    reading thread, None reads only; bandwidth : bytes a second of an emulated, slower disk."""
     reads: list[tuple[str, float, float]] = []
     rows = {"disk" if threads != 0 else "one thread": reads}
     buffers, decoders = queue.Queue(), queue.Queue()

@@ -30,10 +30,8 @@ BENCHMARKS = {"humaneval": "humaneval", "mbpp+": "mbpp_plus", "gsm8k": "gsm8k", 
 
 def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None = None, batch_size: int = 8,
             chat: bool = False) -> Samples:
-    """Run what `load` returned in every mode: {"task metric": {mode: one score a question [n]}}.
-
-    limit : questions a task, None for all. chat : put the questions into the tokenizer's chat template.
-    """
+    """Run what `load` returned in every mode: {"task metric": {mode: one score a question [n]}}; `limit` questions a
+    task, None for all; `chat` puts them into the tokenizer's chat template."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     # The tasks are made already, so that no list of lm-eval's ten thousand is needed, which takes long; `load` has

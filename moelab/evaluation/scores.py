@@ -24,10 +24,8 @@ def split_ids(tokenizer: Any, prompt: Prompt) -> tuple[list[int], list[int]]:
 
 
 def last_logits(model: Any, ids: torch.Tensor, n: int, decode: bool = False) -> torch.Tensor:
-    """The logits [B, n, V] that predict the last `n` tokens of ids [B, S], each given all tokens before it.
-
-    decode : False reads them from one forward pass; True from `n` decode steps after a prefill of the tokens before.
-    """
+    """The logits [B, n, V] that predict the last `n` tokens of ids [B, S], each given all before it: from one forward
+    pass or, with `decode`, from n decode steps after a prefill of the tokens before."""
     ids = ids.to(model.device)
     first = ids.shape[1] - n - 1                # the token whose logits predict the first of the n
     if first < 0 or decode and first < 1:
@@ -82,11 +80,8 @@ def text_windows(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0)
 
 def language_loss(model: Any, windows: torch.Tensor, batch_size: int = 16, decode: int = 0,
                   label: str = "reading") -> np.ndarray:
-    """Mean next-token loss in nats of each window [n]; windows [n, S].
-
-    decode : score only so many last tokens of each window, in decode steps, one window at a time; 0 scores all but the
-        first in one forward pass.
-    """
+    """Mean next-token loss in nats of each window [n]; windows [n, S]. `decode` scores only so many last tokens of
+    each, in decode steps, one window at a time; 0 scores all but the first in one forward pass."""
     losses, scored = [], decode or windows.shape[1] - 1
     with progress(total=len(windows), desc=label, unit="window") as bar:
         for batch in windows.split(1 if decode else batch_size):
