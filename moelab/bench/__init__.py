@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     if hasattr(module, "add_arguments"):
         module.add_arguments(own)
     options = vars(own.parse_args(args.options))
-    print((module.__doc__ or "").strip().split("\n\n")[0], flush=True)
+    print(module.__doc__.split("\n\n")[0], flush=True)
     results = module.run(**options)
     for section, figures in results.items():
         print(f"\n{section}")

@@ -1,8 +1,7 @@
 """Planning for the Apple Neural Engine, and its device model beside NPUMoE's figures; needs no Mac.
 
-The fit to Table 5 with leave-one-out, the four systems of Table 2 and the ablation on PhiMoE, every published figure
-that the model was not fitted to, and the time of planning. Times of planning are CPU time, measured; counts are exact
-for an assumed popularity; all else is modelled. Table 9 is left out, as its run is not described.
+Times of planning are CPU time, measured; counts are exact for an assumed popularity; all else is modelled. Table 9 is
+left out, as its run is not described.
 """
 
 from __future__ import annotations
@@ -20,14 +19,10 @@ from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.cards import load_model
 from moelab.table import span
 
-PLANNED = ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B")
-
 
 def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]]:
-    """Every figure."""
     device = DeviceModel.of(mode=mode)
     found = study(device=device, skew=skew)
-    ours = [run["npumoe"] for run in found.values()]
     return {
         "fit to Table 5, relative errors (modelled)": device.fit_table(),
         "fitted parameters": {name: {"value": figure.value, "unit": figure.unit, "source": figure.source}
@@ -36,7 +31,7 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
         "PhiMoE, ours (modelled)": {
             f"P={prompt}, B={chunk}": {"TTFT, s": p.ttft_s, "mJ a token": p.mj_per_token, "CPU busy, s": p.cpu_s,
                                        "slots a token": p.slots_per_token}
-            for (prompt, chunk), p in zip(found, ours)},
+            for (prompt, chunk), run in found.items() for p in [run["npumoe"]]},
         "PhiMoE, system ÷ ours (modelled)": {
             f"P={prompt}, B={chunk}: {metric}": {system: ratio(run, metric, system) for system in SYSTEMS}
             for (prompt, chunk), run in found.items() for metric in METRICS},
@@ -48,7 +43,8 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
             row.name: {"paper": span(*row.paper), "modelled": span(*row.modelled), "error": f"{row.error:+.0%}",
                        "": "MISS" if row.miss else "", "source": row.source}
             for row in compare_with_paper(mode, skew=skew)},
-        f"plans from cards, popularity assumed: {skew}": {name: planned(name, skew) for name in PLANNED}}
+        f"plans from cards, popularity assumed: {skew}": {
+            name: planned(name, skew) for name in ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B")}}
 
 
 def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int = 0) -> tuple[ANEPlan, float]:

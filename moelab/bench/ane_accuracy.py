@@ -1,10 +1,8 @@
 """Accuracy of the small model through an NPUMoE plan, with drops and padding, against dense execution.
 
-The plan comes from a calibration on the training split; its `slack` is chosen there so that pruning drops the wanted
-share of routings (10.6 to 21.8 % in NPUMoE Table 3). Then every order of dropping answers the same held-out prompts, at
-batch size 1, by teacher forcing. Scores and differences are measured, in float32 with standard errors; drop and padding
-rates are exact counts. The answer's own tokens are part of the prefill and may be dropped, which is harder than the
-paper's setting.
+The plan comes from a calibration on the training split, its `slack` from the share of routings to drop (10.6 to 21.8 %
+in NPUMoE Table 3). Every order of dropping answers the same held-out prompts, at batch size 1, by teacher forcing, in
+float32. The answer's own tokens are in the prefill and may be dropped, which is harder than the paper's setting.
 """
 
 from __future__ import annotations
@@ -18,15 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab import datasets
+from moelab import datasets, open_model
 from moelab.ane.device.published import TABLE_3
 from moelab.ane.plan import Account, ANEPlan, count, make_plan
 from moelab.ane.popularity import loads_of_ids
 from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, whole
-from moelab.evaluation import accuracy
 from moelab.calibration import calibrate
-from moelab import open_model
+from moelab.evaluation import accuracy
 from moelab.recording import record
 from moelab.trace import PREFILL, RoutingTrace
 
@@ -57,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
         chunk: int = 256, group_size: int = 8, system: str = "npumoe", drop: float = 0.14, slack: float | None = None,
         calibration: int = 32, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Measure; {section: {row: {column: figure}}}, the sections' names say what kind of figures they are."""
+    """{section: {row: {column: figure}}}; the sections' names say what kind of figures they are."""
     tasks = tasks.split(",") if isinstance(tasks, str) else list(tasks)
     live = open_model(model, dtype=torch.float32)
     trace = recorded(live, calibration, tokens, "train", seed)
@@ -71,7 +68,8 @@ def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: i
                          "drop rate on the calibration": expected},
         "accuracy (measured), drops and padding (exact)": {
             f"{task}: {mode}": {key: row[key] for key in COLUMNS if key in row}
-            | (rates(of[mode][task]) if mode in of else {})
+            | ({"dropped": (counts := of[mode][task]).drop_rate, "padded": counts.padded_fraction,
+                "launches a chunk and layer": counts.launches / counts.chunks} if mode in of else {})
             for task, by_mode in found["scores"].items() for mode, row in by_mode.items()},
         "NPUMoE Table 3 (paper), PhiMoE": {name: {"dropped": dropped, "padded": padded}
                                            for name, (dropped, padded) in TABLE_3.items()}}
@@ -100,10 +98,7 @@ def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:
 
 def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | None = None, **options: Any
                  ) -> tuple[ANEPlan, float, float]:
-    """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of the trace's routings.
-
-    options : those of `make_plan`.
-    """
+    """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of its routings."""
     found, loads = calibrate(trace), prompt_loads(trace, chunk)
     plans = {factor: make_plan(trace.spec, found.counts(PREFILL), found.tokens[PREFILL], chunk, slack=factor,
                                model_id=found.model_id, **options)
@@ -113,17 +108,9 @@ def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | No
     return plans[best], best, rates[best]
 
 
-def rates(counts: Account) -> dict[str, float]:
-    return {"dropped": counts.drop_rate, "padded": counts.padded_fraction,
-            "launches a chunk and layer": counts.launches / counts.chunks}
-
-
 def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) -> tuple[dict[str, ANEPlan], float]:
-    """Plans from one calibration, and the slack of the third.
-
-    "printed" has the paper's capacities r·B/E, "factor_k" r·K·B/E, "plan" the same with the slack that drops about
-    `drop`, "one_capacity" that of the most popular expert for all.
-    """
+    """Plans from one calibration, and the slack of "plan": "printed" has the paper's capacities r·B/E, "factor_k"
+    r·K·B/E, "plan" the same with a slack that drops about `drop`, "one_capacity" that of the most popular expert."""
     found, how = calibrate(trace), {"chunk": chunk, "group_size": group_size}
     counted_in = (trace.spec, found.counts(PREFILL), found.tokens[PREFILL])
     plan, slack, _ = fitting_plan(trace, chunk, drop, group_size=group_size)
@@ -159,10 +146,9 @@ class Answers:
         return min(values), max(values)
 
 
-def pruned_answers(model: Any, plan: ANEPlan, tasks: Sequence[str] = TASKS, order: str = "saliency", seed: int = 0,
-                   **how: Any) -> Answers:
+def pruned_answers(model: Any, plan: ANEPlan, tasks: Sequence[str] = TASKS, seed: int = 0, **how: Any) -> Answers:
     """Ask every task of the model, dense and pruned by the plan; `how` are the sizes of `accuracy.compare`."""
-    found, counts = compare(model, {"pruned": (plan, order)}, tasks, seed, **how)
+    found, counts = compare(model, {"pruned": (plan, "saliency")}, tasks, seed, **how)
     dense, pruned = ({task: of[mode] for task, of in found["scores"].items()} for mode in ("dense", "pruned"))
     return Answers(dense, pruned, counts["pruned"])
 
@@ -190,12 +176,12 @@ def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chun
     plans = {s: fitting_plan(trace, chunk, 0.0, s, group_size=group_size)[0] for s in slacks}
     found, counts = compare(model, {f"{order} @ {s:g}": (plans[s], order) for order in MODES.values() for s in slacks},
                             ["loss"], seed, **how)
-    rows, samples = found["scores"]["loss"], found["samples"]["loss"]
-    cost: dict[str, dict[float, tuple[float, float, float]]] = {mode: {} for mode in MODES}
-    for mode, order in MODES.items():
-        for s in slacks:
-            row = rows[way := f"{order} @ {s:g}"]
-            cost[mode][s] = counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
+    samples = found["samples"]["loss"]
+
+    def cost(way: str) -> tuple[float, float, float]:
+        row = found["scores"]["loss"][way]
+        return counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
     beside = {s: accuracy.paired_means(*(np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency")))
               for s in slacks}
-    return LossByOrder(cost, {s: (row["difference"], *row["interval"]) for s, row in beside.items()})
+    return LossByOrder({mode: {s: cost(f"{order} @ {s:g}") for s in slacks} for mode, order in MODES.items()},
+                       {s: (row["difference"], *row["interval"]) for s, row in beside.items()})

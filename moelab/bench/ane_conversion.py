@@ -1,9 +1,8 @@
 """A conversion checked without a Mac: sizes, the linter, differences to torch, and the error of fp16.
 
-`convert` carries out a plan on a model's first layers and lints each saved package; `fp16_error` runs one graph in
-double precision and with fp16 rounding after each operation; `shaken` is the control: noise of that size on the experts
-of the unconverted model, which shows how far apart logits come by rounding alone. Whole prompts through the packages
-are in `moelab.ane.parity`. Sources: NPUMoE §A.4, Fig. 20. Times are CPU time, measured, validation included.
+`fp16_error` runs one graph in double precision and with fp16 rounding after each operation; `shaken` is its control:
+noise of that size on the unconverted model's experts, which shows how far apart logits come by rounding alone. Whole
+prompts through the packages are in `moelab.ane.parity`. Source: NPUMoE §A.4, Fig. 20. Times are CPU time, measured.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ import torch
 from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.linter import Report, lint
-from moelab.ane.plan import ANEPlan, LayerPlan, attention_params
+from moelab.ane.plan import ANEPlan, attention_params
 from moelab.models import discover, plugged
 
 
 def on_first_layers(plan: ANEPlan, n: int) -> ANEPlan:
     """The plan of the first n MoE layers; all else stays on the CPU."""
-    def to_cpu(layer: LayerPlan) -> LayerPlan:
-        return replace(layer, attention="cpu", groups=tuple(replace(group, unit="cpu") for group in layer.groups))
-    return replace(plan, layers=(*plan.layers[:n], *map(to_cpu, plan.layers[n:])))
+    rest = [replace(layer, attention="cpu", groups=tuple(replace(group, unit="cpu") for group in layer.groups))
+            for layer in plan.layers[n:]]
+    return replace(plan, layers=(*plan.layers[:n], *rest))
 
 
 @dataclass(frozen=True, eq=False)
 class ConvertedPackage:
-    """A written package: "attention" or "G×C", its largest difference to torch in double precision (None for
-    attention, which parity compares), and what the linter says."""
+    """"attention" or "G×C"; largest difference to torch in double precision (None for attention); linter's report."""
 
     kind: str
     difference: float | None
@@ -64,16 +62,12 @@ class Conversion:
         return all(one.report.clean for one in self.packages)
 
     def kinds(self) -> dict[str, list[ConvertedPackage]]:
-        """The packages by kind, in order of their first."""
         return {kind: [one for one in self.packages if one.kind == kind]
                 for kind in dict.fromkeys(one.kind for one in self.packages)}
 
 
 def convert(model: str | None, folder: str | Path, plan: ANEPlan, context: int) -> Conversion:
-    """Convert a checkpoint folder or hub id (None: the small model) into a new folder, and lint it.
-
-    context : least positions of the KV cache; rounded up to a multiple of 32.
-    """
+    """Convert a checkpoint (None: the small model) for a KV cache of at least `context` positions, and lint it."""
     began = time.process_time()
     converted = convert_model(model, folder, plan, ConversionSettings(context=-(-context // 32) * 32))
     seconds = time.process_time() - began

@@ -1,8 +1,7 @@
 """Peak memory and rate of a conversion, beside the rates of its parts on the same machine.
 
-A synthetic checkpoint is converted in a process of its own, verification included. The parts, each alone: reading the
-checkpoint from the disk, past the system's cache; compressing experts in one thread; writing as many bytes as the store
-has. A conversion overlaps the last two.
+A synthetic checkpoint is converted and verified in a process of its own. The parts, each alone: reading the checkpoint
+past the system's cache; compressing experts in one thread; writing. A conversion overlaps the last two.
 """
 
 from __future__ import annotations
@@ -68,22 +67,20 @@ def run(model: str = "Qwen3-30B-A3B", scale: float = 0.083, folder: str | Path |
                        "conversion ÷ slowest, writing included": rate / min(slowest, writing * size / stored)}}
 
 
-def _read_rate(file: Path, piece: int = 8 << 20, limit: float = 2e9) -> float:
+def _read_rate(file: Path) -> float:
     """Bytes a second of reading (at most 2 GB of) a file."""
-    buffer, n = bytearray(piece), 0
+    buffer, n, start = bytearray(8 << 20), 0, time.perf_counter()
     with open(file, "rb", buffering=0) as f:
-        start = time.perf_counter()
-        while n < limit and (got := f.readinto(buffer)):
+        while n < 2e9 and (got := f.readinto(buffer)):
             n += got
     return n / (time.perf_counter() - start)
 
 
-def _write_rate(file: Path, total: int = 1 << 30, piece: int = 64 << 20) -> float:
+def _write_rate(file: Path) -> float:
     """Bytes a second of writing 1 GB with a sync every 64 MB."""
-    data = os.urandom(piece)
-    start = time.perf_counter()
+    data, start = os.urandom(64 << 20), time.perf_counter()
     with open(file, "wb", buffering=0) as f:
-        for _ in range(total // piece):
+        for _ in range(16):
             f.write(data)
             os.fsync(f.fileno())
-    return total / (time.perf_counter() - start)
+    return 16 * len(data) / (time.perf_counter() - start)

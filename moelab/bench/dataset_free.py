@@ -3,10 +3,7 @@
 Source: GPU-NDP §III-D, Fig. 6 and 7. After the prefill, the x most used experts of each layer are made resident, and
 nothing else is kept while the answer is decoded. Popularity comes from the prompt itself (dataset-free), from other
 prompts of the same source, or from other sources. Utilisation is the share of resident experts that a decode step uses
-(hits counted by the engine, exact); intervals are of 95 %, over prompts.
-
-The pool has slots for x experts a layer, the eviction policy `Chosen` keeps the chosen ones and refuses all others, and
-calling a layer's experts once with the chosen ids loads them. Loading is not overlapped with anything.
+(hits counted by the engine, exact); intervals are of 95 %, over prompts. Loading is not overlapped with anything.
 
     counts [L, E]   resident bool [L, E]   wanted bool [D, L, E]: what each of D decode steps uses
 """
@@ -24,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab import open_model
 from moelab.arguments import whole
 from moelab.cache.pools import Pools
 from moelab.datasets import prompts
 from moelab.intervals import Interval, interval
-from moelab import open_model
 from moelab.models import discover
 from moelab.ndp.prefetch import most_used
 from moelab.progress import progress
@@ -60,13 +57,8 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """One answer of D + 1 tokens under one choice of resident experts.
-
-    tokens : int64 [D + 1], the answer, greedy; the same whatever is resident.
-    counts : int64 [L, E], the prompt's tokens for each expert. resident, wanted : see the file's docstring.
-    hits, requests : experts that decode steps found resident, and wanted, counted by the engine.
-    read_bytes : read while decoding.
-    """
+    """One greedy answer [D + 1] under one choice of resident experts; counts, resident, wanted : see the file's top;
+    hits, requests, read_bytes : counted by the engine while decoding."""
 
     tokens: np.ndarray
     counts: np.ndarray
@@ -107,11 +99,8 @@ class Prefetcher:
 
     def answers(self, ids: Sequence[int], steps: int,
                 choose: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> dict[str, Answer]:
-        """Run a prompt once, and answer it once for each way of choosing.
-
-        ids : the prompt. steps : decode steps D, at least 1; no end of text ends an answer before.
-        choose : name → counts [L, E] of the prompt's tokens → resident [L, E], x experts a layer.
-        """
+        """Run a prompt once, and answer it in `steps` decode steps for each way of choosing: name → counts [L, E] of
+        the prompt's tokens → resident [L, E], x experts a layer."""
         if steps < 1:
             raise ValueError(f"{steps} decode steps use no expert; ask for at least 1")
         offloading = self.model.moelab
@@ -133,7 +122,7 @@ class Prefetcher:
         return found
 
     def _load(self, resident: np.ndarray) -> None:
-        """The intermediate step (Fig. 7, 2): exactly these experts are resident afterwards."""
+        """The intermediate step (Fig. 7, 2): calling a layer's experts with the chosen ids makes just them resident."""
         self.policy.keys = {ExpertKey(*key) for key in np.argwhere(resident).tolist()}
         for layer in discover(self.model):
             ids = torch.from_numpy(np.flatnonzero(resident[layer.index]))[None]
@@ -141,8 +130,8 @@ class Prefetcher:
             layer.experts(x, ids, weights)
 
     def _decode(self, logits: torch.Tensor, past: Any, steps: int) -> np.ndarray:
-        ends = self.model.generation_config.eos_token_id
-        ends, tokens = [] if ends is None else ends, []
+        ends, tokens = self.model.generation_config.eos_token_id, []
+        ends = [] if ends is None else ends
         while True:
             last = logits[:, -1].clone()
             last[:, ends] = -torch.inf
@@ -160,12 +149,6 @@ class Prefetcher:
         return found
 
 
-def calibration(model: Any, sources: Sequence[str], n: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Source → counts [L, E] of n prompts of its train split."""
-    return {source: record(model, [p.text for p in prompts(source, n, tokens=tokens, seed=seed, split="train")]
-                           ).counts().numpy() for source in sources}
-
-
 def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """The choosers of `WAYS` for a prompt of that source."""
     same = most_used(history[source], x)
@@ -173,18 +156,17 @@ def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Ca
     return dict(zip(WAYS, (lambda counts: most_used(counts, x), lambda _: same, lambda _: others)))
 
 
-def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8, steps: int = 16, tokens: int = 256,
-            calibrated: int = 48, seed: int = 0, sources: Sequence[str] = SOURCES
-            ) -> dict[str, list[dict[str, Answer]]]:
-    """source → for each of n prompts of its test split an `Answer` by each of `WAYS`.
-
-    model : the store's model, whole, to calibrate with. x : 0 for K. calibrated : prompts of each source's train split.
-    """
-    history, found = calibration(model, sources, calibrated, tokens, seed), {}
+def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8, steps: int = 16,
+            calibrated: int = 48, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
+    """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`; `model` is the store's, whole, to
+    calibrate with on so many prompts of each train split; x : 0 for K."""
+    history = {source: record(model, [p.text for p in prompts(source, calibrated, tokens=256, seed=seed, split="train")]
+                              ).counts().numpy() for source in SOURCES}
+    found = {}
     with Prefetcher(store, x or model.spec.K) as prefetcher:
-        for source in sources:
+        for source in SOURCES:
             asked = [model.tokenizer(p.text)["input_ids"]
-                     for p in prompts(source, n, tokens=tokens, seed=seed, split="test")]
+                     for p in prompts(source, n, tokens=256, seed=seed, split="test")]
             choose = ways(history, source, prefetcher.x)
             found[source] = [prefetcher.answers(ids, steps, choose)
                              for ids in progress(asked, f"prefetching for {source}", unit="prompt")]
@@ -218,7 +200,6 @@ def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[
 
 
 def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Every figure of the command line: exact counts, intervals over prompts."""
     model = open_model()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(model, convert(None, f"{folder}/store", codec="raw"), x, prompts_each, steps, seed=seed)

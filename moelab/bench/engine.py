@@ -1,11 +1,9 @@
 """The offloading engine beside other engines and its limits: one interleaved run on a synthetic model of 5 GB.
 
 24 layers of 64 experts, 8 a token, H 1024, I 512, bf16, batch size 1, CPU. Every engine runs in a process of its own,
-in the same memory control group, from the same file system with a read-ahead of 128 KB, on the same random tokens;
-see `moelab.bench.harness` and `moelab.bench.peers`. "The limit" is `on_demand_limit`: Σ over layers of (attention and
-router + max(read, decompress, expert compute)), from the run's own bytes and times and from the best rate at which the
-same process read whole experts: before and after with nothing else running, at several queue depths, and in any forward
-between. A limit that is beaten is reported as invalid (`moelab.bench.measure`).
+with the same memory limit, file system and random tokens; see `moelab.bench.harness` and `moelab.bench.peers`. "The
+limit" is `on_demand_limit`: Σ over layers of (attention and router + max(read, decompress, expert compute)), from the
+run's own bytes and times and the best rate at which the same process read whole experts, before, during or after it.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -28,10 +27,8 @@ from moelab.specs import MoESpec
 
 SPEC = MoESpec("synthetic-5GB", "qwen3_moe", 24, tuple(range(24)), 64, 8, 1024, 512, vocab=8192, heads=16, kv_heads=4,
                head_dim=64)
-#: memory limits of `peers`, as shares of the checkpoint: 3.06 and 1.85 GB
-SHARES = (0.613, 0.371)
-#: part of a limit for the interpreter and its libraries; accelerate also loads whole layers
-PROCESS, ACCELERATE = 450e6, 650e6
+SHARES = (0.613, 0.371)                 # of the checkpoint, memory limits of `peers`: 3.06 and 1.85 GB
+PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 
@@ -53,7 +50,7 @@ def resident(bench: EngineBenchmark) -> dict[str, Any]:
 def limit(bench: EngineBenchmark) -> dict[str, Any]:
     """Budgets of 25 % and 50 % against the on-demand limit; TTFT against reading the experts once."""
     arms = {f"{codec}, {share:.0%}": bench.moelab(codec, share)
-            for share in (0.25, 0.5) for codec in ("huffman", "raw")}
+            for share, codec in product((0.25, 0.5), ("huffman", "raw"))}
     (rows, reports), against = bench.compare("limit", arms, "huffman, 50%"), {}
     for name, found in reports.items():
         if "result" in found[-1]:
@@ -78,10 +75,9 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
     """All engines in the same memory, page cache included: about 60 % and 37 % of the checkpoint."""
     whole = sum(path.stat().st_size for path in (bench.folder / "model").iterdir())
     stride = json.loads((bench.folder / "experts.json").read_text())["stride"]
-    layer, sections = bench.spec.experts_bytes / bench.spec.L, {}
+    others, layer, sections = whole - bench.spec.experts_bytes, bench.spec.experts_bytes / bench.spec.L, {}
     for share in SHARES:
         memory = round(share * whole)
-        others = whole - bench.spec.experts_bytes
         budget = int(memory - others - PROCESS)
         if budget <= 0:
             raise ValueError(f"{share:.0%} of the checkpoint are {memory / 1e6:,.0f} MB, not enough for a process "
@@ -149,7 +145,7 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
     from moelab.store.layout import ExpertStore
     rows: dict[str, Any] = {}
     profiles = {codec: profile(ExpertStore(bench.folder / codec)) for codec in ("raw", "huffman")}
-    for codec, share in ((codec, share) for codec in profiles for share in BUDGETS):
+    for codec, share in product(profiles, BUDGETS):
         name, profiled, store = f"{codec}, {share:.0%}", profiles[codec], ExpertStore(bench.folder / codec)
         with tempfile.TemporaryDirectory() as temporary:
             trace = Path(temporary) / "trace.json"
@@ -159,10 +155,9 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
                 continue
             run_of = json.loads(trace.read_text())
         steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in run_of["steps"]]
-        played = simulate(steps, run_of["forwards"], Residency(store.spec.L, store.spec.E, Pools(*run_of["pools"])),
-                          profiled.delays(), workers=run_of["workers"], staging=run_of["staging"],
-                          other=profiled.other, head=profiled.head)
-        said = played.metrics()
+        said = simulate(steps, run_of["forwards"], Residency(store.spec.L, store.spec.E, Pools(*run_of["pools"])),
+                        profiled.delays(), workers=run_of["workers"], staging=run_of["staging"],
+                        other=profiled.other, head=profiled.head).metrics()
         equal = [key for key, value in zip(FOUND, run_of["found"]) if getattr(said, key) == value]
         measured = median(report["tpot_s"])
         rows[name] = {
@@ -175,19 +170,15 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
 
 
 SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "resident": resident, "limit": limit, "peers": peers, "throttled": throttled, "memory": memory,
-    "simulated": simulated}
+    section.__name__: section for section in (resident, limit, peers, throttled, memory, simulated)}
 
 
 def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None, rounds: int = 3, prompt: int = 128,
         decode: int = 32, quick: bool = False, long: bool = False, python: Sequence[str] = (), spec: MoESpec = SPEC
         ) -> dict[str, Any]:
-    """Measure; returns sections of figures. The other arguments are those of the command line."""
-    unknown = [name for name in only if name not in SECTIONS]
-    if unknown:
+    if unknown := [name for name in only if name not in SECTIONS]:
         raise ValueError(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    malformed = [given for given in python if "=" not in given]
-    if malformed:
+    if malformed := [given for given in python if "=" not in given]:
         raise ValueError(f"--python {malformed[0]}: write ENGINE=INTERPRETER, such as llama.cpp=/opt/bin/python")
     if quick:
         rounds, decode = 1, 8
@@ -200,8 +191,7 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds, "load average before": load, "cores": os.cpu_count()}}
             for name in only:
-                options = {"tokens": 1000} if name == "memory" and long else {}
-                found |= SECTIONS[name](bench, **options)
+                found |= SECTIONS[name](bench, **({"tokens": 1000} if name == "memory" and long else {}))
     return found | {"aims": bench.aims, "samples": bench.samples}
 
 

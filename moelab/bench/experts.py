@@ -1,15 +1,11 @@
 """Executors of a layer's routed experts, timed beside transformers' own and the roofline of this machine.
 
-Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same steps
-in interleaved rounds: a prompt, and single tokens whose experts are cold, as several layers with more weights than any
-cache take turns, and neighbours in a round compute other steps. Each runs twice, on two steps, and the second run
-counts, when the memory that it allocates is pre-faulted. The roofline is the time that reading the weights or computing
-alone would take, whichever is longer; its rates are the best of several readers and products, in the experts' type and
-in fp32 (a CPU may lack bf16 instructions), in the same rounds (`moelab.bench.measure`). Ratios are medians over rounds,
-to the best of transformers' three. `loading` times the guide's two ways of loading a decode step's experts.
-
-Sources: AWS Neuron's MoE guide (executors, "Selective loading", "All-Experts algorithm"), Williams et al. 2009
-(roofline).
+Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same
+steps in interleaved rounds: a prompt, and single tokens whose experts are cold, as layers of more weights than a
+cache has take turns. The roofline is the time of reading the weights or of computing alone, whichever is longer, at
+the best rates of several readers and products in the same rounds. Ratios are medians over rounds, to the best of
+transformers' three. Sources: AWS Neuron's MoE guide ("Selective loading", "All-Experts algorithm"), Williams et al.
+2009 (roofline).
 """
 
 from __future__ import annotations
@@ -28,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from moelab.arguments import number, whole
 from moelab.bench import measure
@@ -44,8 +41,7 @@ STOCK = ("eager", "batched_mm", "grouped_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PLANES = "gemv of split planes"
 GATHERED = 4e9                  # bytes that `batched_mm` may copy weights to: beyond, it is not run
-#: lossless executors that a comparison of techniques leaves out: a naive loop, a choice of others
-LEFT_OUT = ("exact", "neuron")
+LEFT_OUT = ("exact", "neuron")  # of a comparison of techniques: a naive loop, a choice of others
 LOADING = ("selective", "all_experts")
 Arms = dict[str, Callable[[int], Any]]          # name → computes the step of a number
 
@@ -85,8 +81,7 @@ class Layers:
     def arms(self, T: int, rounds: int) -> tuple[Arms, int]:
         """All that compute the steps of T tokens, of which step 0 warms up (packs weights, compiles kernels); and the
         bytes of weights that a step must read, on average."""
-        steps = self.steps(T, rounds)
-        arms: Arms = {}
+        steps, arms = self.steps(T, rounds), {}
         for name in STOCK:
             if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
@@ -119,13 +114,9 @@ class Layers:
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
-    """Seconds of each arm in each round; round 0, step 0, warms up and does not count.
-
-    Arms that follow each other compute different steps, so that none finds its weights in a cache; and each has run
-    another step just before, so that it allocates memory that it has had already.
-    """
-    samples: Samples = {name: [] for name in arms}
-    steps = range(1, rounds)
+    """Seconds of each arm in each round but round 0, which warms up. Neighbouring arms compute different steps, so that
+    none finds its weights in a cache; each has run another step just before, which pre-faults its memory."""
+    samples, steps = {name: [] for name in arms}, range(1, rounds)
     for i, (place, name) in measure.turns(list(enumerate(arms)), rounds, title):
         if not i:
             arms[name](0)
@@ -138,8 +129,8 @@ def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
 class Limits:
     """Arms that measure memory bandwidth and arithmetic, to be timed in the same rounds as what they bound.
 
-    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum, all with torch's number of threads.
-    Products: a square and the layer's own shape, in the experts' type and in fp32, each `REPEAT` times in a turn.
+    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and the layer's shape,
+    in the experts' type and in fp32, as a CPU may lack bf16 instructions; each `REPEAT` times in a turn.
     """
 
     REPEAT, SQUARES, ROWS = 2, (1024,), 2048
@@ -157,14 +148,12 @@ class Limits:
         self.readers: Arms = {"memory, torch's sum": lambda i: banks[i % len(banks)].sum()}
         self.readers |= {f"memory, {name}": reader(loop) for name, loop in _loops().items()}
         H, I = layers.config.hidden_size, layers.config.moe_intermediate_size
-        self.products: Arms = {}
-        self.flops: dict[str, float] = {}
+        self.products, self.flops = {}, {}
         for dtype in dict.fromkeys((layers.dtype, torch.float32)):
             for m, k, n in [(size,) * 3 for size in self.SQUARES] + [(self.ROWS, H, 2 * I)]:
                 name = f"product {m} × {k} × {n}, {str(dtype).removeprefix('torch.')}"
                 x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-                self.products[name] = lambda _, x=x, w=w: [torch.nn.functional.linear(x, w)
-                                                           for _ in range(self.REPEAT)]
+                self.products[name] = lambda _, x=x, w=w: [linear(x, w) for _ in range(self.REPEAT)]
                 self.flops[name] = self.REPEAT * 2.0 * m * k * n
 
     @property
@@ -204,11 +193,8 @@ def _loops() -> dict[str, Callable[[np.ndarray], int]]:
 
 @dataclass(frozen=True, eq=False)
 class ExpertTimes:
-    """A layer's experts on T tokens: seconds of every executor and of the limits in the same rounds.
-
-    read, flops : bytes of weights that a step must read, and its arithmetic.
-    bandwidth, rate : bytes/s of the fastest reader, FLOP/s of the fastest product.
-    """
+    """Seconds of every executor and of the limits in the same rounds; `read` bytes of weights and `flops` of a step;
+    `bandwidth` and `rate` of the fastest reader (bytes/s) and product (FLOP/s)."""
 
     samples: Samples
     read: float
@@ -247,11 +233,9 @@ class ExpertTimes:
 
     @property
     def bound(self) -> str:
-        """The limit that counts."""
         return max(self.limits, key=self.limits.get)
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """A row of a step's figures for each executor."""
         rows, best = {}, self.stock[1]
         for name, taken in self.medians.items():
             low, high = measure.tenths(self.samples[name])
@@ -327,13 +311,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,
         dtypes: list[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Sections of figures; what is aimed at, and the samples in seconds, come last."""
     threads = torch.get_num_threads()
-    found: dict[str, dict[str, Any]] = {"conditions": {"threads": threads,
-                                                       "load average before": measure.load_average()}}
-    aims: dict[str, dict[str, Any]] = {}
-    every: Samples = {}
-    for label in dtypes or list(DTYPES):
+    found = {"conditions": {"threads": threads, "load average before": measure.load_average()}}
+    aims, every = {}, {}
+    for label in dtypes or DTYPES:
         bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])
         for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
             title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
@@ -348,13 +329,13 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
 
 
 def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    own = {name: row for name, row in rows.items() if not name.startswith("transformers") and name != PLANES}
-    best = min(own, key=lambda name: own[name]["ms"])
-    ratio = own[best]["× transformers' best"]
+    own = [name for name in rows if not name.startswith("transformers") and name != PLANES]
+    best = min(own, key=lambda name: rows[name]["ms"])
+    ratio = rows[best]["× transformers' best"]
     if phase == "prefill":
         return {f"{label} prefill, {best} × transformers' best": measure.aim(ratio, 1.0 if label == "bf16" else 1.6)}
     if label != "bf16":
         return {}
     return {f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
-            f"bf16 decode, {best}: share of memory bandwidth": measure.aim(own[best]["of bandwidth"], 0.8),
+            f"bf16 decode, {best}: share of memory bandwidth": measure.aim(rows[best]["of bandwidth"], 0.8),
             "rate of split planes ÷ bf16 GEMV's": measure.aim(rows["gemv"]["ms"] / rows[PLANES]["ms"], 0.8)}

@@ -1,8 +1,7 @@
 """External engines: llama.cpp on a mapped GGUF file, and ftllm with its disk cache; CPU, bf16, Qwen3-MoE only.
 
-The engines and `write_gguf` need neither torch nor transformers, so they run in the interpreter that they are
-installed in. Both files have a placeholder vocabulary: tokens are given by their numbers. llama.cpp always normalises
-routing weights, even where a checkpoint says not to; then its logits differ, but not what it costs.
+The engines and `write_gguf` need neither torch nor transformers, so they run in an interpreter of their own. Files have
+a placeholder vocabulary. llama.cpp always normalises routing weights, which changes logits, but not what it costs.
 """
 
 from __future__ import annotations
@@ -19,8 +18,16 @@ from typing import Any
 from moelab.bench.peers import BenchmarkedEngine
 from moelab.files import atomic
 
-#: CPU cores that this process may use
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+#: field of a GGUF file → key of the config
+GGUF_FIELDS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
+    "rope_freq_base": "rope_theta", "layer_norm_rms_eps": "rms_norm_eps"}
 
 
 class Llama(BenchmarkedEngine):
@@ -44,10 +51,8 @@ class Llama(BenchmarkedEngine):
 
 
 class Ftllm(BenchmarkedEngine):
-    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory.
-
-    It cannot be given tokens, so it samples them, all about equally likely; there are no logits to compare.
-    """
+    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory. It
+    samples its tokens, all about equally likely; there are no logits to compare."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import ftllm
@@ -103,8 +108,7 @@ def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     import gguf
     import numpy as np
     folder, path = Path(checkpoint), Path(path)
-    config = _config(folder)
-    words = _vocabulary(config["vocab_size"])
+    config, words = _config(folder)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
     tensors = {}
     for key, found in _tensors(folder):
@@ -113,19 +117,8 @@ def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     fp32 = {name for name, bits in tensors.items() if bits.ndim == 1 or "ffn_gate_inp" in name}
     with atomic(path) as part:
         out = gguf.GGUFWriter(part, "qwen3moe")
-        out.add_context_length(config["max_position_embeddings"])
-        out.add_embedding_length(config["hidden_size"])
-        out.add_block_count(config["num_hidden_layers"])
-        out.add_feed_forward_length(config["intermediate_size"])
-        out.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        out.add_expert_count(config["num_experts"])
-        out.add_expert_used_count(config["num_experts_per_tok"])
-        out.add_head_count(config["num_attention_heads"])
-        out.add_head_count_kv(config["num_key_value_heads"])
-        out.add_key_length(config["head_dim"])
-        out.add_value_length(config["head_dim"])
-        out.add_rope_freq_base(config["rope_theta"])
-        out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        for field, key in GGUF_FIELDS.items():
+            getattr(out, f"add_{field}")(config[key])
         out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre("gpt-2")
@@ -173,8 +166,7 @@ def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
         experts = {f"{key.rpartition('.')[0]}.{e}.{part}.weight": expert
                    for part, bank in _banks(key, tensor).items() for e, expert in enumerate(bank)}
         files.setdefault(f"model-{layer}.safetensors", {}).update(experts or {key: tensor})
-    config = _config(source)
-    words = _vocabulary(config["vocab_size"])
+    config, words = _config(source)
     tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
                  "post_processor": None, "decoder": None,
                  "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)},
@@ -199,15 +191,12 @@ def _banks(key: str, tensor: Any) -> dict[str, Any]:
     return {"down_proj": tensor} if key.endswith("experts.down_proj") else {}
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's config with the fields that other programs read."""
+def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The checkpoint's config with the fields that other programs read, and a vocabulary of placeholder words, of which
+    the last is a merge of two, as byte-pair encoding needs at least one."""
     config = json.loads((folder / "config.json").read_text())
+    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(config["vocab_size"] - 1)]
     return config | {"num_experts": config.get("num_experts") or config["num_local_experts"],
                      "rope_theta": config["rope_parameters"]["rope_theta"],
-                     "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
-
-
-def _vocabulary(n: int) -> list[str]:
-    """n placeholder words, of which the last is a merge of two, as byte-pair encoding needs at least one."""
-    words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(n - 1)]
-    return [*words, words[0] + words[1]]
+                     "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+                     }, [*words, words[0] + words[1]]

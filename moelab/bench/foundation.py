@@ -1,9 +1,4 @@
-"""Memory of opening a checkpoint without its experts, slowdown by recording, and time of saving a trace.
-
-Opening: peak memory of a 2 GB checkpoint in the hub's layout with external experts, beside opening it whole. Recording:
-the factor by which `record` slows a forward pass down (interleaved medians). Trace: seconds of saving and loading one
-of 100,000 tokens, 48 layers and 128 experts.
-"""
+"""Memory of opening a checkpoint without its experts, slowdown by recording, and time of saving a trace."""
 
 from __future__ import annotations
 
@@ -42,11 +37,11 @@ def write_checkpoint(folder: Path, size: float = 2e9) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def opening(size: float = 2e9) -> dict[str, float]:
-    """Peak resident memory (bytes) and seconds of opening a checkpoint, external and resident, a process each."""
+def opening() -> dict[str, float]:
+    """Peak memory (bytes) and seconds of opening a 2 GB checkpoint in the hub's layout, external and resident."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        result = {"checkpoint bytes": float(write_checkpoint(folder, size))}
+        result = {"checkpoint bytes": float(write_checkpoint(folder))}
         for experts in ("external", "resident"):
             found = in_process(OPEN, folder, experts)
             result |= {f"{experts} peak bytes": found["peak"], f"{experts} seconds": found["seconds"],
@@ -54,27 +49,27 @@ def opening(size: float = 2e9) -> dict[str, float]:
     return result
 
 
-def recording(repeats: int = 11, batch: int = 8, tokens: int = 256) -> dict[str, float]:
+def recording() -> dict[str, float]:
     """Seconds of a plain forward pass of the small model and of the same under `record`, interleaved medians."""
     model = moelab.open_model()
-    ids = torch.randint(1, model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, model.config.vocab_size, (8, 256), generator=torch.Generator().manual_seed(0))
     mask, rows = torch.ones_like(ids), ids.tolist()
 
     @torch.no_grad()
     def forward() -> None:
         model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
-    times = [(seconds(forward), seconds(lambda: moelab.record(model, rows, batch_size=batch)))
-             for _ in range(repeats + 1)][1:]                       # the first round warms up
+    times = [(seconds(forward), seconds(lambda: moelab.record(model, rows, batch_size=len(rows))))
+             for _ in range(12)][1:]                                # the first round warms up
     plain, recorded = zip(*times)
     ratios = [r / p for p, r in times]
     return {"forward seconds": median(plain), "record seconds": median(recorded),
             "record ÷ forward": median(ratios), "record ÷ forward, worst": max(ratios)}
 
 
-def saving(T: int = 100_000, L: int = 48, E: int = 128, K: int = 8, repeats: int = 3) -> dict[str, float]:
-    """Median seconds of saving and of loading a trace of T tokens, and its bytes."""
-    generator = torch.Generator().manual_seed(0)
-    column = torch.arange(T, dtype=torch.int32)
+def saving() -> dict[str, float]:
+    """Median seconds of saving and of loading a trace of 100,000 tokens, and its bytes."""
+    T, L, E, K = 100_000, 48, 128, 8
+    generator, column = torch.Generator().manual_seed(0), torch.arange(T, dtype=torch.int32)
     trace = RoutingTrace(
         ids=torch.randint(0, E, (T, L, K), generator=generator, dtype=torch.int16),
         weights=torch.rand((T, L, K), generator=generator), phase=(column % 2).to(torch.uint8), sequence=column // 512,
@@ -83,11 +78,10 @@ def saving(T: int = 100_000, L: int = 48, E: int = 128, K: int = 8, repeats: int
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.safetensors"
         # a loaded trace is mapped: counting touches every page
-        times = [(seconds(trace.save, path), seconds(lambda: RoutingTrace.load(path).counts())) for _ in range(repeats)]
+        times = [(seconds(trace.save, path), seconds(lambda: RoutingTrace.load(path).counts())) for _ in range(3)]
         saves, loads = zip(*times)
         return {"trace bytes": float(path.stat().st_size), "save seconds": median(saves), "load seconds": median(loads)}
 
 
 def run() -> dict[str, Any]:
-    """All three sections."""
     return {"opening": opening(), "recording": recording(), "trace": saving()}

@@ -1,8 +1,7 @@
 """The engine benchmark: the same model and tokens for every engine, a process each, in interleaved rounds; its tables.
 
-Everything lies in one folder: the checkpoint, its stores, and the files of external engines; what exists is not
-written again. The system is asked to drop all of it from its cache before each process. Medians are over all tokens of
-all rounds, ratios over rounds. The logits of engines that compute as transformers does must be equal bit for bit.
+Everything lies in one folder; what exists is not written again, and the system's cache of it is dropped before each
+process. Medians are over all tokens of all rounds. Engines that compute as transformers does must agree bit for bit.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ TIMEOUT = 1800                          # seconds that an engine may take
 
 @dataclass
 class EngineBenchmark:
-    """Where everything lies, and how much is run.
-
-    prompt, decode : tokens of each of two prompts, and after the second. python : engine → its interpreter.
-    """
+    """prompt, decode : tokens of each of two prompts, and after the second. python : engine → its interpreter."""
 
     spec: MoESpec
     folder: Path
@@ -72,16 +68,12 @@ class EngineBenchmark:
         except OSError:
             return False
 
-    def tokens(self, decode: int | None = None) -> list[int]:
-        rng = random.Random(0)
-        return [rng.randrange(self.spec.vocab) for _ in range(2 * self.prompt + (decode or self.decode))]
-
     def report(self, arm: Arm, decode: int | None = None) -> dict[str, Any]:
         """One process of an engine: its report, or {"result": why there is none}."""
-        name, options, limit = arm
+        (name, options, limit), rng = arm, random.Random(0)
         drop_cached(self.folder)
-        options = {"model": str(self.folder / "model"), "tokens": self.tokens(decode),
-                   "prompts": [self.prompt, self.prompt]} | options
+        tokens = [rng.randrange(self.spec.vocab) for _ in range(2 * self.prompt + (decode or self.decode))]
+        options = {"model": str(self.folder / "model"), "tokens": tokens, "prompts": [self.prompt] * 2} | options
         with memory_limit(limit) as group:
             options["cgroup"] = str(group.procs) if group.procs else None
             try:
@@ -107,10 +99,8 @@ class EngineBenchmark:
 
     def compare(self, title: str, arms: dict[str, Arm], base: str
                 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-        """Run all arms in turn: (arm → row of figures, arm → reports of all rounds).
-
-        base : the arm that ratios are of. An arm that cannot run is not tried again.
-        """
+        """Run all arms in turn, ratios being to `base`: (arm → row of figures, arm → reports of all rounds).
+        An arm that cannot run is not tried again."""
         reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for _, name in measure.turns(list(arms), self.rounds, title):
             if not any("result" in report for report in reports[name]):
@@ -147,9 +137,9 @@ class EngineBenchmark:
             return f"no reference: {self.reference['result']}"
         if engine in EXACT:
             return "= eager" if all(r["digest"] == self.reference["digest"] for r in reports) else "≠ EAGER"
-        best = reports[-1].get("best")
-        same = best and sum(a == b for a, b in zip(best, self.reference["best"])) / len(best)
-        return f"best token {same:.0%} as eager" if best else "own tokens"
+        if not (best := reports[-1].get("best")):
+            return "own tokens"
+        return f"best token {fmean(a == b for a, b in zip(best, self.reference['best'])):.0%} as eager"
 
     def aim(self, name: str, value: float | str | None, aim: float, below: bool = True) -> None:
         if value is not None:

@@ -1,8 +1,7 @@
 """The baseline for offloading engines: one global LRU cache of raw expert slots.
 
-Raw bf16 experts lie in one file, one after another (`lay_out`). Four threads read misses past the system's cache, each
-expert in one request, while the hits of the same layer are computed with transformers' eager arithmetic. No
-compression, prediction, pools or checksums, and no budget below one layer's experts.
+Raw bf16 experts lie in one file (`lay_out`). Four threads read misses past the system's cache, each expert in one
+request, while the hits of the same layer are computed with transformers' eager arithmetic.
 """
 
 from __future__ import annotations

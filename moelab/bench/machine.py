@@ -1,9 +1,8 @@
 """Equal conditions for engines: one limit on memory, page cache included, and one file system.
 
-A control group limits a process and its page cache alike (v1: `memory.limit_in_bytes`, v2: `memory.max`). A separate
-file system in a file, mounted through a loop device, has the usual read-ahead of 128 KB, whatever the disk below it
-has: with a read-ahead of megabytes, every page fault of a mapped file reads megabytes, which would decide any
-comparison with an engine that maps. Both need root and Linux; where one is unavailable, the result says why.
+A control group limits a process and its page cache alike (v1: `memory.limit_in_bytes`, v2: `memory.max`). A file system
+on a loop device has the usual read-ahead of 128 KB: with megabytes, every page fault of a mapped file reads megabytes,
+which would decide any comparison. Both need root and Linux; where one is unavailable, the result says why.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 READ_AHEAD = 128                        # KB
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Limit:
 
 
 @contextmanager
-def memory_limit(nbytes: int | None, root: Path = CGROUPS) -> Iterator[Limit]:
+def memory_limit(nbytes: int | None, root: Path = Path("/sys/fs/cgroup")) -> Iterator[Limit]:
     """A new control group of so many bytes, removed at the end; None limits nothing. root : of all groups."""
     if nbytes is None:
         yield Limit(None, "no limit")
@@ -85,8 +83,8 @@ def _remove(folder: Path) -> None:
 def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
     """(a folder on a file system with a read-ahead of 128 KB, a description); or `folder` itself, and why.
 
-    The file system lies in `folder/disk.ext4` of at most `nbytes`, which is kept for the next time. The loop device
-    reads past the system's cache, which would otherwise hold everything twice and outside of the limit.
+    `folder/disk.ext4` of at most `nbytes` is kept for the next time. The loop device reads past the system's cache,
+    which would otherwise hold everything twice and outside of the limit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     image, mount = folder / "disk.ext4", folder / "disk"
@@ -105,9 +103,9 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
             _command("mount", "-o", "noatime", device, str(mount))
             stack.callback(_unmount, mount)
             direct = Path(f"/sys/block/{Path(device).name}/loop/dio")
-            cached = "" if direct.exists() and direct.read_text().strip() == "1" else \
-                ", cached below: reads look too fast"
-            found = mount, f"ext4 on a loop device, read-ahead {read_ahead(mount)} KB{cached}"
+            found = mount, f"ext4 on a loop device, read-ahead {read_ahead(mount)} KB"
+            if not direct.exists() or direct.read_text().strip() != "1":
+                found = mount, f"{found[1]}, cached below: reads look too fast"
         except OSError as error:
             stack.close()
             if new:

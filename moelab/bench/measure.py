@@ -1,8 +1,7 @@
 """Interleaved timing, ratios of samples, and shares of measured limits.
 
-A limit is measured like what it bounds (same threads, same rounds, as cold or as warm); the best sample counts, and
-what it bounds is a median. A share above 1 + `TOLERANCE` therefore means that the limit was measured wrongly: it is
-reported in words instead of a number, and an aim that depends on it is not met.
+A limit is measured like what it bounds (same threads, rounds and caches), but its best sample counts instead of the
+median. A share above 1 + `TOLERANCE` means that the limit was measured wrongly; words then stand for the number.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from typing import Any, TypeVar
 from moelab.progress import progress
 
 TOLERANCE = 0.05
-#: name → one sample a round, in seconds
-Samples = dict[str, list[float]]
+Samples = dict[str, list[float]]        # name → one sample a round, in seconds
 T = TypeVar("T")
 
 
 def turns(arms: Sequence[T], rounds: int, title: str, unit: str = "rounds") -> Iterator[tuple[int, T]]:
-    """(round, arm): all arms in each round, in reverse order in every second one, so that heat and order favour none.
-    """
+    """(round, arm): all arms in each round, in reverse order in every second one."""
     for i in progress(range(rounds), title, unit=unit):
         for arm in arms[::-1] if i % 2 else arms:
             yield i, arm
@@ -35,11 +32,8 @@ def turns(arms: Sequence[T], rounds: int, title: str, unit: str = "rounds") -> I
 
 def interleaved(arms: Mapping[str, Callable[[], Any]], repeats: int = 7,
                 clock: Callable[[], float] = time.process_time, loops: int = 3) -> Samples:
-    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns.
-
-    A turn is `loops` timed runs after one that does not count, so an arm that allocates its result finds the memory of
-    the run before and does not wait for fresh pages.
-    """
+    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns: `loops` timed runs, after one that
+    does not count, so that an arm that allocates its result does not wait for fresh pages."""
     samples: Samples = {name: [] for name in arms}
     for _ in range(repeats):
         for name, arm in arms.items():

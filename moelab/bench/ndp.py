@@ -1,9 +1,8 @@
 """GPU-NDP beside its published figures: modelled speedups, the improved schedules, both engines, conservation.
 
 Speedups are modelled by the closed form under one set of assumptions, which `--fit` searches again by half of the
-published numbers (marked "fit"; the others only judge); their spread is over seeds of the simulated routing. The event
-simulation is compared with the closed form on the paper's models, and random configurations are checked for work that
-is repeated, lost or overlapping (exact). `--sensitivity` changes one assumption at a time.
+published numbers (marked "fit"; the others only judge); their spread is over seeds of the simulated routing. Random
+configurations are checked for work that is repeated, lost or overlapping.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import copy
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -47,7 +48,6 @@ TIMES = ("moe_prefill", "moe_decode", "end_to_end")
 
 def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, search: bool = False,
         sensitive: bool = False) -> dict[str, dict[str, Any]]:
-    """Every figure, each section with its kind."""
     searched, assumptions = {}, Assumptions()
     if search:
         assumptions, trials = fit()
@@ -81,7 +81,7 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
 
 
 def published(found: dict[str, Spread], assumptions: Assumptions) -> dict[str, dict[str, Any]]:
-    """Each published figure beside the modelled one: mean over seeds and spread; modules needed, from capacities."""
+    """Each published figure beside the modelled one (mean over seeds and spread), and the modules needed."""
     rows = {}
     for used_to, names in HALVES.items():
         for name in names:
@@ -96,7 +96,6 @@ def published(found: dict[str, Spread], assumptions: Assumptions) -> dict[str, d
 
 
 def agreement(found: dict[str, Spread]) -> dict[str, Any]:
-    """How many figures agree, those that were fitted and those that judge apart."""
     middle, agree = {name: values[0] for name, values in found.items()}, agreeing(found)
     return {"fitted: within 10 % or as described": f"{agree['fit']} of {len(FIT)}",
             "judged: within 10 % or as described": f"{agree['judge']} of {len(JUDGED)}",
@@ -129,7 +128,7 @@ def improved(sweep: Sweep) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def room(assumptions: Assumptions, seed: int = 0) -> dict[str, dict[str, Any]]:
+def room(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
     """Mean gain of each step beyond the literal framework, over all models and numbers of units."""
     literal = assumptions.system("NDP+TP+LB+PRE")
     steps = {"literal": literal, "as many experts prefetched as fit": replace(literal, limit="memory"),
@@ -138,7 +137,7 @@ def room(assumptions: Assumptions, seed: int = 0) -> dict[str, dict[str, Any]]:
              "both: improved": replace(literal, version="improved", limit="pay")}
     times: dict[str, list[Any]] = {name: [] for name in steps}
     for model in progress(MODELS, "beyond the paper", unit="model"):
-        routing = assumptions.routing(model, seed)
+        routing = assumptions.routing(model)
         for N in range(modules_needed(model, assumptions), UNITS[-1] + 1):
             for name, system in steps.items():
                 times[name].append(simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement))
@@ -160,9 +159,8 @@ def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
             step = LayerStep(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1)
             found = [event_seconds(make_plan(step, N, moved=np.clip(u - np.arange(K), 0, 1), split=True, pieces=N),
                                    costs) for u in (E_g, math.floor(E_g))]
-            rows[f"{model}, N={N}"] = {"E_g": E_g, "promised, ms": 1e3 * promised,
-                                       "shares ÷ promised": found[0] / promised,
-                                       "whole ÷ promised": found[1] / promised}
+            rows[f"{model}, N={N}"] = {"E_g": E_g, "promised, ms": 1e3 * promised} | {
+                f"{what} ÷ promised": of / promised for what, of in zip(("shares", "whole"), found)}
     return rows
 
 
@@ -193,10 +191,8 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
 def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> dict[str, float]:
     """A decode step of `timeline` on N modules: seconds, busy shares of GPU, link, modules (mean, and the least)."""
     found = metrics(events, forwards)
-    busy = found.utilisation
-    shares = [busy.get(f"unit {u}", 0.0) for u in range(N)]
-    return {"seconds": found.tpot, "gpu": busy.get("gpu", 0.0), "link": busy.get("link", 0.0),
-            "modules": mean(shares), "least": min(shares)}
+    gpu, link, *shares = (found.utilisation.get(of, 0.0) for of in ("gpu", "link", *(f"unit {u}" for u in range(N))))
+    return {"seconds": found.tpot, "gpu": gpu, "link": link, "modules": mean(shares), "least": min(shares)}
 
 
 #: what `sensitivity` changes in the notebook: assumption → other choices
@@ -220,14 +216,14 @@ def distances(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, Spread]]
                     for name, row in rows.items()} for phase in ("prefill", "decode")}
 
 
-def prefill_seconds(model: str, systems: dict[str, str], lengths: Sequence[int], assumptions: Assumptions, N: int = 6,
+def prefill_seconds(model: str, systems: dict[str, str], lengths: Sequence[int], assumptions: Assumptions,
                     seed: int = 0) -> dict[str, list[tuple[int, float]]]:
-    """Label → (prompt length, seconds of the experts); `systems` are label → name."""
-    found: dict[str, list[tuple[int, float]]] = {label: [] for label in systems}
+    """Label → (prompt length, seconds of the experts) on 6 modules; `systems` are label → name."""
+    found = {label: [] for label in systems}
     for S in lengths:
         routing = assumptions.routing(model, seed, S, 1)
         for label, name in systems.items():
-            found[label].append((S, simulate(assumptions.hardware(N), assumptions.system(name), routing).moe_prefill))
+            found[label].append((S, simulate(assumptions.hardware(6), assumptions.system(name), routing).moe_prefill))
     return found
 
 
@@ -237,9 +233,9 @@ def never_slower(found: dict[str, list[tuple[int, float]]], label: str) -> bool:
                for (_, own), (_, other) in zip(found[label], points, strict=True))
 
 
-def filling(sweep: Sweep, seed: int, prompt: int, answer: int, name: str = OURS[-1]) -> float:
+def filling(sweep: Sweep, seed: int, prompt: int, answer: int) -> float:
     """Mean gain of the experts' decode if the literal rules filled the GPU's memory (§III-D)."""
-    assumed = replace(sweep.assumptions, limit="memory")
+    assumed, name = replace(sweep.assumptions, limit="memory"), OURS[-1]
     filled = paper_sweep(assumed, sweep.models, sweep.units, (name,), (seed,), prompt, answer)
     return mean(sweep.result(model, N, name, seed).moe_decode / result.moe_decode
                 for (model, N, *_), result in filled.cells.items() if result)
@@ -248,17 +244,13 @@ def filling(sweep: Sweep, seed: int, prompt: int, answer: int, name: str = OURS[
 def design_space(units: Sequence[int], assumptions: Assumptions, system: str = OURS[-1], seed: int = 0
                  ) -> dict[str, dict[str, dict[int, float]]]:
     """Model → machine of `VARIANTS` → units → seconds of a decode step in a short context; nan where not supported."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    found = {model: {variant: dict.fromkeys(units, math.nan) for variant in VARIANTS} for model in MODELS}
     for model in progress(MODELS, "machines", unit="model"):
         routing = assumptions.routing(model, seed, 16, 8)
-        found[model] = {variant: {} for variant in VARIANTS}
-        for variant, by_units in found[model].items():
-            for N in units:
-                try:
-                    by_units[N] = simulate(assumptions.variant(variant, N), assumptions.system(system),
-                                           routing).decode / 8
-                except NotSupported:
-                    by_units[N] = math.nan
+        for variant, N in product(VARIANTS, units):
+            with suppress(NotSupported):
+                found[model][variant][N] = simulate(assumptions.variant(variant, N), assumptions.system(system),
+                                                    routing).decode / 8
     return found
 
 
@@ -289,22 +281,18 @@ class OneLayer:
     closed: list[float]
 
 
-def one_layer(machine: Hardware, system: System, routing: PromptRouting, placement: str = "id") -> OneLayer:
-    """The first layer and token by the event simulation, and two layers of four tokens by the closed form.
-
-    Raises NotSupported: the experts do not fit.
-    """
-    run = NDPRun(machine, system, routing, placement)
+def one_layer(machine: Hardware, system: System, routing: PromptRouting) -> OneLayer:
+    """The first layer and token by the event simulation, and two layers of four tokens by the closed form; NotSupported
+    if the experts do not fit."""
+    run = NDPRun(machine, system, routing, "id")
     plans = [run.plan(run.decode_step(l, routing.decode[t, l])) for l in range(2) for t in range(4)]
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configurations", type=whole(), default=10_000,
-                        help="random configurations to check; 0 for none")
+    parser.add_argument("--configurations", type=whole(), default=10_000, help="random ones to check; 0 for none")
     parser.add_argument("--seeds", type=whole(1), default=3, help="seeds of the routing (default: 3)")
-    parser.add_argument("--engine-tokens", type=whole(1), default=16,
-                        help="decode tokens on which engines are compared")
+    parser.add_argument("--engine-tokens", type=whole(1), default=16, help="decode tokens to compare engines on")
     parser.add_argument("--fit", dest="search", action="store_true", help="search the assumptions again (minutes)")
     parser.add_argument("--sensitivity", dest="sensitive", action="store_true",
                         help="change one assumption at a time (minutes)")

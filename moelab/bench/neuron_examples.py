@@ -1,7 +1,7 @@
 """Worked examples of AWS's guide to MoE inference on Neuron, recomputed from the inputs that the guide gives.
 
-Every example is arithmetic (exact; what depends on a device's published rates is modelled). Seven do not follow from
-their own inputs. Statements without inputs are left out.
+All are arithmetic, or modelled where they depend on a device's published rates. Seven do not follow from their own
+inputs. Statements without inputs are left out.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from moelab.cards import load_device, load_model
 from moelab.experts import blocks
 from moelab.experts.blockwise import BlockMap, block_map
-from moelab.parallel.advice import Advice, advise
 from moelab.experts.neuron import expected_unique, provisioned_savings
+from moelab.parallel.advice import Advice, advise
 from moelab.parallel.volumes import gather_volume
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example: section, what it says, its value there, the value from its own inputs, whether they agree."""
+    """What the guide says, its value there, the value from its own inputs, whether they agree."""
 
     section: str
     text: str
@@ -107,10 +107,8 @@ def _told(p: blocks.Padding) -> str:
 
 @dataclass(frozen=True)
 class BlockAdvice:
-    """The block size that the intensity factor advises for a device, a model, a dtype and T tokens (modelled).
-
-    reuse : whether weights are read once or for each block. real : FLOPs a byte of the real tokens, read once.
-    """
+    """The block size that the intensity factor advises (modelled); reuse : whether weights are read once or for each
+    block. real : FLOPs a byte of the real tokens, read once."""
 
     device: str
     model: str
@@ -121,11 +119,10 @@ class BlockAdvice:
     advice: blocks.Advice
 
 
-#: (device, dtype, tokens of a step, model) that block sizes are asked for
+#: (device, dtype, tokens of a step, model)
 ASKED = (("trn2", "bf16", 4096, "GPT-OSS-120B"), ("trn2", "bf16", 8192, "GPT-OSS-120B"),
          ("trn2", "fp8", 8192, "GPT-OSS-120B"), ("a100-80gb", "bf16", 8192, "GPT-OSS-120B"),
          ("trn2", "bf16", 8192, "Mixtral-8x7B"))
-#: models that a way of parallel execution is advised for
 PARALLEL = ("Mixtral-8x7B", "Phi-3.5-MoE", "GPT-OSS-20B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "DeepSeek-V3")
 
 
@@ -140,9 +137,9 @@ def block_sizes() -> list[BlockAdvice]:
     return found
 
 
-def parallel_ways(devices: tuple[int, ...] = (8, 64)) -> dict[str, dict[int, Advice]]:
+def parallel_ways() -> dict[str, dict[int, Advice]]:
     """Model → devices → tensor or expert parallelism, and why ("Configuring TP and EP")."""
-    return {model: {n: advise(load_model(model), n) for n in devices} for model in PARALLEL}
+    return {model: {n: advise(load_model(model), n) for n in (8, 64)} for model in PARALLEL}
 
 
 def six_tokens() -> BlockMap:

@@ -1,9 +1,8 @@
 """Expert parallelism: bytes sent beside the formulas, time of a layer, and imbalance with and without EPLB.
 
-One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes of this machine. Rows a token
-are counted where they are sent; "as predicted" says whether the bytes of every rank are exactly those of
-`moelab.parallel.volumes`. Times are medians over rounds, of the slowest rank; with fewer cores than ranks they show
-what exchange costs and not what parallelism gains.
+One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes. "As predicted" says whether
+the bytes of every rank are exactly those of `moelab.parallel.volumes`. Times are medians over rounds, of the slowest
+rank; with fewer cores than ranks they show what exchange costs and not what parallelism gains.
 """
 
 from __future__ import annotations
@@ -25,29 +24,26 @@ from moelab.models import eager
 E, K, H, I = 64, 8, 512, 256
 ROUNDS = 7
 PHASES = ("prefill, ms", "decode, ms")
-#: variants without a formula of what they send
-LEFT_OUT = ("hidden", "blocks")
+LEFT_OUT = ("hidden", "blocks")         # variants without a formula of what they send
 
 
 def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Every figure: rows and bytes exact, times measured, EPLB exact for its loads."""
     sections, times = {}, {"one process": alone(tokens, seed)}
     for W in ranks:
         made = launch(on_a_rank, W, W, tokens, seed, threads=1)
-        rows = {}
+        rows, (ids, weights, x) = {}, routing(tokens, seed)
         for variant in made[0]:
             tp = degree(variant, W)
-            ids, weights, x = routing(tokens, seed)
             to = Placement.consecutive(E, W // tp).assign(ids)
             predicted = volumes.exact(variant, to, W, H, x.dtype, weights.dtype, tp)
             sent = [rank[variant]["sent"] for rank in made]
-            agree = all(s[label].bytes == predicted[label][rank] for rank, s in enumerate(sent) for label in s)
             rows[variant] = {
                 "expected rows a token": volumes.expected(variant, E, K, W, tp),
                 "dispatched": sum(s["dispatch"].rows for s in sent) / tokens,
                 "combined": sum(s["combine"].rows for s in sent) / tokens,
                 "MB sent": sum(t.bytes for s in sent for t in s.values()) / 1e6,
-                "as predicted": agree}
+                "as predicted": all(s[label].bytes == predicted[label][rank]
+                                    for rank, s in enumerate(sent) for label in s)}
             times[f"{variant} on {W}"] = {name: max(rank[variant][name] for rank in made)
                                           for name in times["one process"]}
         sections[f"volume on {W} ranks, {tokens} tokens (exact)"] = rows
@@ -67,18 +63,16 @@ def on_a_rank(W: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
         experts.source = ShardedExperts([experts], lambda _, e: experts.own(e), placement, grid.ep.rank, grid.tp.rank,
                                         grid.tp.size)
         runs[variant] = kind(grid, placement, eager), experts
-    made: dict[str, dict[str, Any]] = {}
-    ids, weights, x = routing(tokens, seed)
+    made, (ids, weights, x) = {}, routing(tokens, seed)
     for variant, (executor, experts) in runs.items():
         world = executor.grid.world
         own = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
         executor.run_own(x[own], ids[own], weights[own], experts)
         made[variant] = {"sent": executor.grid.traffic()}
-    samples: dict[tuple[str, str], list[float]] = {(variant, name): [] for variant in runs for name in PHASES}
+    samples = {(variant, name): [] for variant in runs for name in PHASES}
     for _ in range(ROUNDS):
         for variant, name in samples:
-            executor, experts = runs[variant]
-            T = tokens if name == PHASES[0] else 1
+            (executor, experts), T = runs[variant], tokens if name == PHASES[0] else 1
             executor.grid.world.sizes(0, x.device)                  # all begin together
             samples[variant, name].append(seconds(executor.run, x[:T], ids[:T], weights[:T], experts))
     for (variant, name), values in samples.items():
@@ -87,7 +81,7 @@ def on_a_rank(W: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def alone(tokens: int, seed: int) -> dict[str, float]:
-    """The same layer in one process, one thread, as each rank has."""
+    """The same layer in one process of one thread."""
     experts, (ids, weights, x) = layer(), routing(tokens, seed)
     with torch_threads(1):
         return {name: 1e3 * median(seconds(eager, x[:T], ids[:T], weights[:T], experts) for _ in range(ROUNDS))

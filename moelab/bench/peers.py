@@ -2,13 +2,10 @@
 
     python -m moelab.bench.peers moelab '{"store": …, "budget": …, "tokens": …, "prompts": [128, 128]}'
 
-prints JSON as its last line: the seconds of loading, of the prompts and of each further token, bytes read from disk,
-peak memory, and a digest of all logits, by which equality bit for bit is checked. Tokens are given (teacher forcing),
-because a random model repeats itself when it decodes greedily: its routing freezes, and every access hits the cache.
-The first prompt is also the first thing that the process does; the second one starts a new sequence, which then
-continues token by token. Batch size 1, CPU only; only ftllm samples, as it cannot be given tokens.
-
-Starting it needs the standard library and numpy, so that an engine may live in another interpreter than moelab.
+prints JSON as its last line. Tokens are given (teacher forcing), because a random model repeats itself when it decodes
+greedily: its routing freezes, and every access hits the cache. Each prompt is a new sequence; the last continues token
+by token. Batch size 1, CPU only; only ftllm samples, as it cannot be given tokens. Starting needs the standard library
+and numpy alone, so that an engine may live in another interpreter than moelab.
 """
 
 from __future__ import annotations
@@ -36,14 +33,11 @@ ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "moelab fast": ("moelab.b
            "accelerate": ("moelab.bench.peers", "Accelerate"), "llama.cpp": ("moelab.bench.external_engines", "Llama"),
            "ftllm": ("moelab.bench.external_engines", "Ftllm"),
            "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline")}
-#: queue depths at which the read rate is measured
-DEPTHS = (1, 2, 4)
-#: what engine and simulator must agree upon
-FOUND = ("hits", "misses", "evictions", "read_bytes")
+DEPTHS = (1, 2, 4)              # queue depths at which the read rate is measured
+FOUND = ("hits", "misses", "evictions", "read_bytes")       # what engine and simulator must agree upon
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an engine as a process: join its memory limit, run, print the report."""
     name, options = arguments[0], json.loads(arguments[1])
     if options.get("cgroup"):
         Path(options["cgroup"]).write_text(str(os.getpid()))
@@ -97,11 +91,8 @@ class BenchmarkedEngine(ABC):
         return {}
 
     def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
-        """Feed prompts of the given lengths, each a new sequence, then the other tokens one by one.
-
-        Returns `ttft_s` [prompts], `tpot_s` [tokens after the prompts], the bytes read and the faults of each phase,
-        `digest` and `best` (argmax) of all logits. The clock stops when the logits are there.
-        """
+        """Feed prompts of the given lengths, each a new sequence, then the other tokens one by one: `ttft_s` [prompts],
+        `tpot_s` [tokens after them], bytes read and faults of each phase, `digest`, `best` (argmax) of all logits."""
         found: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
         digest, at, last = hashlib.sha256(), 0, counters()
 
@@ -151,9 +142,8 @@ class Transformers(BenchmarkedEngine):
 
 
 class Moelab(Transformers):
-    """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps;
-    "predictor": its name, whose predicted experts are prefetched; "compressed": the budget, a share, is divided into
-    staging, which must be given, and experts kept compressed."""
+    """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps; "predictor";
+    "compressed": the budget, a share, is divided into staging, which must be given, and experts kept compressed."""
 
     executor = "exact"
 
@@ -282,7 +272,7 @@ class Accelerate(Transformers):
         import transformers
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(options["model"], trust_remote_code=False)
-        places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+        places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
         places |= {f"model.layers.{i}": "cpu" if i < options["layers"] else "disk"
                    for i in range(config.num_hidden_layers)}
         model = transformers.AutoModelForCausalLM.from_pretrained(

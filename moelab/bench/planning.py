@@ -1,8 +1,7 @@
 """Planning and scheduling: Algorithm 1 beside the exact optimum, and the time of ordering and planning.
 
 Random small instances are solved exactly and by Algorithm 1, whose makespan Theorem 3.1 bounds by (3 − 1/L) times the
-optimum. Timed: orders of eight experts of mixed states, as experts and as three tensors each, and a plan over four
-pools of a layer of 128 experts with popularity ~ 1/rank. The fit of its selection probabilities is checked.
+optimum. Timed: orders of eight experts of mixed states, and a plan for 128 experts with popularity ~ 1/rank.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ DELAYS = Delays(e_read=8e-4, sm_read=2.4e-3, decompress=1.8e-3, recover=1.4e-3, 
 
 
 def run(instances: int = 10_000, repeats: int = 300, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Every figure; the ratios are simulated, the times measured, the error of the fit exact."""
     study, rng = ratio_study(instances, seed), random.Random(seed)
     steps = [[Request(ExpertKey(0, e), 1, State(rng.choice("MESC")), State.MISSED) for e in range(K)]
              for _ in range(repeats)]

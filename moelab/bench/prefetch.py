@@ -1,15 +1,11 @@
 """Prefetching beside loading on demand, token by token in turn, with copying throttled to 0.5, 1 and 3 × computing.
 
-One process and one model of 5 GB (raw experts, routing from random tokens) at a budget; each token is decoded by the
-next of four: on demand as in Speculating Experts (all of a layer's experts are copied, then computed), on demand as the
-engine does it (each is computed as it comes), hint and speculative. They share the cache. Eq. (1) bounds what
-prefetching can gain over the first by Σ over layers of min(copy, compute); over the second, which already hides copying
-behind its layer's own experts, by Σ of min(max(copy − experts, 0), everything else). Both bounds are taken from the
-events of the run. Copying faster than the disk reads from the system's page cache. Last comes a random predictor, right
-in K/E of cases, which prefetch throttling must detect.
-
-The predictor is the next router on this layer's router input, as the model is random. On CPU, experts are not
-compressed.
+One process and one model of 5 GB (raw experts, routing from random tokens); each token is decoded by the next of four
+ways that share the cache: on demand as in Speculating Experts (all of a layer's experts are copied, then computed) or
+as the engine does it (each is computed as it comes), hint and speculative. Eq. (1) bounds the gain over the first by
+Σ over layers of min(copy, compute); over the second, which hides copying behind its layer's own experts, by Σ of
+min(max(copy − experts, 0), everything else). The predictor is the next router on this layer's router input, as the
+model is random; last comes a random predictor, right in K/E of cases, which prefetch throttling must detect.
 """
 
 from __future__ import annotations
@@ -30,9 +26,9 @@ from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.engine import SPEC
 from moelab.models.convert import convert
+from moelab.models.synthesize import synthesize
 from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
-from moelab.models.synthesize import synthesize
 from moelab.registry import make
 from moelab.specs import Event, MoESpec
 from moelab.speculate import MODES, Predictor, Speculation
@@ -80,12 +76,8 @@ def copy_and_compute(found: Sequence[Taken]) -> tuple[float, float]:
 
 
 class PrefetchBenchmark:
-    """Ways of running an offloaded model that take turns on its tokens, so that all find the same cache.
-
-    model : with slots for experts ahead and staging for a token's experts.
-    ids : the tokens to decode [1, N], repeated.
-    predictor : makes that of "hint" and "speculative".
-    """
+    """Ways of running an offloaded model that take turns on its tokens `ids` [1, N], repeated, so that all share a
+    cache. model : with slots for experts ahead and staging for a token's experts."""
 
     def __init__(self, model: Any, ids: torch.Tensor, predictor: Callable[[], Predictor]) -> None:
         self.model, self.ids, self.predictor = model, ids, predictor
@@ -106,7 +98,7 @@ class PrefetchBenchmark:
 
     def turns(self, arms: Sequence[str], tokens: int, name: str) -> dict[str, list[Taken]]:
         """`tokens` for each arm, in turn."""
-        found: dict[str, list[Taken]] = {arm: [] for arm in arms}
+        found = {arm: [] for arm in arms}
         for _, arm in measure.turns(arms[::-1], tokens + WARM, name, "turns"):
             found[arm].append(self.token(arm))
         return {arm: taken[WARM:] for arm, taken in found.items()}
@@ -126,7 +118,6 @@ class PrefetchBenchmark:
 
 
 def row(found: Sequence[Taken]) -> dict[str, float]:
-    """An arm's line of the table."""
     ahead = [t.metrics.prefetched for t in found]
     return {"TPOT s": median(t.seconds for t in found), "mean s": fmean(t.seconds for t in found),
             "best s": min(t.seconds for t in found),
@@ -153,9 +144,7 @@ def compare(found: dict[str, list[Taken]], ratio: float, rate: float) -> tuple[d
 
 def run(folder: str | Path | None = None, tokens: int = 30, budgets: Sequence[float] = BUDGETS,
         ratios: Sequence[float] = RATIOS, spec: MoESpec = SPEC) -> dict[str, Any]:
-    """Measure; returns sections of figures. The arguments are those of the command line."""
-    sections: dict[str, Any] = {}
-    against, wrong = {}, {}
+    sections, against, wrong = {}, {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()
         source, store = place / "model", place / "raw"

@@ -1,9 +1,8 @@
 """Quantised experts: bytes, error of every layer, and right answers, against the model's own bf16 experts.
 
-Bytes are exact. Errors are relative RMS, in float32, on router inputs recorded from prompts of the training split: of
-the weights, of single experts' outputs, and of each layer's routed output, given bf16 inputs. In the tasks the whole
-model runs on the quantised experts (dequantised on use, products in bf16); differences are paired, with standard
-errors. Routers, attention and shared experts stay as they are.
+Errors are relative RMS, in float32, on router inputs recorded from the training split: of the weights, of an expert's
+output, and of each layer's routed output. In the tasks the whole model runs on the quantised experts (dequantised on
+use, products in bf16). Routers, attention and shared experts stay as they are.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from moelab import datasets
+from moelab import datasets, open_model
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
-from moelab import open_model
 from moelab.models import plug, plugged
 from moelab.recording import record
 
@@ -37,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
         tasks: str | Sequence[str] = tuple(accuracy.TASKS), prompts: int = 200, tokens: int = 256,
         calibration: int = 16, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Measure; {section: {row: {column: figure}}}, the sections' names say what kind of figures they are."""
+    """{section: {row: {column: figure}}}; the sections' names say what kind of figures they are."""
     formats, tasks = (value.split(",") if isinstance(value, str) else list(value) for value in (formats, tasks))
     if unknown := [name for name in formats if name not in FORMATS]:
         raise ValueError(f"there is no format {', '.join(unknown)}; there are {', '.join(FORMATS)}")
@@ -47,8 +45,8 @@ def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
     own = sum(w.nbytes for w in layers[0].experts.weights(0).values())
     results: dict[str, dict[str, Any]] = {"bytes of an expert (exact)": {
         name: {"bytes": (size := source.nbytes(0, 0)), "of the model's own": size / own,
-               "bits a weight": 8 * size / live.spec.expert_params, "all experts, bytes": sum(
-                   source.nbytes(*key) for key in source.kept)}
+               "bits a weight": 8 * size / live.spec.expert_params,
+               "all experts, bytes": sum(source.nbytes(*key) for key in source.kept)}
         for name, source in sources.items()}}
     results["relative RMS error by layer, per cent (measured)"] = layer_errors(live, layers, sources, calibration,
                                                                                tokens, seed)

@@ -1,8 +1,7 @@
 """Decompression behind reading: experts from a store on disk, read only, read then decoded, and overlapped.
 
-Source: ZipMoE §2.3 and Fig. 4. The store's reader reads whole experts, in direct mode where there is one; a pool of
-threads decodes them into bf16 weights while the next is read. Buffers are reused, one a thread and one more. Reading a
-store of uncompressed chunks is the rate that compression has to beat.
+Source: ZipMoE §2.3 and Fig. 4. The store's reader reads whole experts; a pool of threads decodes them into bf16 weights
+while the next is read. Reading a store of uncompressed chunks is the rate that compression has to beat.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from moelab.store.writer import StoreWriter
 Timeline = dict[str, list[tuple[str, float, float]]]
 
 
-def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str, shards: int = 4) -> ExpertStore:
+def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str) -> ExpertStore:
     """A store of one layer whose experts are one matrix [rows, columns] each, and of nothing else."""
     rows, columns = experts[0].shape
     spec = MoESpec("synthetic", "synthetic", 1, (0,), len(experts), 1, columns, rows)
-    writer = StoreWriter(folder, spec, "0" * 16, [("experts", len(experts), False)], codec, shards)
+    writer = StoreWriter(folder, spec, "0" * 16, [("experts", len(experts), False)], codec, 4)
     for layer, expert in writer.missing():
         writer.add(layer, expert, {"weight": experts[expert]})
     writer.finish({}, [])
@@ -41,12 +40,8 @@ def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str,
 
 
 def timeline(store: ExpertStore, mode: str, threads: int | None, bandwidth: float | None = None) -> Timeline:
-    """Load every expert once, from a cache that was dropped.
-
-    mode : how to read, one of `moelab.store.reader.modes()`.
-    threads : that decode while the next expert is read; 0 decodes in the reading thread, None reads only.
-    bandwidth : bytes a second of an emulated, slower disk; None for the real one.
-    """
+    """Load every expert once, from a dropped cache; `threads` decode while the next expert is read, 0 decodes in the
+    reading thread, None reads only; bandwidth : bytes a second of an emulated, slower disk."""
     reads: list[tuple[str, float, float]] = []
     rows = {"disk" if threads != 0 else "one thread": reads}
     buffers, decoders = queue.Queue(), queue.Queue()
@@ -107,14 +102,11 @@ def duration(rows: Timeline) -> float:
 
 def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequence[int] = (1, 2), repeats: int = 5,
             bandwidth: float | None = None) -> tuple[Samples, dict[str, Timeline]]:
-    """Seconds of loading all experts in each way, `repeats` interleaved rounds after a first, and the last timelines.
-
-    plain, packed : stores of the same experts, uncompressed and compressed. threads : numbers of decoding threads.
-    """
+    """Seconds of loading the same experts, uncompressed and compressed, in each way and with each number of decoding
+    threads, in `repeats` interleaved rounds after a first; and the last timelines."""
     arms = {"uncompressed, read only": (plain, None), "compressed, read only": (packed, None),
             "read, then decoded": (packed, 0)} | {f"overlapped, {n} decoding": (packed, n) for n in threads}
-    samples: Samples = {name: [] for name in arms}
-    last: dict[str, Timeline] = {}
+    samples, last = {name: [] for name in arms}, {}
     for repeat in progress(range(repeats + 1), "reading", unit="rounds"):
         for name, (store, decoding) in arms.items():
             last[name] = timeline(store, mode, decoding, bandwidth)

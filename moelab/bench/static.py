@@ -1,9 +1,8 @@
 """Costs of static shapes: padding by block size, drops by capacity, and the accuracy that dropping costs.
 
-Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model whose executors
-drop (`moelab.evaluation.accuracy.compare`), at batch size 1, as texts of a batch would compete for capacity. Times are
-in `moelab.bench.experts`. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", "Dropping MoE", "Future
-Optimizations"), NPUMoE §3.2, §4.1, §4.2, §5.6.
+Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model that drops.
+Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", "Dropping MoE", "Future Optimizations"), NPUMoE
+§3.2, §4.1, §4.2, §5.6.
 
     counts [E] or loads [n, L, E]: tokens of each expert    ids [T, L, K]    capacity [L][E]
 """
@@ -35,12 +34,10 @@ from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged
 from moelab.trace import PREFILL, RoutingTrace
 
-#: block sizes that are looked at, tokens
-SIZES = (8, 16, 32, 64, 128, 256, 512)
+SIZES = (8, 16, 32, 64, 128, 256, 512)          # of blocks, tokens
 TASKS = ("loss", "needle_multikey", "needle")
 BASELINE, NO_EXPERTS = "nothing dropped", "no experts at all"
-#: the series of `padding_curves` that skips no block
-ALL_BLOCKS = "all N blocks, any routing"
+ALL_BLOCKS = "all N blocks, any routing"        # the series of `padding_curves` that skips no block
 
 Points = list[tuple[float, float]]
 Ways = Mapping[str, Callable[[Saliency], Any]]  # name → what makes the executor that drops, or pads
@@ -156,10 +153,8 @@ def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, eq=False)
 class DropCosts:
-    """Accuracy costs of ways of dropping, each against `BASELINE`.
-
-    scores, samples : those of `moelab.evaluation.accuracy.compare`. tallies : way → task → its executor's counts.
-    """
+    """Accuracy costs of ways of dropping, each against `BASELINE`: scores and samples of `accuracy.compare`, and
+    tallies : way → task → its executor's counts."""
 
     scores: dict[str, dict[str, dict[str, Any]]]
     samples: dict[str, dict[str, list[float]]]
@@ -180,7 +175,6 @@ class DropCosts:
         return 100 * row["difference"], *(100 * side for side in row["interval"])
 
     def told(self, task: str, way: str) -> str:
-        """`points` with their interval, as text."""
         return "{:+.1f} points (95 % {:+.1f} to {:+.1f})".format(*self.points(task, way))
 
     def against(self, other: str, way: str) -> Interval:
@@ -242,7 +236,6 @@ class TierPlan:
         return sum(map(len, self.groups)) / len(self.groups)
 
     def ways(self) -> Ways:
-        """The ways of running it, beside one capacity for all experts."""
         own, printed = ([layer.capacity for layer in tiers] for tiers in (self.tiers, self.printed))
         largest = [[max(of)] * len(of) for of in own]
         return {"one capacity, 1.25": lambda _: CapacityFactor(1.25), "tiers, prune": lambda s: Tiered(own, saliency=s),

@@ -1,13 +1,9 @@
 """Lossless compression of experts: size beside the entropy bound, and rates a thread beside memcpy and zipnn.
 
-Every codec packs and unpacks the same bf16 expert in turn with zipnn and memcpy, round after round, so that a busy
-machine slows all of them down alike; rates are medians, in GB of weights a second. Rates "a thread" are per second of
-processor time; rates "together" are per second on the clock, which is meaningful only while the machine is idle.
-`decode` is decompression and recovery: from packed bytes to bf16 weights in a given buffer.
-
-Source: ZipMoE §2.2 and Fig. 3 (sizes; LZ4HC and ZSTD with its settings are `lz4hc` and `zstd`), §2.3 and Fig. 4
-(does decompression hide behind reading?). The synthetic expert has the statistics of trained weights, see
-`moelab.models.synthesize`.
+Every codec packs and unpacks the same bf16 expert in turn with zipnn and memcpy; rates are medians, in GB of weights a
+second. Rates "a thread" are per second of processor time; rates "together" are per second on the clock, which is
+meaningful only while the machine is idle. `decode` is from packed bytes to bf16 weights in a given buffer.
+Source: ZipMoE §2.2 and Fig. 3 (sizes; LZ4HC and ZSTD with its settings are `lz4hc` and `zstd`), §2.3 and Fig. 4.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,8 +36,7 @@ MISSING = "not installed"
 
 
 def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
-    """A bf16 matrix [rows, 2048] of about `nbytes`, of 2.64 bits of exponent entropy; ZipMoE's models have 2.55–2.65
-    (Fig. 2)."""
+    """A bf16 matrix [rows, 2048] of about `nbytes`; exponent entropy 2.64 bits, ZipMoE's models 2.55–2.65 (Fig. 2)."""
     rows = max(1, nbytes // (2 * COLUMNS))
     return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
 
@@ -76,22 +72,19 @@ def _coder(weights: torch.Tensor, name: str) -> Coder:
 
 
 def _zipnn(weights: torch.Tensor) -> Coder:
-    """zipnn on bytes, one thread. It returns new memory, as it takes no buffer, and compresses in place, so its input
-    is copied before each run, which is a small part of its time."""
+    """zipnn on bytes, one thread. It compresses in place, so its input is copied before each run, a small part."""
     import zipnn
-    options = {"input_format": "byte", "bytearray_dtype": "bfloat16", "threads": 1}
+    make = partial(zipnn.ZipNN, input_format="byte", bytearray_dtype="bfloat16", threads=1)
     data = bytes(bits.as_bytes(weights))
     buffer = bytearray(data)
 
     def compress() -> Any:
         buffer[:] = data
-        return zipnn.ZipNN(**options).compress(buffer)
-
+        return make().compress(buffer)
     packed = bytes(compress())
 
     def decode() -> Any:
-        return zipnn.ZipNN(**options).decompress(packed)
-
+        return make().decompress(packed)
     _check(PEER, np.frombuffer(decode(), np.uint8), weights)
     return Coder(len(packed), compress, decode, lambda: decode)
 
@@ -109,24 +102,24 @@ def copies(weights: torch.Tensor) -> dict[str, Callable[[], Any]]:
     return {"memcpy": lambda: np.copyto(out, source), "recovery": lambda: bits.join(exponents, rest, words)}
 
 
-def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 7,
-               clock: Callable[[], float] = time.process_time) -> Samples:
+def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 7) -> Samples:
     """Seconds of processor time of "memcpy", "recovery" and "NAME compress", "NAME decode" of every coder."""
     arms = copies(weights)
     for name, coder in made.items():
         arms |= {f"{name} compress": coder.compress, f"{name} decode": coder.decode}
-    return interleaved(arms, repeats, clock)
+    return interleaved(arms, repeats)
 
 
 def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4) -> Samples:
     """Seconds on the clock until each of n threads has decoded the expert `loops` times: "NAME × n"."""
     with ThreadPoolExecutor(max(counts)) as pool:
-        def arm(coder: Coder, n: int) -> Callable[[], None]:
-            def loop(decode: Callable[[], Any]) -> None:
-                for _ in range(loops):
-                    decode()
+        def loop(decode: Callable[[], Any]) -> None:
+            for _ in range(loops):
+                decode()
+
+        def arm(coder: Coder, n: int) -> Callable[[], Any]:
             decoders = [coder.another() for _ in range(n)]
-            return lambda: list(pool.map(loop, decoders)) and None
+            return lambda: list(pool.map(loop, decoders))
         return interleaved({f"{name} × {n}": arm(coder, n) for name, coder in made.items() for n in counts},
                            repeats, time.perf_counter, loops=1)
 
@@ -165,19 +158,18 @@ def scaling(samples: Samples, nbytes: float, loops: int = 4) -> dict[str, float]
     return found
 
 
-def from_disk(nbytes: int = EXPERT, experts: int = 4, repeats: int = 7) -> tuple[dict[str, Any], Samples]:
+def from_disk(nbytes: int, repeats: int) -> tuple[dict[str, Any], Samples]:
     """Figures and samples of reading a store in the system's temporary folder; see `moelab.bench.reading`."""
-    weights = [synthetic_expert(nbytes, seed) for seed in range(experts)]
+    weights = [synthetic_expert(nbytes, seed) for seed in range(4)]
     with tempfile.TemporaryDirectory() as folder:
         plain, packed = (reading.write_store(f"{folder}/{codec}", weights, codec) for codec in ("raw", DEFAULT))
-        found = {f"{mode} reads GB/s": value / 1e9 for mode, value in measure_modes(plain, experts).items()}
+        found = {f"{mode} reads GB/s": value / 1e9 for mode, value in measure_modes(plain, len(weights)).items()}
         samples, _ = reading.compare(plain, packed, modes()[0], repeats=repeats)
     ways = reading.summary(samples, sum(w.numel() * 2 for w in weights))
     return found | {f"{name}, {unit}": value for name, row in ways.items() for unit, value in row.items()}, samples
 
 
 def run(nbytes: int = EXPERT, repeats: int = 7) -> dict[str, dict[str, Any]]:
-    """All of it as sections of figures; the raw samples, in seconds, are in the last one."""
     load, weights = load_average(), synthetic_expert(nbytes)
     size, made = weights.numel() * 2, coders(weights)
     single = per_thread(weights, made, repeats)
@@ -190,5 +182,5 @@ def run(nbytes: int = EXPERT, repeats: int = 7) -> dict[str, dict[str, Any]]:
     first, second = sizes(weights, made), rates(single, size)
     found |= {f"{name}, one thread": first[name] | second[name] for name in made}
     found["threads together, by the clock"] = scaling(several, size)
-    found[f"from disk, {modes()[0]} reads of {DEFAULT}"], disk = from_disk(nbytes, repeats=repeats)
+    found[f"from disk, {modes()[0]} reads of {DEFAULT}"], disk = from_disk(nbytes, repeats)
     return found | {"samples": single | several | disk}

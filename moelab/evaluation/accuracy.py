@@ -3,13 +3,11 @@
 Source: Speculating Experts §4.1 and Table 1 (accuracy ± standard error of executing predicted experts), on text and
 questions that need no network. All modes see the same windows and prompts, so differences are *paired*.
 
-    score        mean ± s/√n over windows or prompts (s: sample standard deviation; nats a token, or share of right
-                 answers)
+    score        mean ± s/√n over windows or prompts (s: sample standard deviation)
     difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these differences
     relative     of the loss, in per cent of the baseline's; its error is that of a ratio of means (delta method)
     p            of right answers: exact two-sided McNemar test on the answers lost and gained
     interval     95 %: of right answers that of Agresti and Min (2005), which is never empty; of losses Student's
-
 Windows of one library file are taken as independent, which makes errors of the loss slightly small.
 """
 
@@ -25,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from moelab import datasets
-from moelab.evaluation import scores
 from moelab.datasets import Prompt
+from moelab.evaluation import scores
 from moelab.intervals import standard_error, t95
 from moelab.table import text_table
 
@@ -45,23 +43,25 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
             tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16) -> dict[str, Any]:
     """Score one model in several modes on the same held-out text and prompts.
 
-    model : a model with a `.tokenizer`, resident, offloaded or otherwise plugged.
-    modes : {name: function that returns a context manager}; the first is the baseline. `nullcontext` is the model
-        as it is.
-    tasks : keys of `TASKS`.
+    modes : the first is the baseline; `nullcontext` is the model as it is.
     n : prompts a task; windows : windows of library text; tokens : length of each, in the model's own tokens.
-    decode : False reads each text in one forward pass ("prefill"); True computes what is scored (the answers, the
-        last quarter of each window) in decode steps after an ordinary prefill.
-    batch_size : texts a forward pass, unless `decode`.
+    decode : False reads each text in one forward pass; True computes what is scored (the answers, the last quarter of
+        each window) in decode steps after an ordinary prefill, one text at a time.
 
-    Returns
-    -------
-    JSON-able: "settings"; "scores", see `summarise`, with the "recall" of modes that count it (mean over layers);
+    Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of modes that count it;
     "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode: [score, …]}}.
-
-    Raises ValueError: unknown tasks, no modes, fewer than two windows or prompts, an encoder-decoder, no tokenizer.
+    Raises ValueError: unknown tasks, no modes, fewer than two samples, an encoder-decoder, no tokenizer.
     """
-    _check(model, modes, tasks)
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown or not tasks:
+        raise ValueError(f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}")
+    if not modes:
+        raise ValueError("there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
+                         "doesn't do; lm-eval's tasks can be used")
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError("the model has no tokenizer; put one beside its weights, or set model.tokenizer")
     texts = {task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed) if task == "loss"
              else task_prompts(model.tokenizer, task, n, tokens, seed) for task in tasks}
     samples: Samples = {task: {} for task in texts}
@@ -86,10 +86,8 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
 
 def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: str, **how: Any
                      ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's context yielded).
-
-    Batch size is 1, as texts of a batch would compete for capacity. how : other arguments of `compare`.
-    """
+    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's context yielded);
+    the batch size is 1, as texts of a batch would compete for capacity."""
     kept: dict[str, list[Any]] = {mode: [] for mode in modes}
 
     @contextmanager
@@ -123,9 +121,8 @@ def result(samples: Samples, settings: dict[str, Any]) -> dict[str, Any]:
 def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
     """{task: {mode: row}}; the first mode of a task is its baseline.
 
-    A row has "unit", "n", "score" and "error" (standard error) and, but for the baseline, "difference",
-    "difference error", "interval" (95 %) and, for answers, "lost", "gained" and "p" or, for other scores, "relative"
-    and "relative error" (per cent).
+    A row has "unit", "n", "score" and "error" and, but for the baseline, "difference", "difference error", "interval"
+    and, for answers, "lost", "gained" and "p" or, for other scores, "relative" and "relative error" (per cent).
     """
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for task, by_mode in samples.items():
@@ -194,10 +191,9 @@ def table(found: dict[str, Any]) -> str:
         unit = next(iter(by_mode.values()))["unit"]
         for mode, row in (by_mode | found["pairs"].get(task, {})).items():
             answers = unit.startswith("share")
-            scale, digits = (100, 1) if answers else (1, 4)
-            score = f"{scale * row['score']:.{digits}f}{' %' if answers else ''} ± {scale * row['error']:.{digits}f}" \
-                if "score" in row else "–"
-            line = [task, mode, score]
+            scale, digits, sign = (100, 1, " %") if answers else (1, 4, "")
+            line = [task, mode, f"{scale * row['score']:.{digits}f}{sign} ± {scale * row['error']:.{digits}f}"
+                    if "score" in row else "–"]
             if "difference" not in row:
                 lines.append(line + ["–"] * 4)
                 continue
@@ -208,16 +204,3 @@ def table(found: dict[str, Any]) -> str:
                 else f"{row['relative']:+.2f} % ± {row['relative error']:.2f}" if "relative" in row else "–",
                 f"{100 * row['recall']:.1f} %" if "recall" in row else "–"])
     return text_table(["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines)
-
-
-def _check(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown or not tasks:
-        raise ValueError(f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}")
-    if not modes:
-        raise ValueError("there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
-                         "doesn't do; lm-eval's tasks can be used")
-    if getattr(model, "tokenizer", None) is None:
-        raise ValueError("the model has no tokenizer; put one beside its weights, or set model.tokenizer")

@@ -4,8 +4,8 @@
     moelab calibrate Qwen/Qwen3-30B-A3B qwen.safetensors --prompts 64 --new-tokens 32 --external
     moelab ane plan small --calibration small.calibration.safetensors
 
-Prompts of several sources (the training split) run through the model; of their routing only counts are kept, a few
-kilobytes that are bound to the model: a `moelab.calibration.Calibration`.
+Prompts of the training split run through the model; of their routing only counts are kept, a few kilobytes that are
+bound to the model: a `moelab.calibration.Calibration`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moelab import datasets
+from moelab import datasets, open_model
 from moelab.arguments import whole
 from moelab.calibration import Calibration, calibrate
-from moelab import open_model
 from moelab.models.opening import require_tokenizer
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 
 SOURCES = ("code", "prose", "needle_multikey", "lookup")
-#: share of a layer's experts that are called hot
-HOT = 0.25
+HOT = 0.25                      # share of a layer's experts that are called hot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def checked(args: argparse.Namespace) -> Sequence[str]:
-    """The sources; an unknown one, or a file that is there or cannot be written, is an error before a model is opened.
-    """
+    """The sources; an unknown one or a file that cannot be written is an error before a model is opened."""
     sources = [name for name in args.sources.split(",") if name]
     if unknown := [name for name in sources if name not in datasets.SOURCES] or not sources:
         raise ValueError(f"--sources {args.sources}: {'none is named' if not sources else f'no {unknown[0]!r}'}; the "

@@ -5,17 +5,16 @@
     moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
     moelab evaluate --modes executor:capacity:factor=1.25
 
-Modes are those of Speculating Experts: `hint` runs the true experts, `speculative` the predicted ones, `router-free`
-the estimator's without a router (§4, §5.1, §6.4); and the registry's executors. With executors that drop tokens every
-mode runs at batch size 1: the texts of a batch, and its padding, would compete for the same capacity. Tasks are
-moelab's own, which need no network, or lm-eval's by name.
+Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts, `speculative` the
+predicted ones, `router-free` the estimator's without a router (§4, §5.1, §6.4). With an executor that drops tokens
+every mode runs at batch size 1, as the texts of a batch, and its padding, would compete for the same capacity.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime, timezone
 from functools import cached_property, partial
 from pathlib import Path
@@ -129,15 +128,14 @@ def parse_mode(text: str) -> tuple[str, str]:
 def executor_options(text: str) -> tuple[str, dict[str, Any]]:
     """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none where possible."""
     name, *options = text.split(":")
-    given = {}
+    given: dict[str, Any] = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not equals:
             raise ValueError(f"{EXECUTOR}:{text}: {option!r} is no option; write OPTION=VALUE")
-        try:
+        given[key] = value
+        with suppress(ValueError, SyntaxError):
             given[key] = ast.literal_eval(value.capitalize() if value.lower() in ("true", "false", "none") else value)
-        except (ValueError, SyntaxError):
-            given[key] = value
     registry.find("executor", name)
     if given:
         registry.make("executor", name, **given)
@@ -147,8 +145,7 @@ def executor_options(text: str) -> tuple[str, dict[str, Any]]:
 def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool) -> Any:
     """The context in which a model speculates; every use has a predictor of its own."""
     from moelab.speculate import Speculation
-    made = registry.make("predictor", predictor, model, **ingredients)
-    return Speculation(model, made, mode, prefill=prefill)
+    return Speculation(model, registry.make("predictor", predictor, model, **ingredients), mode, prefill=prefill)
 
 
 class Ingredients:

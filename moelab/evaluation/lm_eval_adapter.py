@@ -1,10 +1,9 @@
 """lm-eval's tasks on a model that moelab has opened: resident, offloaded or speculating.
 
 lm-eval is given the open model, so what is plugged into its seam is what is measured. moelab's own prompts are lm-eval
-tasks too (`moelab_needle`, `moelab_completion` …), configured here and without a network; lm-eval's verdicts on them
-are those of `moelab.evaluation.scores`. lm-eval's own tasks go by its names, or by those in Table 1 of Speculating
-Experts, and download their data. One score a question is kept, so that modes are compared in pairs as in
-`moelab.evaluation.accuracy`; metrics that are no mean over questions (corpus BLEU, perplexities) are left out.
+tasks too (`moelab_needle` …), need no network, and get the verdicts of `moelab.evaluation.scores`. lm-eval's own go by
+its names, or by those in Table 1 of Speculating Experts, and download their data. One score a question is kept, so that
+modes are compared in pairs; metrics that are no mean over questions (corpus BLEU, perplexities) are left out.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ BENCHMARKS = {"humaneval": "humaneval", "mbpp+": "mbpp_plus", "gsm8k": "gsm8k", 
 
 def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None = None, batch_size: int = 8,
             chat: bool = False) -> Samples:
-    """Run lm-eval's tasks in every mode: {"task metric": {mode: one score a question [n]}}.
-
-    modes : see `moelab.evaluation.accuracy.compare`. tasks : what `load` returned. limit : questions a task, None for
-    all. chat : put the questions into the tokenizer's chat template.
-    """
+    """Run what `load` returned in every mode: {"task metric": {mode: one score a question [n]}}; `limit` questions a
+    task, None for all; `chat` puts them into the tokenizer's chat template."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     # The tasks are made already, so that no list of lm-eval's ten thousand is needed, which takes long; `load` has
@@ -60,10 +56,8 @@ def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None
 
 
 def per_question(found: dict[str, Any]) -> dict[str, np.ndarray]:
-    """{"task metric": score of each question [n]} of lm-eval's results, in its order of questions.
-
-    Right or wrong becomes bool. A metric stays only if the mean of its scores is what lm-eval reports.
-    """
+    """{"task metric": score of each question [n]} of lm-eval's results, in its order of questions; right or wrong is
+    bool. A metric stays only if the mean of its scores is what lm-eval reports."""
     scores: dict[str, np.ndarray] = {}
     for task, rows in found["samples"].items():
         filters = list(dict.fromkeys(row["filter"] for row in rows))
@@ -86,15 +80,11 @@ def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, s
     """lm-eval's task objects, their data loaded.
 
     names : of `LOCAL`, of `BENCHMARKS` in any case, or lm-eval's own; a group or tag stands for its members.
-    model : its tokenizer measures the local prompts and those of RULER.
-    n, tokens, seed : prompts of a local task; `tokens` is RULER's context length too.
+    n, tokens, seed : prompts of a local task; `tokens`, of the model's tokenizer, is RULER's context length too.
     run_code : allow tasks that execute what the model writes (HumanEval, MBPP+), on this machine, without a sandbox.
 
-    Raises
-    ------
-    ImportError : lm-eval is not installed.
-    ValueError : lm-eval knows no task of that name; a task that executes code, without `run_code`.
-    RuntimeError : data that cannot be had here; the message names every such task.
+    Raises ImportError without lm-eval; ValueError for an unknown task, or one that executes code without `run_code`;
+    RuntimeError that names every task whose data cannot be had here.
     """
     try:
         from lm_eval.api.task import ConfigurableTask

@@ -16,22 +16,16 @@ from moelab.progress import progress
 
 
 def split_ids(tokenizer: Any, prompt: Prompt) -> tuple[list[int], list[int]]:
-    """(prompt, answer) as token ids, cut as lm-eval cuts them, so that both score the same tokens.
-
-    They are tokenised together and cut where the prompt alone would end; blanks that end the prompt go to the answer.
-    """
-    question = prompt.text.rstrip()
+    """(prompt, answer) as token ids, cut as lm-eval does: tokenised together and cut where the prompt alone would end;
+    blanks that end the prompt go to the answer."""
     whole = tokenizer(prompt.text + prompt.answer)["input_ids"]
-    n = len(tokenizer(question)["input_ids"])
+    n = len(tokenizer(prompt.text.rstrip())["input_ids"])
     return whole[:n], whole[n:]
 
 
 def last_logits(model: Any, ids: torch.Tensor, n: int, decode: bool = False) -> torch.Tensor:
-    """The logits [B, n, V] that predict the last `n` tokens of ids [B, S], each given all tokens before it.
-
-    decode : False reads them from one forward pass over everything; True from `n` decode steps of one token each
-        after a prefill of the tokens before, as generation would compute them.
-    """
+    """The logits [B, n, V] that predict the last `n` tokens of ids [B, S], each given all before it: from one forward
+    pass or, with `decode`, from n decode steps after a prefill of the tokens before."""
     ids = ids.to(model.device)
     first = ids.shape[1] - n - 1                # the token whose logits predict the first of the n
     if first < 0 or decode and first < 1:
@@ -49,11 +43,8 @@ def last_logits(model: Any, ids: torch.Tensor, n: int, decode: bool = False) -> 
 
 def right_answers(model: Any, prompts: Sequence[Prompt], batch_size: int = 16, decode: bool = False,
                   label: str = "answering") -> list[bool]:
-    """For each prompt, whether greedy decoding gives exactly its answer.
-
-    That is so if and only if, with the answer given, every one of its tokens is the most likely next one: one forward
-    pass a batch. With `decode`, prompts run one at a time, every token of an answer in a decode step.
-    """
+    """For each prompt, whether greedy decoding gives exactly its answer: whether, with the answer given, every token of
+    it is the most likely next one. With `decode`, prompts run one at a time, answers in decode steps."""
     pairs = [split_ids(model.tokenizer, prompt) for prompt in prompts]
     by_length: dict[int, list[int]] = {}            # batches of one length need no padding, which a router would see
     for i, (question, answer) in enumerate(pairs):
@@ -78,8 +69,7 @@ def text_windows(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0)
     rng = random.Random(seed)
     picked = rng.choices(texts, weights=[len(text) for text in texts], k=4 * n)
     windows = []
-    for text in picked:
-        ids = tokenizer(text)["input_ids"]
+    for ids in (tokenizer(text)["input_ids"] for text in picked):
         if len(ids) >= tokens:
             start = rng.randrange(len(ids) - tokens + 1)
             windows.append(ids[start:start + tokens])
@@ -90,13 +80,9 @@ def text_windows(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0)
 
 def language_loss(model: Any, windows: torch.Tensor, batch_size: int = 16, decode: int = 0,
                   label: str = "reading") -> np.ndarray:
-    """Mean next-token loss in nats of each window [n]; windows [n, S].
-
-    decode : score only so many last tokens of each window, one window at a time and each token from a decode step;
-        0 scores all but the first from one forward pass.
-    """
-    losses = []
-    scored = decode or windows.shape[1] - 1
+    """Mean next-token loss in nats of each window [n]; windows [n, S]. `decode` scores only so many last tokens of
+    each, in decode steps, one window at a time; 0 scores all but the first in one forward pass."""
+    losses, scored = [], decode or windows.shape[1] - 1
     with progress(total=len(windows), desc=label, unit="window") as bar:
         for batch in windows.split(1 if decode else batch_size):
             logits = last_logits(model, batch, scored, decode > 0)

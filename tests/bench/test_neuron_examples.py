@@ -35,7 +35,7 @@ def test_block_sizes_by_hand():
 
 
 def test_ways_of_parallel_execution_use_all_devices():
-    for of in neuron_examples.parallel_ways((8, 64)).values():
+    for of in neuron_examples.parallel_ways().values():
         assert all(advice.tp * advice.ep == n for n, advice in of.items())
 
 
