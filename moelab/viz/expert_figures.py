@@ -140,6 +140,7 @@ def balance(loads: Mapping[str, ArrayLike]) -> go.Figure:
     for i, (name, of) in enumerate(loads.items()):
         share = np.asarray(of, dtype=float) / np.mean(np.asarray(of, dtype=float))
         figure.add_bar(x=np.arange(len(share)), y=share, name=f"{name}: max/mean {share.max():.3f}",
-                       marker=bar_look(i) | {"line": EDGE}, hovertemplate=hover("rank %{x}: %{y:.3f} of the mean", name))
+                       hovertemplate=hover("rank %{x}: %{y:.3f} of the mean", name),
+                       marker=bar_look(i) | {"line": EDGE})
     figure.add_hline(y=1, line=DASHED).update_xaxes(dtick=1, showgrid=False)
     return finish(figure, "rank", "load (× the mean of the ranks)", "exact", barmode="group", bargap=0.2)
