@@ -185,7 +185,6 @@ def add_pictures(notebook: Any, directory: Path) -> None:
 
 
 def _displays(notebook: Any) -> Iterator[Any]:
-    """The outputs that show something."""
     return (output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output)
 
 

@@ -1,4 +1,4 @@
-"""The tables of the Neural Engine, as rows for `moelab.viz.notebook.table`: plans, conversions, drops, modelled costs."""
+"""The tables of the Neural Engine, as rows for `moelab.viz.notebook.table`."""
 
 from __future__ import annotations
 
