@@ -72,7 +72,7 @@ def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str
 
 
 def load_tensors(path: str | Path, form: str, what: str, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(tensors, about) of a file of the format `form`; what it should hold and the remedy, in words, are for the errors.
+    """(tensors, about) of a file of the format `form`; `what` it holds and the `remedy` are words for the errors.
 
     Raises FileNotFoundError, ValueError: no such file; not a whole file, or of another format.
     """

@@ -133,8 +133,8 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         if error is None:
             error = "\n\n".join(widget_errors(executed)) or None
         executed.metadata.pop("widgets", None)          # only a live kernel could use them; their text stays
-        for output in _displays(executed):
-            output.data.pop(WIDGET_VIEW, None)
+        for shown in _displays(executed):
+            shown.data.pop(WIDGET_VIEW, None)
         if error is None and pictures:
             add_pictures(executed, Path(directory))
         with atomic(output) as part:
