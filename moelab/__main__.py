@@ -1,7 +1,6 @@
 """The command line: `python -m moelab COMMAND`, or `moelab COMMAND` once installed.
 
-A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one line in COMMANDS; it
-is imported only when it is chosen.
+A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one line in COMMANDS.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ COMMANDS = {
 
 def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
     """The parser; only the chosen command's arguments are known to it."""
-    parser = argparse.ArgumentParser(prog="moelab", description="Mixture-of-experts models on machines too small "
-                                                                "for them.")
+    parser = argparse.ArgumentParser(
+        prog="moelab", description="Mixture-of-experts models on machines too small for them.")
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -78,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def told(error: BaseException) -> str:
-    """An error in words for a person: what the system says only as a number and a file becomes a sentence."""
+    """An error in words for a person."""
     if isinstance(error, KeyError) and error.args:
         return str(error.args[0])                       # str() would put it between quotes
     if isinstance(error, OSError) and error.strerror:

@@ -12,15 +12,13 @@ from typing import Any
 
 
 def whole(least: int = 0) -> Callable[[str], int]:
-    """Reads a whole number of at least `least`."""
     def read(text: str) -> int:
         try:
-            value = int(text)
+            if (value := int(text)) >= least:
+                return value
         except ValueError:
-            value = None
-        if value is None or value < least:
-            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return value
+            pass
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return read
 
 
@@ -32,16 +30,16 @@ def number(least: float = -math.inf, *, above: float = -math.inf, most: float = 
     def read(text: str) -> float:
         try:
             value = float(text)
+            if math.isfinite(value) and value >= least and above < value <= most:
+                return value
         except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and value >= least and above < value <= most):
-            raise ArgumentTypeError(f"{text!r} is not a finite number " + " and ".join(filter(None, limits)))
-        return value
+            pass
+        raise ArgumentTypeError(f"{text!r} is not a finite number " + " and ".join(filter(None, limits)))
     return read
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Reads one of `names`; where one word stands alone, argparse's `choices` does the same."""
+    """Reads one of `names`, within `several`; for one word alone use argparse's `choices`."""
     names = list(names)
 
     def read(text: str) -> str:
@@ -54,8 +52,7 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 def several(read: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
     """Reads values with commas between them, each by `read`; at least one."""
     def read_all(text: str) -> list[Any]:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts:
-            raise ArgumentTypeError(f"{text!r} names nothing; write values with commas between them")
-        return [read(part) for part in parts]
+        if parts := [part.strip() for part in text.split(",") if part.strip()]:
+            return [read(part) for part in parts]
+        raise ArgumentTypeError(f"{text!r} names nothing; write values with commas between them")
     return read_all

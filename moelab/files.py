@@ -64,8 +64,7 @@ def read_json(path: Path) -> Any:
 
 
 def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str]) -> Path:
-    """Write tensors and `about`, of which "format" says what the file is, atomically as safetensors; returns the path.
-    """
+    """Write tensors and `about`, whose "format" says what the file is, atomically as safetensors; returns the path."""
     from safetensors.torch import save_file
     with atomic(path) as part:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, about)
@@ -73,9 +72,7 @@ def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str
 
 
 def load_tensors(path: str | Path, form: str, what: str, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(tensors, about) of a file of the format `form`.
-
-    what, remedy : what the file should hold and what makes one, in words, for the errors.
+    """(tensors, about) of a file of the format `form`; `what` it holds and the `remedy` are words for the errors.
 
     Raises FileNotFoundError, ValueError: no such file; not a whole file, or of another format.
     """

@@ -4,10 +4,9 @@
     moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
     torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --parallel tp-ep --tp 2
 
-Under torchrun every rank holds the model without its routed experts, and its share of those: 1/N of their bytes. The
-rank reads only that share from the checkpoint. All ranks compute attention, routers and shared experts for all tokens;
-the experts are computed where they are (`moelab.parallel`). Decoding is greedy; every rank takes its next token
-from rank 0's scores, so ranks on different machines cannot drift apart. Only rank 0 prints.
+Under torchrun every rank reads and holds the model without its routed experts, and its share of those. All ranks
+compute attention, routers and shared experts for all tokens, and the experts where they are (`moelab.parallel`).
+Decoding is greedy, from rank 0's scores, so that ranks cannot drift apart. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -39,33 +38,24 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated, and what it took.
-
-    tokens : the new ones; text : decoded.
-    parallel, ranks : how the experts were spread; None and 1 in one process.
-    seconds : of prefill and decoding, without opening the model.
-    ttft, tpot, hit_rate, read_bytes_per_token : as of `moelab.offloading.metrics.Metrics`.
-    expert_bytes : of routed experts held, for each rank; empty in one process.
-    sent : label → bytes that each rank sent to others.
-    """
+    """What was generated, and what it took; ttft to read_bytes_per_token as in `moelab.offloading.metrics.Metrics`."""
 
     prompt: str
-    tokens: list[int]
+    tokens: list[int]               # the new ones
     text: str
-    parallel: str | None
+    parallel: str | None            # how the experts were spread; None in one process
     ranks: int
-    seconds: float
+    seconds: float                  # of prefill and decoding, without opening the model
     ttft: float | None
     tpot: float | None
     hit_rate: float | None
     read_bytes_per_token: float | None
-    expert_bytes: list[int]
-    sent: dict[str, list[int]]
+    expert_bytes: list[int]         # of routed experts, held by each rank; empty in one process
+    sent: dict[str, list[int]]      # label → bytes that each rank sent to others
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?",
-                        help="a checkpoint folder, a store or a hub id; if not given, the small model")
+    parser.add_argument("model", nargs="?", help="a checkpoint folder, a store or a hub id (default: the small model)")
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--memory", metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
@@ -91,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _listed(kind: str) -> str:
-    """The names of a kind with what each is for, those for teaching apart."""
     found = registry.describe(kind)
     lines = [f"  {name:<12} {purpose}" for name, (purpose, of) in found.items() if of == "use"]
     if teaching := [f"  {name:<12} {purpose}" for name, (purpose, of) in found.items() if of == "teaching"]:
@@ -126,13 +115,9 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
 
     stream : print the prompt and the text as it comes; only the first rank does.
     opening : memory, cache, prefetch, workers, calibration of `moelab.open_model`.
-    Others are those of the command line; see also `open_parallel`.
 
-    Raises
-    ------
-    ValueError : fewer than one token, an empty prompt, a model without a tokenizer, a variant that does not fit, an
-        executor that needs more than a rank has; and what `moelab.open_model` raises.
-    PeerLost : another rank died.
+    Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or an executor that does
+    not fit; and what `moelab.open_model` raises. PeerLost: another rank died.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least one token")
@@ -184,23 +169,16 @@ def _generate(network: Any, prompt: str, max_new_tokens: int, parallel: str | No
 def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: int | None = None,
                   inner: Any = eager, dtype: Any = "auto", device: torch.device | str | None = None,
                   placements: Any = None) -> Any:
-    """Open a model with this rank's share of the experts; every connected rank must call it.
+    """Open a model with this rank's share of the experts, `.shards`, of the ranks `.grid`; every rank must call it.
 
-    name_or_path, dtype, device : see `moelab.models.open_checkpoint`.
     parallel : a key of `moelab.parallel.VARIANTS`.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank.
     placements : which experts each ep rank holds, one for all layers or one a layer; by default consecutive ones, for
         "blocks" all.
 
-    Returns
-    -------
-    The model; `.grid` are its ranks and `.shards` its share.
-
-    Raises
-    ------
-    ValueError : unknown variant, or a `tp` that does not fit it or the number of ranks.
-    RuntimeError : no connected ranks.
+    Raises ValueError: unknown variant, or a `tp` that does not fit it or the number of ranks. RuntimeError: no
+    connected ranks.
     """
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
@@ -210,15 +188,13 @@ def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: 
     if placements is None:
         placements = [way.place(experts.num_experts, grid.ep.size) for experts in layers]
     executor = way(grid, placements, inner)
-    model.shards = ShardedExperts(layers, layers[0].source, placements, grid.ep.rank, grid.tp.rank, grid.tp.size,
-                                  way.cut)
-    model.grid = grid
+    model.grid, model.shards = grid, ShardedExperts(layers, layers[0].source, placements, grid.ep.rank, grid.tp.rank,
+                                                    grid.tp.size, way.cut)
     plug(model, executor=executor, source=model.shards)
     return model
 
 
 def _spread(model: Any) -> dict[str, Any]:
-    """What each rank holds and sent."""
     W = dist.get_world_size()
     told: list[Any] = [None] * W
     dist.all_gather_object(told, (model.shards.nbytes, {label: t.bytes for label, t in model.grid.traffic().items()}))

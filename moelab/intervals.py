@@ -1,7 +1,7 @@
 """95 % intervals of means of few samples: Student's t, whose tails n − 1 degrees of freedom decide.
 
-With six windows an interval of ± 1.96 standard errors holds the truth in 89 % of cases, one of ± 2.57 in the 95 % that
-are said; with two, 70 % and ± 12.7. Samples are taken as independent and their mean as normal.
+With six windows an interval of ± 1.96 standard errors holds the truth in 89 % of cases; 95 % take ± 2.57. Samples are
+taken as independent and their mean as normal.
 """
 
 from __future__ import annotations

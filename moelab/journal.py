@@ -17,10 +17,9 @@ except ImportError:         # no file locks: two writers at once are not noticed
 class Journal:
     """The journal at `path`, created if there is none and locked until it is closed; `fresh` empties it.
 
-    lines : its records up to the first damaged one (each line ends with the CRC-32 of its text); what follows is
-        truncated.
+    lines : its records up to the first damaged one, by the CRC-32 that ends each; what follows is truncated.
 
-    Raises FileExistsError if another process has it open.
+    Raises FileExistsError: another process has it open.
     """
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
@@ -53,12 +52,10 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def restart(self, records: list[Any]) -> None:
-        """Empty it, then append."""
         self._file.truncate(0)
         self.append(records)
 
     def remove(self) -> None:
-        """Close and delete it: the work is done."""
         self.close()
         self.path.unlink()
 

@@ -35,11 +35,10 @@ class _Lines:
     def _print(self) -> None:
         self._printed = time.monotonic()
         rate = (self.n - self._first) / max(self._printed - self._start, 1e-9)
-        parts = [f"{self.desc}: {self.n:,.0f}" + (f" of {self.total:,.0f}" if self.total else "") + f" {self.unit}"]
-        if self.total and rate:
-            parts.append(f"{max(self.total - self.n, 0) / rate:,.0f} s left")
-        parts += [f"{rate:,.1f} {self.unit}/s"] + ([self._note] if self._note else [])
-        print(", ".join(parts), file=sys.stderr, flush=True)
+        parts = [f"{self.desc}: {self.n:,.0f}" + (f" of {self.total:,.0f}" if self.total else "") + f" {self.unit}",
+                 f"{max(self.total - self.n, 0) / rate:,.0f} s left" if self.total and rate else "",
+                 f"{rate:,.1f} {self.unit}/s", self._note]
+        print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
 
 class progress:
@@ -55,7 +54,9 @@ class progress:
                  unit: str = "it", initial: float = 0) -> None:
         self.items = items
         total = len(items) if total is None and hasattr(items, "__len__") else total
-        if os.environ.get("MOELAB_HEADLESS") or not (sys.stderr.isatty() or _in_notebook()):
+        ipython = sys.modules.get("IPython")
+        in_notebook = hasattr(ipython.get_ipython() if ipython else None, "kernel")
+        if os.environ.get("MOELAB_HEADLESS") or not (sys.stderr.isatty() or in_notebook):
             self.bar: Any = _Lines(total, desc, unit, initial)
         else:
             from tqdm.auto import tqdm
@@ -74,8 +75,3 @@ class progress:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython() if ipython else None, "kernel")

@@ -4,8 +4,7 @@
     moelab.describe("executor")             → name → (what it is for, "use" or "teaching")
     make("cache", "lru")                    → what is registered, made with options
 
-Each kind is a dictionary, name → `Entry`, in the package that has the techniques; adding one is a line there. The
-command line, `evaluate --modes`, the notebooks and drop-downs read these dictionaries, and nothing else.
+Each kind is a dictionary, name → `Entry`, in the package that has the techniques; adding one is a line there.
 """
 
 from __future__ import annotations
@@ -17,13 +16,9 @@ from typing import Any, NamedTuple
 
 
 class Entry(NamedTuple):
-    """home : "module:attribute", imported when it is made, or the class or function itself.
-    purpose : in a phrase.    teaching : whether it is there to explain or compare rather than for use.
-    """
-
-    home: Any
-    purpose: str
-    teaching: bool = False
+    home: Any                   # "module:attribute", imported when it is made, or the class or function itself
+    purpose: str                # in a phrase
+    teaching: bool = False      # whether it is there to explain or compare rather than for use
 
     def load(self) -> Any:
         if not isinstance(self.home, str):
@@ -45,10 +40,7 @@ KINDS = {
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """The dictionary of a kind; a class without `Entry` is described by its docstring's first line.
-
-    Raises ValueError: an unknown kind; the message lists them.
-    """
+    """The dictionary of a kind; a class without `Entry` is described by its docstring. ValueError: an unknown kind."""
     if kind not in KINDS:
         raise ValueError(f"there is no kind {kind!r}; there are: {', '.join(KINDS)}")
     module, _, name = KINDS[kind].partition(":")
@@ -68,10 +60,7 @@ def describe(kind: str) -> dict[str, tuple[str, str]]:
 
 
 def find(kind: str, name: str) -> Any:
-    """What is registered under a name: a class or a function.
-
-    Raises ValueError: there is none of that name; the message lists those that there are.
-    """
+    """What is registered under a name: a class or a function. ValueError: there is none of that name."""
     known = entries(kind)
     if name not in known:
         raise ValueError(f"there is no {kind} {name!r}; there are: {', '.join(known)}")
@@ -79,10 +68,7 @@ def find(kind: str, name: str) -> Any:
 
 
 def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
-    """What is registered under a name, called with its options.
-
-    Raises ValueError: an unknown name, or options that it does not take; the message says which it takes.
-    """
+    """What is registered under a name, called with its options. ValueError: an unknown name, or other options."""
     made = find(kind, name)
     takes = signature(made)
     try:

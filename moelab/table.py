@@ -43,7 +43,7 @@ def slug(name: str) -> str:
 
 
 def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """A table of dictionaries, column → cell: the columns of all, by their first occurrence, and the cells or None."""
+    """The columns of all dictionaries, by their first occurrence, and the rows of their cells or None."""
     dictionaries = list(dictionaries)
     head = list(dict.fromkeys(column for row in dictionaries for column in row))
     return head, [[row.get(column) for column in head] for row in dictionaries]

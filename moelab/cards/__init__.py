@@ -1,9 +1,8 @@
 """Model and device cards: the geometry and the published figures of what the sources talk about, one TOML file each.
 
-A model card states the geometry (the fields of `MoESpec`), where it comes from, the published parameter counts,
-which of the five papers uses the model, and notes on what a paper gets wrong. A device card is a table of figures,
-each with unit, kind and source. In a source, "not re-read" and "second hand" mark what was not checked against the
-named document itself. Adding a card is adding a file; nothing else lists them.
+A model card states the geometry (the fields of `MoESpec`) and its source, the published parameter counts, which of
+the five papers uses the model, and notes on what a paper gets wrong. A device card is a table of figures, each with
+unit, kind and source; "not re-read" and "second hand" mark what was not checked against the named document.
 """
 
 from __future__ import annotations
@@ -19,16 +18,13 @@ from moelab.specs import DeviceSpec, Figure, MoESpec
 
 
 def load_card(name: str) -> dict[str, Any]:
-    """The card of a model or a device as it stands in its file, with sources and notes.
-
-    Raises ValueError: there is no such card; the message lists those there are.
-    """
+    """The card of a model or a device as it stands in its file, with sources and notes. ValueError: there is none."""
     return _read("models", name) if name in MODELS else _read("devices", name, [*MODELS, *DEVICES])
 
 
 @lru_cache(maxsize=None)
 def load_model(name: str) -> MoESpec:
-    """The spec of a model card. Raises ValueError for an unknown name, as `load_card` does."""
+    """The spec of a model card. ValueError: an unknown name."""
     card = _read("models", name)
     geometry = {key: value for key, value in card["geometry"].items() if key != "source"}
     where = geometry.pop("moe_layers")
@@ -38,15 +34,15 @@ def load_model(name: str) -> MoESpec:
 
 @lru_cache(maxsize=None)
 def load_device(name: str) -> DeviceSpec:
-    """The spec of a device card. Raises ValueError for an unknown name, as `load_card` does."""
+    """The spec of a device card. ValueError: an unknown name."""
     card = _read("devices", name)
     return DeviceSpec(card["name"], {key: Figure(**figure) for key, figure in card["figures"].items()})
 
 
 def entries_of(kind: str, load: Any) -> dict[str, Entry]:
     """Card name → what loads it, of the folder `kind`."""
-    names = sorted(file.name.removesuffix(".toml") for file in (files(__name__) / kind).iterdir()
-                   if file.name.endswith(".toml"))
+    found = (file.name for file in (files(__name__) / kind).iterdir())
+    names = sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
     return {name: Entry(partial(load, name), f"{kind.removesuffix('s')} card {name}.toml") for name in names}
 
 

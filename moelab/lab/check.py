@@ -11,9 +11,8 @@ A metric that is missing, one whose kind or unit changed, and a run with other p
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.files import read_json, results_root, write_json
 from moelab.lab.results import SCHEMA, finished_runs, is_named
@@ -22,8 +21,7 @@ from moelab.table import format_value, text_table
 TOLERANCE = 0.02
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One compared metric; `verdict` is "ok", "FAILED", "shown" or "new"."""
 
     name: str
@@ -74,23 +72,13 @@ def _newest_metrics(notebook: str, results: Path) -> dict[str, Any] | None:
 
 
 def _update(path: Path, found: dict[str, Any]) -> None:
-    """Write the baseline of a notebook from the metrics of a run."""
+    """Write a baseline from the metrics of a run; tolerances in it stay."""
     old = read_json(path)["metrics"] if path.exists() else {}
     metrics = {name: metric | {k: v for k, v in old.get(name, {}).items() if k == "tolerance"}
                for name, metric in found["metrics"].items()}
     write_json(path, {"schema": SCHEMA, "notebook": path.stem, "params": found["params"], "seed": found["seed"],
                       "metrics": metrics})
     print(f"wrote {path}")
-
-
-def _show(name: str, rows: list[Row]) -> int:
-    """Print the comparison of one notebook; returns how many metrics failed."""
-    bad = sum(row.verdict == "FAILED" for row in rows)
-    print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
-    print(text_table(["metric", "kind", "baseline", "now", "", ""],
-                     [[r.name, r.kind, format_value(r.baseline), format_value(r.now), r.verdict, r.note]
-                      for r in rows]))
-    return bad
 
 
 def _names(wanted: list[str], results: Path) -> list[str]:
@@ -132,8 +120,13 @@ def main(args: argparse.Namespace) -> int:
             print(f"{name}: FAILED, no finished run; `python -m moelab run {name}` makes one")
             compared, failed = compared + 1, failed + 1
         else:
-            compared += 1
-            failed += bool(_show(name, compare(read_json(path), found)))
+            rows = compare(read_json(path), found)
+            bad = sum(row.verdict == "FAILED" for row in rows)
+            compared, failed = compared + 1, failed + bool(bad)
+            print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
+            print(text_table(["metric", "kind", "baseline", "now", "", ""],
+                             [[r.name, r.kind, *map(format_value, (r.baseline, r.now)), r.verdict, r.note]
+                              for r in rows]))
     if args.update:
         return 0
     print(f"{compared} notebooks compared, {failed} failed")

@@ -12,8 +12,8 @@ from moelab.table import format_value, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of two runs, or one notebook, by name or "
-                                                              "number, for its two newest")
+    parser.add_argument("runs", nargs="+", metavar="RUN",
+                        help="the folders of two runs, or one notebook, by name or number, for its two newest")
     parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
 
 

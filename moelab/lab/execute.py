@@ -3,9 +3,6 @@
 The runner starts `python -m moelab.lab.execute` and writes one line of JSON to its standard input; when that
 input closes, because the runner ended or was killed, this process ends too and its kernel follows. It leaves the
 executed notebook and, after a failure, `error.txt` in the run directory: first a sentence, then the traceback.
-
-Papermill reports success after an exception inside a widget's callback, which lands in the widget's state, and for a
-notebook bound to another interpreter's kernel; both are dealt with here.
 """
 
 from __future__ import annotations
@@ -27,11 +24,7 @@ PLOTLY = "application/vnd.plotly.v1+json"
 
 
 def _poll_for_replies() -> None:
-    """Make Jupyter's client poll for messages once a second.
-
-    Where a widget's messages are sent while a cell's reply is awaited, the notification of the reply can be lost; the
-    client would then wait until the cell's time limit, with the reply in its queue.
-    """
+    """Make Jupyter's client poll once a second: the notification of a reply can be lost among a widget's messages."""
     from queue import Empty
     from time import monotonic
 
@@ -75,25 +68,18 @@ def _saving_twice_a_minute(engine: type) -> type:
 
 
 class _Watch:
-    """Shows which cell is running, every ten seconds."""
+    """Shows which cell is running, every ten seconds until `end` is set."""
 
     def __init__(self, bar: progress) -> None:
-        self.bar, self.cell = bar, None
-        self._end = threading.Event()
+        self.bar, self.cell, self.end = bar, None, threading.Event()
         threading.Thread(target=self._tick, daemon=True).start()
 
     def started(self, cell: Any, cell_index: int) -> None:
         self.cell = cell
         self.bar.note(f"now: {first_line(cell)}")
 
-    def executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
-        self.bar.update()
-
-    def stop(self) -> None:
-        self._end.set()
-
     def _tick(self) -> None:
-        while not self._end.wait(10):
+        while not self.end.wait(10):
             self.bar.update(0)
 
 
@@ -106,7 +92,7 @@ def first_line(cell: Any) -> str:
 def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: float, pictures: bool) -> str | None:
     """Execute a notebook into a run directory, both absolute paths; returns the error, or None.
 
-    parameters : already checked. timeout : seconds that one cell may take. pictures : also draw the figures as PNG.
+    timeout : seconds that one cell may take. pictures : also draw the figures as PNG.
     """
     nbformat = import_nbformat()
     import papermill
@@ -134,19 +120,21 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
                     str(source), str(output), parameters, engine_name="moelab", kernel_name="python3",
                     language="python", progress_bar=False, execution_timeout=timeout,
                     kernel_manager_class=ThisInterpreter, on_cell_start=watch.started,
-                    on_cell_executed=watch.executed)
+                    on_cell_executed=lambda **_: bar.update())
                 error = None
             except Exception as failure:
                 error = explain(failure, watch.cell, timeout)
             finally:
-                watch.stop()
+                watch.end.set()
         if error is None or watch.cell is not None:     # again only where the kernel did not even start
             break
     if output.exists():
         executed = nbformat.read(output, 4)
         if error is None:
             error = "\n\n".join(widget_errors(executed)) or None
-        tidy(executed)
+        executed.metadata.pop("widgets", None)          # only a live kernel could use them; their text stays
+        for shown in _displays(executed):
+            shown.data.pop(WIDGET_VIEW, None)
         if error is None and pictures:
             add_pictures(executed, Path(directory))
         with atomic(output) as part:
@@ -182,13 +170,6 @@ def widget_errors(notebook: Any) -> Iterator[str]:
                 yield f"{output['ename']}: {output['evalue']} (inside the callback of a widget)\n\n{trace}"
 
 
-def tidy(notebook: Any) -> None:
-    """Drop what only a live kernel could use: widget state and views (their text stays)."""
-    notebook.metadata.pop("widgets", None)
-    for output in _displays(notebook):
-        output.data.pop(WIDGET_VIEW, None)
-
-
 def add_pictures(notebook: Any, directory: Path) -> None:
     """Add a PNG beside every plotly figure, for viewers that run no scripts; nothing happens without a browser."""
     figures = [output for output in _displays(notebook) if PLOTLY in output.data]
@@ -204,7 +185,6 @@ def add_pictures(notebook: Any, directory: Path) -> None:
 
 
 def _displays(notebook: Any) -> Iterator[Any]:
-    """The outputs that show something."""
     return (output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output)
 
 

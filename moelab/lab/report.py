@@ -1,8 +1,7 @@
 """One static page of the newest finished run of every notebook: parameters, metrics, claims, figures.
 
-The page is a single file that works without a network: plotly.js is inside, once. It is made of headings, tables
-and figures in the order of the notebooks, every figure with its caption and its description, so it can be read
-by a screen reader and printed. Left out: history; the runs themselves are kept beside it.
+The page is a single file that works without a network: plotly.js is inside, once. Every figure has its caption and
+its description, so that it can be read by a screen reader and printed.
 """
 
 from __future__ import annotations
@@ -35,15 +34,11 @@ KINDS_NOTE = """Every number says what it is: <em>exact</em> (a count or a bit-f
 <em>paper</em> (a source's figure)."""
 
 
-def write_report(results: str | Path | None = None, notebooks: list[str] | None = None) -> Path:
-    """Write results/report.html from the newest finished runs; returns its path.
-
-    results : where results lie; see `results_root`.
-    notebooks : their names, in order; all that have a finished run without.
-    """
+def write_report(results: str | Path | None = None) -> Path:
+    """Write report.html into `results_root(results)` from the newest finished runs; returns its path."""
     from moelab.viz.theme import plotly_js
     root = results_root(results)
-    names = notebooks or sorted(path.name for path in (root / "runs").glob("*") if path.is_dir())
+    names = sorted(path.name for path in (root / "runs").glob("*") if path.is_dir())
     runs = [(name, found[-1]) for name in names if (found := finished_runs(name, root))]
     contents = "".join(f'<li><a href="#{escape(name)}">{escape(name)}</a></li>' for name, _ in runs)
     body = "".join(_section(name, run) for name, run in runs) or "<p>No notebook has finished yet.</p>"
@@ -70,7 +65,6 @@ def write_report(results: str | Path | None = None, notebooks: list[str] | None 
 
 
 def _section(name: str, run: Path) -> str:
-    """One notebook: what it ran with, what it found, what it showed."""
     about = read_json(run / "run.json")
     found = read_json(run / "metrics.json") if (run / "metrics.json").exists() else {}
     env = about["env"]
@@ -92,7 +86,6 @@ def _section(name: str, run: Path) -> str:
 
 
 def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
-    """A table, or nothing where there are no rows."""
     if not rows:
         return ""
     heads = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
@@ -108,9 +101,8 @@ def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
 def _figure(name: str, path: Path) -> str:
     """A live figure; its description is what a screen reader says in its place."""
     content = read_json(path)
-    figure = content["figure"]
     # "</script>" inside a string would end the script element
-    data, layout = (json.dumps(figure[key]).replace("</", "<\\/") for key in ("data", "layout"))
+    data, layout = (json.dumps(content["figure"][key]).replace("</", "<\\/") for key in ("data", "layout"))
     return f"""<figure>
 <div class="plot" id="{escape(name)}" role="img" aria-label="{escape(content['alt'])}"></div>
 <figcaption>{escape(content['caption'])}</figcaption>

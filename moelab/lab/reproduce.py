@@ -21,8 +21,8 @@ SHOWN_METRICS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="*", help="numbers or names; all if none")
-    parser.add_argument("--full", action="store_true", help="the large setting of every notebook that has one "
-                                                            "(-p full=true)")
+    parser.add_argument("--full", action="store_true",
+                        help="the large setting of every notebook that has one (-p full=true)")
     add_run_options(parser)
 
 
@@ -38,7 +38,6 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(f"no notebook has a parameter {name!r}; they have {', '.join(known) or 'none'}")
     parameters = {path: check_parameters(path, {name: value for name, value in given.items() if name in valid[path]})
                   for path in paths}
-
     rows, errors = [], []
     for number, path in enumerate(paths, 1):
         print(f"[{number}/{len(paths)}] {path.stem} …", flush=True)

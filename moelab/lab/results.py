@@ -49,18 +49,17 @@ def open_run(notebook: str, params: dict[str, Any], seed: int) -> Run:
 
     params : the parameters that determine the metrics; runs where they differ are not compared.
 
-    ValueError where papermill, called directly, has set a parameter that the notebook does not have, or one of another
-    type; it only warns of the first.
+    Raises ValueError: papermill, called directly, has set a parameter that the notebook does not have, or of another
+    type.
     """
     shell = getattr(builtins, "get_ipython", lambda: None)()
     check_injected([] if shell is None else shell.user_ns.get("In", []))
-    directory = os.environ.get("MOELAB_RUN_DIR") or (
-        results_root() / "runs" / notebook / f"interactive-{new_run_id()}")
+    directory = os.environ.get("MOELAB_RUN_DIR") or results_root() / "runs" / notebook / f"interactive-{new_run_id()}"
     return Run(notebook, dict(params), seed, Path(directory))
 
 
 def check_injected(cells: list[str]) -> None:
-    """Compare the cell that papermill injects into a notebook with the cells that ran before it; see `open_run`."""
+    """Compare the cell that papermill injects with the cells before it; see `open_run`."""
     known: dict[str, Any] = {}                          # name → its value where that is a literal, else None
     for cell in cells:
         try:
@@ -107,13 +106,10 @@ class Run:
 
     def claim(self, paper: str, section: str, text: str, paper_value: Any, ours: Any) -> None:
         """A claim of a source beside our value, numbers or text; the text says what kind of number ours is."""
-        claim = {"paper": paper, "section": section, "text": text}
-        claim |= {"paper_value": _plain(text, paper_value), "ours": _plain(text, ours)}
-        for i, old in enumerate(self.claims):
-            if (old["paper"], old["section"], old["text"]) == (paper, section, text):
-                self.claims[i] = claim
-                return
-        self.claims.append(claim)
+        said = {"paper": paper, "section": section, "text": text}
+        claim = said | {"paper_value": _plain(text, paper_value), "ours": _plain(text, ours)}
+        at = next((i for i, old in enumerate(self.claims) if said.items() <= old.items()), len(self.claims))
+        self.claims[at:at + 1] = [claim]
 
     def figure(self, name: str, fig: Any, caption: str, alt: str) -> None:
         """Show a plotly figure in the notebook and keep it for the report.
@@ -154,8 +150,6 @@ def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path
     return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed"))
 
 
-# ---------------------------------------------------------------------------------------------- the environment
-
 def environment() -> dict[str, Any]:
     """What a run ran on: git commit, versions, device, processor, cores."""
     packages = ("moelab", "torch", "transformers", "numpy", "numba", "zstandard", "lz4", "coremltools", "plotly")
@@ -188,9 +182,7 @@ def _device() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    if torch is not None and torch.backends.mps.is_available():
-        return "Apple GPU (mps)"
-    return "cpu"
+    return "Apple GPU (mps)" if torch is not None and torch.backends.mps.is_available() else "cpu"
 
 
 def _cpu() -> str:

@@ -60,22 +60,16 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
         return known
     found = []
     for name in names:
-        path = Path(name)
-        matches = [path] if path.suffix == ".ipynb" and path.is_file() else [
-            p for p in known if is_named(p.stem, name)]
+        given = Path(name).suffix == ".ipynb" and Path(name).is_file()
+        matches = [Path(name)] if given else [path for path in known if is_named(path.stem, name)]
         if len(matches) != 1:
             raise FileNotFoundError(f"no notebook {name!r}; there are {', '.join(p.stem for p in known) or 'none'}")
         found.append(matches[0].resolve())
     return found
 
 
-# --------------------------------------------------------------------------------------------------- parameters
-
 def inspect(path: str | Path) -> dict[str, Parameter]:
-    """The parameters of a notebook, from its cell tagged "parameters": name → Parameter.
-
-    Papermill's own reader ignores lines with two `=`, even where one is in a comment; this one parses.
-    """
+    """The parameters of a notebook, from its tagged cell; papermill's own reader ignores lines with two `=`."""
     cells = [cell for cell in read_json(Path(path))["cells"] if "parameters" in cell["metadata"].get("tags", ())]
     source = "".join(cells[0]["source"]) if cells else ""
     try:
@@ -93,8 +87,7 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
             default = ast.literal_eval(node.value)
         except ValueError:
             default = ast.unparse(node.value)       # an expression, known by its text only
-        annotated = getattr(node, "annotation", None)
-        kind = ast.unparse(annotated) if annotated is not None else type(default).__name__
+        kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
         found[target.id] = Parameter(target.id, kind, default, comments.get(node.end_lineno, ""))
     return found
 
@@ -102,12 +95,11 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
 def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
     """The given parameters with the types that the notebook expects; text, as typed on a command line, is read.
 
-    ValueError for one that the notebook does not have, which lists those it has, and for a value of the wrong type.
+    Raises ValueError: the notebook has none of that name, the message lists those it has; a value of the wrong type.
     """
     valid = inspect(path)
-    listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
-    unknown = [name for name in given if name not in valid]
-    if unknown:
+    if unknown := [name for name in given if name not in valid]:
+        listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
         raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}. It has\n{listing}")
     return {name: convert(valid[name], value) for name, value in given.items()}
 
@@ -115,7 +107,8 @@ def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
 def convert(parameter: Parameter, value: Any) -> Any:
     """`value` as the parameter's type; the error for one that cannot be says what was expected."""
     base = parameter.type.split("[")[0].strip()
-    readers = {"bool": _read_bool, "int": int, "float": float, "str": str}
+    truths = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    readers = {"bool": lambda text: truths.get(text.lower()), "int": int, "float": float, "str": str}
     types = {"bool": bool, "int": int, "float": (int, float), "str": str, "list": list, "tuple": (list, tuple),
              "dict": dict}
     try:
@@ -128,10 +121,6 @@ def convert(parameter: Parameter, value: Any) -> Any:
         raise ValueError(f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
                          f"for example {parameter.name}={example}") from None
     return float(read) if base == "float" else read
-
-
-def _read_bool(text: str) -> bool:
-    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower(), None)
 
 
 def _read_literal(text: str) -> Any:
@@ -152,14 +141,11 @@ def split_assignments(assignments: list[str]) -> dict[str, str]:
     return dict(assignment.split("=", 1) for assignment in assignments)
 
 
-# ------------------------------------------------------------------------------------------------------- running
-
 def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, results: str | Path | None = None,
                  timeout: float = CELL_TIMEOUT) -> Path:
     """Execute a notebook in a process of its own; returns the directory of the finished run.
 
-    parameters : name → value, or → text that is read by the parameter's type.
-    results : where results lie; see `moelab.files.results_root`. timeout : seconds that one cell may take.
+    parameters : name → value, or → text that is read by the parameter's type. timeout : seconds that one cell may take.
 
     Raises NotebookFailed: a cell or a widget's callback raised, took too long, or the kernel died.
     """
@@ -173,7 +159,6 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
     run_id = new_run_id()
     part = folder / f"{run_id}@{platform.node()}@{os.getpid()}.part"
     part.mkdir(parents=True)
-
     job = {"notebook": str(path), "parameters": parameters, "directory": str(part), "timeout": timeout,
            "pictures": in_force.get("smoke") is not True}
     variables = {"MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(part), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
@@ -187,7 +172,6 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
     finally:
         process.stdin.close()       # the sign to end, if it has not
         process.wait()
-
     packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
     write_json(part / "run.json", {"notebook": path.stem, "parameters": in_force,
                                    "seconds": round(time.monotonic() - start, 1), "env": environment(),
@@ -216,8 +200,6 @@ def remove_leftovers(folder: Path) -> None:
         except OSError:             # it runs, and belongs to somebody else
             pass
 
-
-# ------------------------------------------------------------------------------------------------- command line
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options that `run` and `reproduce` share."""

@@ -57,7 +57,7 @@ def systems(found: Study, metric: str, title: str) -> go.Figure:
 
 
 def sweep(rates: Rates, samples: Sequence[Sample], mode: str = "serial") -> go.Figure:
-    """Latency of an expert slot against its capacity, a line a group size from the fit; points are the samples."""
+    """Latency of an expert slot against its capacity: fitted lines and timed points, a series a group size."""
     figure, timed = go.Figure(), [s for s in samples if s.mode == mode]
     capacities = range(16, max(s.C for s in timed) + 1, 4)
     for i, G in enumerate(sorted({s.G for s in timed})):
@@ -70,10 +70,8 @@ def sweep(rates: Rates, samples: Sequence[Sample], mode: str = "serial") -> go.F
 
 def graph_weights(gb_by_model: Mapping[str, Mapping[int, float]], limit: float) -> go.Figure:
     """Weights of one graph by group size, in GB: {"Phi-3.5-MoE": {1: 0.16, 8: 1.26}, …}, and the limit."""
-    figure = go.Figure()
-    add_lines(figure, {model: list(by_size.items()) for model, by_size in gb_by_model.items()})
-    _limit(figure, sorted({size for by_size in gb_by_model.values() for size in by_size}), limit,
-           f"limit, {limit:.2f} GB")
+    figure = add_lines(go.Figure(), {model: list(by_size.items()) for model, by_size in gb_by_model.items()})
+    _limit(figure, sorted(set().union(*gb_by_model.values())), limit, f"limit, {limit:.2f} GB")
     figure.update_xaxes(type="log", tickvals=[1, 2, 4, 8, 16])
     figure.update_yaxes(type="log", tickvals=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5])
     return finish(figure, "group size G (experts a graph)", "weights of one graph (GB)")
@@ -81,8 +79,7 @@ def graph_weights(gb_by_model: Mapping[str, Mapping[int, float]], limit: float) 
 
 def parity(by_mode: Mapping[str, Sequence[float]], limit: float) -> go.Figure:
     """Largest difference of a next token's logit, a point a prompt, on a logarithmic axis, and what is allowed."""
-    figure = go.Figure()
-    add_lines(figure, {mode: list(enumerate(of, 1)) for mode, of in by_mode.items()}, mode="markers")
+    figure = add_lines(go.Figure(), {mode: list(enumerate(of, 1)) for mode, of in by_mode.items()}, mode="markers")
     ends = [0.5, max(map(len, by_mode.values())) + 0.5]
     _limit(figure, ends, limit, f"allowed: {limit:g}")
     figure.update_xaxes(dtick=1, range=ends)
@@ -92,83 +89,62 @@ def parity(by_mode: Mapping[str, Sequence[float]], limit: float) -> go.Figure:
 
 def dropping(by_order: Mapping[str, Sequence[tuple[float, float, float]]], title: str) -> go.Figure:
     """What dropping costs, a line an order of dropping: points (share dropped, cost in %, its standard error)."""
-    figure = go.Figure()
-    add_lines(figure, {order: [(100 * dropped, cost, cost - error, cost + error) for dropped, cost, error in sorted(of)]
-                       for order, of in by_order.items()}, "%{x:.1f} %: %{y:+.2f}")
-    figure.add_hline(y=0, line=DASHED)
-    figure.update_xaxes(rangemode="tozero")
-    return finish(figure, "choices of an expert that were dropped (%)", title)
-
-
-def breakdown(by_system: Mapping[str, Mapping[str, float]]) -> go.Figure:
-    """Stacked bars of seconds: {"ANEMLL": {"attention": 1.9, …}, …}, the sum at the end of each bar."""
-    systems, figure = list(by_system), go.Figure()
-    for i, part in enumerate(dict.fromkeys(part for of in by_system.values() for part in of)):
-        figure.add_bar(y=systems, x=[of.get(part, 0.0) for of in by_system.values()], orientation="h", name=part,
-                       marker=bar_look(i), hovertemplate="%{y}, " + part + ": %{x:.2f} s<extra></extra>")
-    sums = [sum(of.values()) for of in by_system.values()]
-    figure.add_scatter(x=sums, y=systems, mode="text", text=[f" {value:.1f} s" for value in sums], showlegend=False,
-                       textposition="middle right", cliponaxis=False, hoverinfo="skip")
-    figure.update_xaxes(range=[0, 1.12 * max(sums)])
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    return finish(figure, "TTFT (s, modelled)", barmode="stack", legend_traceorder="normal")
+    lines = {order: [(100 * dropped, cost, cost - error, cost + error) for dropped, cost, error in sorted(of)]
+             for order, of in by_order.items()}
+    figure = add_lines(go.Figure(), lines, "%{x:.1f} %: %{y:+.2f}").add_hline(y=0, line=DASHED)
+    return finish(figure, "choices of an expert that were dropped (%)", title, xaxis_rangemode="tozero")
 
 
 def parts(run: Mapping[str, Prefill]) -> go.Figure:
-    """`breakdown` of one run's systems."""
-    return breakdown({SYSTEMS[system].title: {
-        "attention": p.attention.ms / 1e3, "experts": (p.experts.ms - p.dispatch_ms) / 1e3,
-        "launches and placing": p.dispatch_ms / 1e3, "router, moving": p.host.ms / 1e3} for system, p in run.items()})
+    """Stacked bars of the seconds of one run's systems, the sum at the end of each bar."""
+    systems, figure = [SYSTEMS[system].title for system in run], go.Figure()
+    seconds = {"attention": [p.attention.ms / 1e3 for p in run.values()],
+               "experts": [(p.experts.ms - p.dispatch_ms) / 1e3 for p in run.values()],
+               "launches and placing": [p.dispatch_ms / 1e3 for p in run.values()],
+               "router, moving": [p.host.ms / 1e3 for p in run.values()]}
+    for i, (part, of) in enumerate(seconds.items()):
+        figure.add_bar(y=systems, x=of, orientation="h", name=part, marker=bar_look(i),
+                       hovertemplate="%{y}, " + part + ": %{x:.2f} s<extra></extra>")
+    sums = [sum(of) for of in zip(*seconds.values())]
+    figure.add_scatter(x=sums, y=systems, mode="text", text=[f" {value:.1f} s" for value in sums], showlegend=False,
+                       textposition="middle right", cliponaxis=False, hoverinfo="skip")
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    return finish(figure, "TTFT (s, modelled)", barmode="stack", legend_traceorder="normal",
+                  xaxis_range=[0, 1.12 * max(sums)])
 
 
 def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> go.Figure:
-    """`trade_off` of the four systems in one run of each model, on the machine that the paper ran it on."""
-    return trade_off({
-        f"{model}, {load_device(MACHINES[model]).name.removeprefix('Apple ')}": {
-            SYSTEMS[system].title: (of[run][system].ttft_s, of[run][system].mj_per_token) for system in TABLE_2}
-        for model, of in found.items()})
-
-
-def trade_off(by_model: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.Figure:
-    """TTFT against energy, a panel a model and a marker a system: {"Phi": {"cpu": (s, mJ a prompt token), …}, …}."""
-    figure, places = panels(by_model, x="TTFT (s, modelled)", y="energy (mJ a prompt token)", horizontal_spacing=0.09)
-    systems = list(dict.fromkeys(system for of in by_model.values() for system in of))
-    for at, of in zip(places, by_model.values()):
-        for system, point in of.items():
-            i = systems.index(system)
-            add_points(figure, [point], system, i, "%{x:.2f} s, %{y:.0f} mJ", marker=point_look(i, 13), **at)
-    figure.update_xaxes(rangemode="tozero")
-    return finish(figure, legend_y=1.12, margin_t=84)
+    """TTFT against energy of the four systems in one run, a panel a model, on the machine of the paper."""
+    titles = [f"{model}, {load_device(MACHINES[model]).name.removeprefix('Apple ')}" for model in found]
+    figure, places = panels(titles, x="TTFT (s, modelled)", y="energy (mJ a prompt token)", horizontal_spacing=0.09)
+    for at, of in zip(places, found.values()):
+        for i, system in enumerate(TABLE_2):
+            point = of[run][system].ttft_s, of[run][system].mj_per_token
+            add_points(figure, [point], SYSTEMS[system].title, i, "%{x:.2f} s, %{y:.0f} mJ",
+                       marker=point_look(i, 13), **at)
+    return finish(figure.update_xaxes(rangemode="tozero"), legend_y=1.12, margin_t=84)
 
 
 def misses(rows: Sequence[Comparison]) -> go.Figure:
-    """`errors` of all published figures that only judge, by kind."""
-    kinds = {": ttft": "TTFT", ": energy": "energy", ": cpu cycles": "CPU cycles", ": communication": "communication",
-             "": "tables, shares"}                          # part of a figure's name → its kind
-    by_kind: dict[str, dict[str, float]] = {kind: {} for kind in kinds.values()}
-    for row in rows:
-        by_kind[next(kind for part, kind in kinds.items() if part in row.name)][row.name] = row.error
-    return errors(by_kind, TOLERANCE)
+    """How far the model is outside each published range that only judges, by kind; 0 is inside.
 
-
-def errors(by_group: Mapping[str, Mapping[str, float]], tolerance: float) -> go.Figure:
-    """How far the model is outside each published range: {"TTFT": {"Phi, P=1024: naive": 0.26, …}, …}.
-
-    Inside the range is 0; misses are crosses, all else is a circle. Points that would coincide are put side by side.
+    Misses are crosses; points that would coincide are put side by side.
     """
+    kinds = {": ttft": "TTFT", ": energy": "energy", ": cpu cycles": "CPU cycles",
+             ": communication": "communication", "": "tables, shares"}          # part of a figure's name → its kind
+    by_group: dict[str, dict[str, float]] = {kind: {} for kind in kinds.values()}
+    for one in rows:
+        by_group[next(kind for part, kind in kinds.items() if part in one.name)][one.name] = one.error
     figure, groups = go.Figure(), list(by_group)
-    for missed, symbol, name in ((False, "circle-open", f"within {tolerance:.0%}"), (True, "x", "a miss")):
-        x, y, text = [], [], []
-        for row, of in enumerate(by_group.values()):
-            for i, (what, error) in enumerate(of.items()):
-                if (abs(error) > tolerance) == missed:
-                    x.append(100 * error)
-                    y.append(row + 0.6 * (i + 0.5) / len(of) - 0.3)
-                    text.append(what)
+    for missed, symbol, name in ((False, "circle-open", f"within {TOLERANCE:.0%}"), (True, "x", "a miss")):
+        points = [(100 * error, row + 0.6 * (i + 0.5) / len(of) - 0.3, what)
+                  for row, of in enumerate(by_group.values())
+                  for i, (what, error) in enumerate(of.items()) if (abs(error) > TOLERANCE) == missed]
+        x, y, text = zip(*points) if points else ((), (), ())
         figure.add_scatter(x=x, y=y, text=text, mode="markers", name=name, hovertemplate="%{text}: %{x:+.0f} %",
                            marker={"symbol": symbol, "size": 9, "line": {"width": 2},
                                    "color": theme.VERMILLION if missed else theme.BLUE})
-    for edge in (-100 * tolerance, 0, 100 * tolerance):
+    for edge in (-100 * TOLERANCE, 0, 100 * TOLERANCE):
         figure.add_vline(x=edge, line=DASHED | {"dash": "dot" if edge else "dash"}, layer="below")
     figure.update_yaxes(tickvals=list(range(len(groups))), ticktext=groups, autorange="reversed",
                         range=[-0.5, len(groups) - 0.5], showgrid=False)
@@ -176,12 +152,9 @@ def errors(by_group: Mapping[str, Mapping[str, float]], tolerance: float) -> go.
 
 
 def around(found: Mapping[Setting, Outcome], setting: Setting) -> go.Figure:
-    """`settings` of all with the setting's chunk, the setting itself marked."""
-    return settings({str(one): of.point for one, of in found.items() if one.chunk == setting.chunk}, str(setting))
-
-
-def settings(points: Mapping[str, tuple[float, float, float, float]], chosen: str) -> go.Figure:
-    """All settings of a plan, and the chosen one: name → (share dropped, share padded, TTFT in s, mJ a token)."""
+    """All settings with the setting's chunk, the setting itself marked: dropped against padded, TTFT against energy."""
+    points = {str(one): of.point for one, of in found.items() if one.chunk == setting.chunk}
+    chosen = str(setting)
     figure, places = panels([""] * 2, horizontal_spacing=0.12)
     for at, (i, j, scale), x, y in zip(places, ((0, 1, 100), (2, 3, 1)), ("choices dropped (%)", "TTFT (s, modelled)"),
                                        ("rows padded (%)", "energy (mJ a token, modelled)")):
@@ -196,6 +169,6 @@ def settings(points: Mapping[str, tuple[float, float, float, float]], chosen: st
 
 
 def _limit(figure: go.Figure, x: Sequence[float], limit: float, name: str) -> None:
-    """A line as a series: a logarithmic axis misplaces the label of a line across."""
+    """Add a line as a series, since a logarithmic axis misplaces the label of a line across."""
     figure.add_scatter(x=x, y=[limit] * len(x), name=name, mode="lines",
                        line={"color": theme.BLACK, "dash": "longdashdot", "width": 1.5})

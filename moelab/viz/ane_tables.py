@@ -1,7 +1,4 @@
-"""The tables of the Neural Engine, as rows for `moelab.viz.notebook.table`: plans, conversions, drops, modelled costs.
-
-Nothing is computed here beyond what a cell shows; where a row quotes the paper, it says so.
-"""
+"""The tables of the Neural Engine, as rows for `moelab.viz.notebook.table`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ CANDIDATES = {"printed": "tiers as printed, r·B/E", "factor_k": "tiers with the
 
 
 def label(run: tuple[int, int]) -> str:
-    """A prompt and a chunk."""
     return f"P={run[0]}, B={run[1]}"
 
 
@@ -54,20 +50,14 @@ def plans(of: Mapping[str, ANEPlan], slack: float, accounts: Mapping[str, tuple[
 
 def cards(of: Mapping[str, ANEPlan]) -> list[Row]:
     """What fits of each model."""
-    rows = []
-    for name, plan in of.items():
-        mb = 2 * plan.spec.expert_params / 1e6
-        fit = {kind: int(MAX_GRAPH_BYTES // (1e6 * mb * part)) for kind, part in (("fp16", 1), ("int8", 0.5))}
-        rows.append({"model": name, "L × E, top-K": f"{plan.spec.L} × {plan.spec.E}, {plan.spec.K}",
-                     "an expert, MB": f"{mb:.1f}", "fit one graph: fp16": str(fit["fp16"]), "int8": str(fit["int8"]),
-                     "launches a chunk": str(plan.launches),
-                     "largest graph, MB": f"{plan.largest_graph_bytes / 1e6:,.0f}",
-                     "experts on the CPU": f"{cpu_share(plan):.0%}",
-                     "what does not fit": "; ".join(plan.problems) or "–"})
-    return rows
+    return [{"model": name, "L × E, top-K": f"{plan.spec.L} × {plan.spec.E}, {plan.spec.K}",
+             "an expert, MB": f"{2 * plan.spec.expert_params / 1e6:.1f}",
+             "fit one graph: fp16": str(int(MAX_GRAPH_BYTES // (2 * plan.spec.expert_params))),
+             "int8": str(int(MAX_GRAPH_BYTES // plan.spec.expert_params)), "launches a chunk": str(plan.launches),
+             "largest graph, MB": f"{plan.largest_graph_bytes / 1e6:,.0f}",
+             "experts on the CPU": f"{cpu_share(plan):.0%}", "what does not fit": "; ".join(plan.problems) or "–"}
+            for name, plan in of.items()]
 
-
-# ------------------------------------------------------------------------------------------------------- conversion
 
 def packages(conversion: Conversion) -> list[Row]:
     """The written packages by kind, with the linter's verdict."""
@@ -107,8 +97,6 @@ def parity(found: Mapping[str, Parity], chunks: Sequence[int], shaken: Sequence[
                     "logits of any token": f"{max(float(one.max()) for one in shaken):.1e}"}]
 
 
-# --------------------------------------------------------------------------------------------------------- dropping
-
 def answers(found: Answers) -> list[Row]:
     """Right answers, dense and pruned, with the paper's Table 3 below."""
     rows = []
@@ -137,8 +125,6 @@ def orders(found: LossByOrder) -> list[Row]:
         f"slack {s:g}: dropped, loss": f"{mean:+.3f}, {low:+.3f} to {high:+.3f}"
         for s, (mean, low, high) in found.beside_random.items()}]
 
-
-# ------------------------------------------------------------------------------------------------------------- rates
 
 def fit(device: DeviceModel) -> list[Row]:
     """Errors of the fit to Table 5."""
@@ -175,11 +161,8 @@ def slots(grid: Mapping[tuple[int, int], float]) -> list[Row]:
 
 def contradictions(found: Sequence[Inconsistency]) -> list[Row]:
     """What the source says, and what else it says."""
-    return [{"inconsistency of the source": one.where, "it says": one.says, "but": one.but}
-            for one in found]
+    return [{"inconsistency of the source": one.where, "it says": one.says, "but": one.but} for one in found]
 
-
-# ----------------------------------------------------------------------------------------------------------- systems
 
 def systems(found: Study) -> list[Row]:
     """The four systems' modelled figures in the first and the last run."""

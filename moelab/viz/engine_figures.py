@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 
 from moelab.specs import Event
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, EDGE, GREY, add_band, add_points, bar_look, finish, hover,
-                                line_look, panels, pattern, point_look)
+from moelab.viz.figures import (DASHED, EDGE, GREY, NOTE, add_band, add_points, bar_look, finish, hover, line_look,
+                                panels, pattern, point_look)
 
 AHEAD = "prefetch"
 #: kind of work → colour, pattern, colour of the number on it
@@ -28,10 +28,9 @@ POOLS = {"F": "F: full", "C": "C: compressed", "S": "S: sign-mantissa", "E": "E:
 
 
 def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: str = "simulated") -> go.Figure:
-    """Timelines, one below the other on one time axis: a row a resource, a look a kind of work.
+    """Timelines, one below the other: a row a resource, a look a kind of work; a dashed line marks a run's end.
 
-    runs : {title: events}. Each starts at its first event; a dashed line marks its end.
-    numbers : on the bars, "experts" or "layers".
+    runs : {title: events}. numbers : on the bars, "experts" or "layers".
     """
     rows = [sorted({e.resource for e in events}, key=_row) for events in runs.values()]
     spans = [(min(e.start for e in events), max(e.end for e in events)) for events in runs.values()]
@@ -42,8 +41,7 @@ def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: s
         vertical_spacing=min(0.5 / len(runs), 1.6 / (sum(heights) + 2)))
     for at, events, resources, (start, end) in zip(places, runs.values(), rows, spans):
         for name, (colour, shape, text) in KINDS.items():
-            of = [e for e in events if e.kind == name]
-            if not of:
+            if not (of := [e for e in events if e.kind == name]):
                 continue
             shown = [e.layer if numbers == "layers" else e.expert for e in of]
             figure.add_bar(
@@ -71,10 +69,8 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
                  marks: Mapping[str, float] | None = None) -> go.Figure:
     """TPOT and hit rate against the memory for experts, simulated, a line a policy.
 
-    curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1), …]}.
-    ceiling : the same of Belady's optimum.
-    limits : {name: [(bytes, seconds), …]}, lower bounds of the TPOT.
-    marks : {name: bytes}, vertical lines ("one token's demand").
+    curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1), …]}. ceiling : the same of Belady's optimum.
+    limits : {name: [(bytes, seconds), …]}, lower bounds of the TPOT. marks : {name: bytes}, vertical lines.
     """
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
     figure, (upper, lower) = panels([""] * 2, 1, f"memory for experts ({unit})", shared_xaxes=True,
@@ -95,7 +91,7 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
     for i, (name, size) in enumerate((marks or {}).items()):
         figure.add_vline(x=size / scale, line=DASHED)
         figure.add_annotation(x=size / scale, y=1, yref="paper", text=name, showarrow=False, yanchor="bottom",
-                              yshift=13 * (i % 2), font={"size": 11, "color": GREY})     # neighbours may be close
+                              yshift=13 * (i % 2), font=NOTE)     # neighbours may be close
     figure.update_yaxes(title="TPOT (ms)", **upper)
     figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
     return finish(figure, legend="policies: simulated", height=560)
@@ -103,10 +99,7 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
 
 def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str, float],
                 measured: Mapping[str, float] | None = None) -> go.Figure:
-    """What the planner chose at each budget, {"1 GB": {"F": bytes, "C": …}}, and the TPOT that it predicted.
-
-    predicted, measured : {budget: seconds}.
-    """
+    """What the planner chose, {budget: {pool: bytes}}, and the TPOT, predicted and measured, {budget: seconds}."""
     scale, unit = _unit(sum(plan.values()) for plan in plans.values())
     figure, (left, right) = panels([""] * 2, x="budget for experts", column_widths=[0.54, 0.46],
                                    horizontal_spacing=0.16)
@@ -162,8 +155,8 @@ def output_lengths(by_system: Mapping[str, Sequence[tuple[float, float, float, f
                  legendgroup=name)
         figure.add_scatter(x=tokens, y=mean, name=name, legendgroup=name, **line_look(i),
                            hovertemplate=hover("%{x} tokens: %{y:.2f} s", name))
-    figure.update_xaxes(rangemode="tozero")
-    return finish(figure, "tokens generated", "latency of a generation (s)", "measured<br>band: p10 to p90")
+    return finish(figure, "tokens generated", "latency of a generation (s)", "measured<br>band: p10 to p90",
+                  xaxis_rangemode="tozero")
 
 
 def simulated_vs_measured(by_series: Mapping[str, Sequence[tuple[float, float]]], title: str = "TPOT") -> go.Figure:
@@ -184,12 +177,12 @@ def simulated_vs_measured(by_series: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def _unit(sizes: Iterable[float]) -> tuple[float, str]:
-    """Bytes of the unit in which the largest of these sizes reads well, and its name."""
+    """Bytes of the unit in which the largest size reads well, and its name."""
     return (1e9, "GB") if max(sizes, default=0) >= 0.5e9 else (1e6, "MB")
 
 
 def _row(resource: str) -> tuple:
-    """Resources in the order of RESOURCES, numbered ones by their number, the rest below."""
+    """The sort key of a resource: its place in RESOURCES, the rest below, then its number."""
     name, _, number = resource.partition(" ")
     place = RESOURCES.index(name) if name in RESOURCES else len(RESOURCES)
     return place, int(number) if number.isdigit() else 0, resource

@@ -11,18 +11,17 @@ from numpy.typing import ArrayLike
 from moelab.bench.static import NO_EXPERTS, DropCosts, Ran
 from moelab.experts.blocks import Padding
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, EDGE, GREY, Points, add_lines, add_points, add_ranges, bar_look, differences,
+from moelab.viz.figures import (DASHED, EDGE, NOTE, Points, add_lines, add_points, add_ranges, bar_look, differences,
                                 finish, hover, line_look, panels, power_ticks, quantiles, whole_steps)
 
 
 def padding(series: Mapping[str, Points]) -> go.Figure:
     """Padded share of the computed slots against the block size: {skew: [(B, 0 to 1), …]}."""
-    figure = go.Figure()
-    add_lines(figure, {name: [(B, 100 * share) for B, share in sorted(points)] for name, points in series.items()},
-              "B = %{x}: %{y:.1f} % padding")
+    lines = {name: [(B, 100 * share) for B, share in sorted(points)] for name, points in series.items()}
+    figure = add_lines(go.Figure(), lines, "B = %{x}: %{y:.1f} % padding")
     power_ticks(figure, [B for points in series.values() for B, _ in points])
-    figure.update_yaxes(range=[0, 102])
-    return finish(figure, "block size B (tokens, log scale)", "padding (% of the computed slots)", "exact")
+    return finish(figure, "block size B (tokens, log scale)", "padding (% of the computed slots)", "exact",
+                  yaxis_range=[0, 102])
 
 
 def block_sizes(made: Mapping[int, Padding]) -> go.Figure:
@@ -32,8 +31,7 @@ def block_sizes(made: Mapping[int, Padding]) -> go.Figure:
 
 
 def dropping(by_title: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]]) -> go.Figure:
-    """What is dropped, and what that costs, by capacity factor: {vertical title: {series: [(factor, value, low, high),
-    …]}}, in the title's unit, panels one above the other."""
+    """What is dropped and what that costs: {vertical title: {series: [(capacity factor, value, low, high), …]}}."""
     figure, places = panels([""] * len(by_title), 1, "capacity factor", shared_xaxes=True, vertical_spacing=0.06)
     names = list(dict.fromkeys(name for of in by_title.values() for name in of))
     for at, (title, of) in zip(places, by_title.items()):
@@ -67,11 +65,9 @@ def drop_orders(costs: DropCosts) -> go.Figure:
 
 
 def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> go.Figure:
-    """Dropped choices and padded slots of every layer, one line a way of running tiers.
+    """Dropped choices and padded slots of every layer, a line a way of running tiers but the literal, which drop most.
 
-    The literal ones drop too much to share an axis, padding drops none.
-
-    paper : {name: (dropped, padded)}, published averages from 0 to 1, drawn across both panels.
+    paper : {name: (dropped, padded)}, published averages from 0 to 1, drawn across.
     """
     figure, places = panels([""] * 2, 1, "MoE layer", shared_xaxes=True, vertical_spacing=0.07)
     shown = {name: of.by_layer for name, of in ran.items() if "literal" not in name}
@@ -83,8 +79,7 @@ def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> g
         for i, (name, pair) in enumerate(paper.items()):
             figure.add_hline(y=100 * pair[row], **at, annotation_text=f"paper, {name}",
                              line=DASHED | {"dash": ("dot", "dash", "dashdot", "longdash")[i % 4]},
-                             annotation_position="top left" if i % 2 else "top right",
-                             annotation_font={"size": 11, "color": GREY})
+                             annotation_position="top left" if i % 2 else "top right", annotation_font=NOTE)
         figure.update_yaxes(title=("dropped (% of choices)", "padding (% of slots)")[row], **at)
     figure.update_xaxes(dtick=whole_steps(max(map(len, padded.values()), default=1)))
     return finish(figure, legend="plan (exact)", height=540)
@@ -92,9 +87,7 @@ def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> g
 
 def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
               limits: Mapping[str, Mapping[str, float]]) -> go.Figure:
-    """Time of each executor beside the roofline, a panel a phase: {"prefill, 512 tokens": {executor: its samples, s}}.
-
-    Points are medians, whiskers run from the tenth to the ninetieth percentile.
+    """Time of each executor, a panel a phase: {"prefill, 512 tokens": {executor: its samples, s}}; whiskers: p10, p90.
 
     limits : {panel: {what limits: seconds}}, lines that no executor can be left of.
     """
@@ -114,27 +107,23 @@ def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
 
 
 def selective(measured: Mapping[str, Points], expected: Mapping[str, Points], E: int) -> go.Figure:
-    """Unique experts of a step against the batch size: {series: [(batch, unique experts), …]}.
+    """Unique experts of a step against the batch size, measured as points and expected as lines.
 
-    measured : points. expected : lines, the expectation and the worst case min(batch · K, E). E : drawn across.
+    measured, expected : {series: [(batch, unique experts), …]}. E : drawn across.
     """
-    figure = go.Figure()
-    add_lines(figure, {name: sorted(points) for name, points in expected.items()}, "batch %{x}: %{y:.1f} experts",
-              ["", *expected], mode="lines")                # the first look is that of the measured points
+    figure = add_lines(go.Figure(), {name: sorted(points) for name, points in expected.items()},
+                       "batch %{x}: %{y:.1f} experts", ["", *expected], mode="lines")   # "": the measured points' look
     for i, (name, points) in enumerate(measured.items()):
         add_points(figure, points, name, i, "batch %{x}: %{y:.1f} experts")
-    figure.add_hline(y=E, line=DASHED, annotation_text=f"all {E}", annotation_font={"size": 11, "color": GREY})
+    figure.add_hline(y=E, line=DASHED, annotation_text=f"all {E}", annotation_font=NOTE)
     power_ticks(figure, [x for points in (*measured.values(), *expected.values()) for x, _ in points])
-    figure.update_yaxes(range=[0, 1.08 * E])
-    return finish(figure, "sequences in the batch (tokens a step, log scale)", "experts needed (of a layer)", "")
+    return finish(figure, "sequences in the batch (tokens a step, log scale)", "experts needed (of a layer)", "",
+                  yaxis_range=[0, 1.08 * E])
 
 
 def volumes(formula: Mapping[str, Points], measured: Mapping[str, Points],
             title: str = "sent and received (bytes a token)") -> go.Figure:
-    """What each way of parallel execution exchanges, by the number of ranks: {way: [(ranks, bytes), …]}.
-
-    A way's formula is a line and its measurements are points, alike in colour.
-    """
+    """Bytes that each way of parallel execution exchanges, by formula as lines: {way: [(ranks, bytes), …]}."""
     figure = go.Figure()
     for i, way in enumerate(dict.fromkeys([*formula, *measured])):
         for what, of, look in (("formula", formula, {"mode": "lines", "line": line_look(i)["line"]}),
@@ -146,16 +135,12 @@ def volumes(formula: Mapping[str, Points], measured: Mapping[str, Points],
 
 
 def balance(loads: Mapping[str, ArrayLike]) -> go.Figure:
-    """Load of every rank relative to the mean, a group of bars a placement: {"no spare experts": [N ranks]}.
-
-    The legend says each placement's max/mean, which is how much longer the slowest rank takes than a balanced one.
-    """
+    """Load of every rank relative to the mean, a group of bars a placement: {"no spare experts": [N ranks]}."""
     figure = go.Figure()
     for i, (name, of) in enumerate(loads.items()):
         share = np.asarray(of, dtype=float) / np.mean(np.asarray(of, dtype=float))
         figure.add_bar(x=np.arange(len(share)), y=share, name=f"{name}: max/mean {share.max():.3f}",
-                       marker=bar_look(i) | {"line": EDGE},
-                       hovertemplate=hover("rank %{x}: %{y:.3f} of the mean", name))
-    figure.add_hline(y=1, line=DASHED)
-    figure.update_xaxes(dtick=1, showgrid=False)
+                       hovertemplate=hover("rank %{x}: %{y:.3f} of the mean", name),
+                       marker=bar_look(i) | {"line": EDGE})
+    figure.add_hline(y=1, line=DASHED).update_xaxes(dtick=1, showgrid=False)
     return finish(figure, "rank", "load (× the mean of the ranks)", "exact", barmode="group", bargap=0.2)

@@ -1,7 +1,4 @@
-"""The tables of static shapes, as rows for `moelab.viz.notebook.table`: what was counted and measured, in text.
-
-Nothing is computed here beyond what a cell shows; where a row quotes a source, it says so.
-"""
+"""The tables of static shapes, as rows for `moelab.viz.notebook.table`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What all figures share, and the figures of popularity: arrays in, a plotly figure out.
 
-Nothing is computed beyond what drawing needs. Series differ in colour *and* in dash, marker or pattern. Times come in
-seconds and are drawn in milliseconds, shares come from 0 to 1 and are drawn in per cent, unless an axis says
-otherwise. What a paper says is grey lines or open diamonds that name it; the axis or the legend's title says whether
-numbers are exact, measured, simulated or modelled. Arrays may be tensors, numpy arrays or lists.
+Series differ in colour *and* in dash, marker or pattern. Seconds are drawn in milliseconds and shares from 0 to 1 in
+per cent, unless an axis says otherwise. Published values are grey lines or open diamonds; the axis or the legend's
+title says whether numbers are exact, measured, simulated or modelled.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from moelab.viz import theme
 GREY = "#555555"
 EDGE = {"color": theme.BLACK, "width": 1}
 PAPER = {"symbol": "diamond-open", "size": 10, "color": theme.BLACK, "line": {"width": 2}}
-#: a dashed grey line across
 DASHED = {"color": GREY, "dash": "dash", "width": 1.5}
+NOTE = {"size": 11, "color": GREY}
 Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
 
-
-# ------------------------------------------------------------------------------------------------------------- looks
 
 def line_look(i: int) -> dict[str, Any]:
     """The i-th series as a line: colour, dash and marker differ."""
@@ -61,13 +58,11 @@ def hover(template: str, name: str) -> str:
     return f"{template}<extra>{name}</extra>"
 
 
-# ---------------------------------------------------------------------------------------------------- parts of figures
-
 def panels(titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **how: Any
            ) -> tuple[go.Figure, list[dict[str, int]]]:
-    """A figure with a panel a title, which may be empty, `columns` (all, if 0) side by side, and where each panel is.
+    """A figure with a panel a title, which may be empty, and where each panel is.
 
-    x, y : titles of the bottom and of the left axes. how : of `make_subplots`.
+    columns : how many are side by side, all if 0. x, y : titles of the bottom and of the left axes.
     """
     titles = list(titles)
     columns = min(columns or len(titles), len(titles))
@@ -81,25 +76,25 @@ def panels(titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **
 
 
 def add_lines(figure: go.Figure, series: Mapping[str, Sequence[Sequence[Any]]], template: str = "%{x:g}: %{y:.3g}",
-              names: Iterable[str] = (), **how: Any) -> None:
-    """A line a series of points (x, y) or (x, y, low, high); one of `names` has the same look in every panel."""
+              names: Iterable[str] = (), **how: Any) -> go.Figure:
+    """Add a line a series of points (x, y) or (x, y, low, high); one of `names` has the same look in every panel."""
     names = list(names or series)
     for name, points in series.items():
         x, y, *ends = zip(*points) if points else ((), ())
         figure.add_scatter(x=x, y=y, name=name, error_y=interval(y, *ends) if ends else None,
                            **line_look(names.index(name)) | {"hovertemplate": hover(template, name)} | how)
+    return figure
 
 
-def add_points(figure: go.Figure, points: Sequence[Sequence[Any]], name: str, i: int, template: str,
-               **how: Any) -> None:
-    """Points (x, y) in the look of the i-th series."""
+def add_points(figure: go.Figure, points: Points, name: str, i: int, template: str, **how: Any) -> None:
+    """Add points (x, y) in the look of the i-th series."""
     x, y = zip(*points) if points else ((), ())
     figure.add_scatter(**{"x": x, "y": y, "name": name, "mode": "markers", "marker": point_look(i),
                           "hovertemplate": hover(template, name)} | how)
 
 
 def add_ranges(figure: go.Figure, rows: Mapping[str, Spread], name: str, template: str, **at: int) -> None:
-    """A point with its interval in each named row: {row: (value, low, high)}."""
+    """Add a point with its interval in each named row: {row: (value, low, high)}."""
     value, low, high = np.array(list(rows.values()), dtype=float).T
     figure.add_scatter(x=value, y=list(rows), name=name, mode="markers", showlegend=False,
                        marker={"size": 10, "symbol": "diamond", "color": theme.BLUE, "line": EDGE},
@@ -109,7 +104,7 @@ def add_ranges(figure: go.Figure, rows: Mapping[str, Spread], name: str, templat
 
 def add_band(figure: go.Figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, colour: str, opacity: float,
              name: str, **how: Any) -> None:
-    """A band from low to high in a colour "#rrggbb"."""
+    """Add a band from low to high in a colour "#rrggbb"."""
     red, green, blue = (int(colour[i:i + 2], 16) for i in (1, 3, 5))
     x, low, high = map(np.asarray, (x, low, high))
     figure.add_scatter(x=np.r_[x, x[::-1]], y=np.r_[high, low[::-1]], fill="toself", name=name, mode="lines",
@@ -117,7 +112,7 @@ def add_band(figure: go.Figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, c
 
 
 def add_reference(figure: go.Figure, y: float, text: str, dash: str = "dash", shift: int = 0) -> None:
-    """A grey horizontal line, labelled in the right margin, where it hides no data; the label `shift` pixels up."""
+    """Add a grey horizontal line, labelled in the right margin; the label is `shift` pixels up."""
     figure.add_hline(y=y, line=DASHED | {"dash": dash}, annotation_text=text, annotation_position="right",
                      annotation_font_size=11, annotation_yshift=shift)
 
@@ -157,15 +152,13 @@ def finish(figure: go.Figure, x: str = "", y: str = "", legend: str | None = Non
         notes = [len(note.text) for note in figure.layout.annotations if note.xref == "x domain"]
         right = 20 + 6 * max(notes, default=0)              # plotly leaves no room for them
     else:
-        place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0,
-                 "title": {"text": legend, "font": {"size": 13}}}
+        title = {"text": legend, "font": {"size": 13}}
+        place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title}
         right = 24
     figure.update_layout(template="moelab", showlegend=legend is not None or len(figure.data) > 1, legend=place,
                          margin={"l": 72, "r": right, "t": 40, "b": 56})
     return figure.update_layout(**layout)
 
-
-# --------------------------------------------------------------------------------------------- figures of many parts
 
 def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str, x: str = "", *,
          paper: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] | None = None, columns: int = 2,
@@ -174,11 +167,9 @@ def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str
     """Groups of bars with whiskers, panels side by side.
 
     groups : {panel: {series: {group: (value, low, high)}}}; None is drawn as N.S., not supported.
-    y, x : titles of the axes, with units.
     paper : {panel: {series: {group: values}}}, open diamonds on the bars; two values are the ends of a range.
-    line : (value, what it is), drawn across.
-    percent : values from 0 to 1 are drawn in per cent. kind : the legend's title.
-    upwards : the vertical axis begins at 0.
+    line : (value, what it is), drawn across. percent : values from 0 to 1 are drawn in per cent.
+    kind : the legend's title. upwards : the vertical axis begins at 0.
     """
     height = 310 * -(-len(groups) // columns) + 80
     figure, places = panels(groups, columns, x, y, horizontal_spacing=0.07, vertical_spacing=80 / height)
@@ -216,10 +207,10 @@ def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str
 
 def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns: int = 2, log: str = "",
           at: float | None = None, kind: str = "modelled") -> go.Figure:
-    """A line a series over units, tokens or whatever else, panels side by side.
+    """A line a series, panels side by side.
 
     groups : {panel: {series: [(x, y), …]}}; NaN where there is nothing. A series looks alike in all panels.
-    log : the axes with a logarithmic scale: "x", "y" or "xy". at : a vertical line, such as the present choice.
+    log : the axes with a logarithmic scale: "x", "y" or "xy". at : where a vertical line is drawn.
     """
     rows = -(-len(groups) // columns)
     figure, places = panels(groups, columns, x, y, horizontal_spacing=0.08, vertical_spacing=0.2 / rows)
@@ -243,10 +234,10 @@ def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns
 
 def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, str] | str,
                 limits: Mapping[str, float] | None = None) -> go.Figure:
-    """Each way's difference from a baseline with its interval, a panel a task: {task: {way: (value, low, high)}}.
+    """Each way's difference from a baseline with its interval, a panel a task.
 
-    tasks : NaN where a point is off the scale. title : of the horizontal axes with their unit, of all or of each task.
-    limits : {task: the largest difference that was allowed}, dotted.
+    tasks : {task: {way: (value, low, high)}}; NaN where a point is off the scale.
+    title : of the horizontal axes, of all or of each task. limits : the largest difference allowed, dotted.
     """
     figure, places = panels(tasks, shared_yaxes=True, horizontal_spacing=0.04)
     names = list(dict.fromkeys(name for of in tasks.values() for name in of))
@@ -260,8 +251,6 @@ def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, s
     return finish(figure, legend="measured", height=150 + 38 * len(names), margin_l=130)
 
 
-# -------------------------------------------------------------------------------------------------------- popularity
-
 def heatmap(counts: ArrayLike) -> go.Figure:
     """Expert popularity: each expert's share of its layer's routings; `counts` [L, E], layers down, experts across."""
     counts = np.asarray(counts, dtype=float)
@@ -269,9 +258,8 @@ def heatmap(counts: ArrayLike) -> go.Figure:
         z=100 * counts / np.maximum(counts.sum(1, keepdims=True), 1), zmin=0, xgap=1, ygap=1,
         colorbar={"title": {"text": "share of<br>routings (%)"}},
         hovertemplate="layer %{y}, expert %{x}: %{z:.2f} %<extra></extra>"))
-    figure.update_xaxes(showgrid=False)
     figure.update_yaxes(autorange="reversed", dtick=whole_steps(len(counts)), showgrid=False)
-    return finish(figure, "expert", "MoE layer")
+    return finish(figure, "expert", "MoE layer", xaxis_showgrid=False)
 
 
 def imbalance(by_phase: Mapping[str, ArrayLike]) -> go.Figure:
@@ -285,33 +273,29 @@ def overlap(by_name: Mapping[str, ArrayLike], paper: Mapping[str, float] | None 
             chance: Mapping[str, float] | None = None) -> go.Figure:
     """Overlap@K by layer, one line a comparison: {"top-4, code": [L], ...}, values from 0 to 1.
 
-    `paper` holds published values, `chance` what two random rankings would reach (k/E); both are horizontal lines.
+    chance : what two random rankings would reach, k/E; drawn across, like the published values of `paper`.
     """
     figure = _by_layer({name: 100 * np.asarray(values, dtype=float) for name, values in by_name.items()})
     for what, values, dash in (("chance", chance, "dash"), ("paper", paper, "dot")):
         for name, value in (values or {}).items():
             add_reference(figure, 100 * value, f"{what}, {name}: {100 * value:.1f} %", dash)
-    figure.update_yaxes(range=[0, 104])
-    return finish(figure, y="Overlap@K (%)")
+    return finish(figure, y="Overlap@K (%)", yaxis_range=[0, 104])
 
 
 def agreement(values: ArrayLike, rows: Sequence[str], columns: Sequence[str]) -> go.Figure:
-    """Overlap of many comparisons, 0 to 1 [rows, columns], each cell with its number: calibrated on a row, run on a
-    column."""
+    """Overlap, 0 to 1 [rows, columns], each cell with its number: calibrated on a row, run on a column."""
     figure = go.Figure(go.Heatmap(
         z=100 * np.asarray(values, dtype=float), x=list(columns), y=list(rows), zmin=0, zmax=100, xgap=2, ygap=2,
         texttemplate="%{z:.0f} %", colorbar={"title": {"text": "Overlap@K (%)"}},
         hovertemplate="calibrated on %{y}, run on %{x}: %{z:.1f} %<extra></extra>"))
-    figure.update_xaxes(showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
-    return finish(figure, "run on", "calibrated on")
+    return finish(figure, "run on", "calibrated on", xaxis_showgrid=False)
 
 
 def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> go.Figure:
     """Tokens of each expert of one layer in a chunk, `loads` [chunks, E], busiest expert first.
 
-    Bands: all chunks, and the middle half of them; line: the median. `capacities` are drawn across, labelled: what
-    lies above overflows.
+    Bands: all chunks, and the middle half of them; line: the median; `capacities` are drawn across.
     """
     loads = np.asarray(loads)
     order = np.argsort(-loads.mean(0), kind="stable")
@@ -332,13 +316,11 @@ def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None =
 
 def inclusion(by_name: Mapping[str, ArrayLike]) -> go.Figure:
     """Rank-based inclusion probabilities f_r, one curve a batch size: {"batch 1": [E], ...}."""
-    figure = go.Figure()
-    add_lines(figure, {name: list(enumerate(np.asarray(f))) for name, f in by_name.items()})
-    figure.update_yaxes(range=[0, 1.02])
-    return finish(figure, "popularity rank of the expert (0 = busiest)", "probability that a step needs it")
+    figure = add_lines(go.Figure(), {name: list(enumerate(np.asarray(f))) for name, f in by_name.items()})
+    return finish(figure, "popularity rank of the expert (0 = busiest)", "probability that a step needs it",
+                  yaxis_range=[0, 1.02])
 
 
 def _by_layer(series: Mapping[str, ArrayLike]) -> go.Figure:
-    figure = go.Figure()
-    add_lines(figure, {name: list(enumerate(np.asarray(values, dtype=float))) for name, values in series.items()})
+    figure = add_lines(go.Figure(), {name: list(enumerate(np.asarray(of, float))) for name, of in series.items()})
     return figure.update_xaxes(title="MoE layer", dtick=whole_steps(max(map(len, series.values()), default=1)))

@@ -16,17 +16,15 @@ from moelab.viz.figures import add_points, bars, finish, interval, line_look, li
 SEEN = "modelled<br>whiskers: seeds"
 
 
-def speedups(sweep: Sweep, systems: Mapping[str, str], over: str, what: str, *, models: Sequence[str] = (),
-             means: Mapping[str, Spread] | None = None, title: str = "speedup over MoNDE (×)", columns: int = 2
-             ) -> go.Figure:
+def speedups(sweep: Sweep, systems: Mapping[str, str], over: str, what: str, *, columns: int = 2,
+             means: Mapping[str, Spread] | None = None, title: str = "speedup over MoNDE (×)") -> go.Figure:
     """`bars` of a sweep, a panel a model: how much faster systems are, by number of units; whiskers run over the seeds.
 
-    systems : label → name. over, what : as in `Sweep.gain`. models : all of the sweep's, if none are named.
-    means : name of a claim → (mean, least, most) over the seeds; a panel "all" then has the phase's averages and the
-        paper's.
+    systems : label → name. over, what : as in `Sweep.gain`.
+    means : name of a claim → (mean, least, most) over the seeds, for a panel "all" with these and the paper's.
     """
     panels = {SHORT[model]: {label: {str(N): sweep.gain(model, N, name, over, what) for N in sweep.units}
-                             for label, name in systems.items()} for model in models or sweep.models}
+                             for label, name in systems.items()} for model in sweep.models}
     paper = None
     if means:
         of = {label: f"{what.removeprefix('moe_')} {name}" for label, name in systems.items()}
@@ -48,20 +46,17 @@ def by_phase(sweep: Sweep, model: str, label: str, system: str, means: Mapping[s
 
 
 def improvements(sweep: Sweep, systems: Sequence[str], phases: Mapping[str, str]) -> go.Figure:
-    """`bars` of what the second of two systems gains over the first, a panel a phase, a series a model.
-
-    phases : title → property of a `Result`.
-    """
+    """`bars` of what the second of two systems gains over the first, a panel a phase: title → property of `Result`."""
     old, new = systems
     return bars({title: {SHORT[model]: {str(N): sweep.gain(model, N, new, old, what) for N in sweep.units}
                          for model in sweep.models} for title, what in phases.items()},
                 "literal ÷ improved (×)", "NDP-DIMMs N", line=(1, "literal"), kind=SEEN)
 
 
-def additions(sweep: Sweep, systems: Mapping[str, str], over: str, what: str = "moe_decode") -> go.Figure:
-    """`lines` of what systems add to another one by number of units, a panel a model."""
+def additions(sweep: Sweep, systems: Mapping[str, str], over: str) -> go.Figure:
+    """`lines` of what systems add to another one's decoding by number of units, a panel a model."""
     gained = {SHORT[model]: {label: [(N, gain[0]) for N in sweep.units if (gain := sweep.gain(
-        model, N, name, over, what))] for label, name in systems.items()} for model in sweep.models}
+        model, N, name, over, "moe_decode"))] for label, name in systems.items()} for model in sweep.models}
     return lines(gained, "speedup over +TP alone (×)", "NDP-DIMMs N")
 
 
@@ -76,8 +71,7 @@ def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
             solutions: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.Figure:
     """Both sides of a balance condition over the experts on the GPU, with its solutions, modelled; Eqs. 1 to 3.
 
-    groups : {panel: {side: (experts, seconds)}}; NaN breaks a line.
-    solutions : {panel: {what: (experts, seconds)}}, marked.
+    groups : {panel: {side: (experts, seconds)}}; NaN breaks a line. solutions : {panel: {what: (experts, seconds)}}.
     """
     figure, places = panels(groups, x="experts on the GPU", y="time of a layer's experts (ms)", horizontal_spacing=0.07)
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
@@ -90,15 +84,14 @@ def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
         for name, (x, y) in solutions.get(panel, {}).items():
             i = marks.index(name)
             add_points(figure, [(x, 1e3 * y)], name, 0, text, marker=point_look(len(names) + i, 15 - 3 * i), **at)
-    figure.update_xaxes(rangemode="tozero")
-    return finish(figure, legend="modelled", height=440, legend_x=0, legend_y=-0.2, legend_orientation="h",
-                  margin_b=130)
+    return finish(figure.update_xaxes(rangemode="tozero"), legend="modelled", height=440, legend_x=0, legend_y=-0.2,
+                  legend_orientation="h", margin_b=130)
 
 
 def agreement(groups: Mapping[str, Mapping[str, Spread]], tolerance: float = 0.1) -> go.Figure:
-    """How far from published figures: {group: {figure: (relative error, least, most)}}, a look a group.
+    """How far from published figures: {group: {figure: (relative error, least, most over the seeds)}}.
 
-    The band is ± `tolerance`; whiskers run over seeds. Points outside the band are labelled with their distance.
+    Points outside the band of ± `tolerance` are labelled with their distance.
     """
     figure = go.Figure()
     figure.add_vrect(x0=-100 * tolerance, x1=100 * tolerance, fillcolor="rgba(85,85,85,0.15)", line_width=0)

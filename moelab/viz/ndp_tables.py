@@ -1,7 +1,4 @@
-"""The tables of GPU-NDP, as rows for `moelab.viz.notebook.table`: costs, balance, speedups beside what is published.
-
-Nothing is computed here beyond what a cell shows; "N.S." is not supported, as the experts do not fit.
-"""
+"""The tables of GPU-NDP, as rows for `moelab.viz.notebook.table`; "N.S.", not supported: the experts do not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ Row = dict[str, Any]
 
 
 def times(ratio: float) -> str:
-    """A speedup."""
     return f"{ratio:.2f}×"
 
 
@@ -105,13 +101,11 @@ def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) 
 
 
 def conservation(checked: Mapping[str, Any]) -> list[Row]:
-    """What random configurations gave."""
     return [{"random configurations": what, "found": str(len(value)) if isinstance(value, list) else f"{value:.6g}"}
             for what, value in checked.items()]
 
 
 def gains(found: Mapping[str, Sequence[float]]) -> list[Row]:
-    """What the improved version gains."""
     return [{"improved over literal": what, "cells": str(len(of)), "least": f"{min(of):.3f}",
              "mean": f"{sum(of) / len(of):.3f}", "most": f"{max(of):.3f}"} for what, of in found.items()]
 

@@ -34,8 +34,7 @@ def table(first: Iterable[Mapping[str, Any]] | Sequence[str], *rows: Sequence[An
 def interact(function: Callable[..., Any], **controls: ipywidgets.Widget) -> None:
     """Show controls, and below them what `function` shows for their values (argument name → widget).
 
-    It should answer within 100 ms. An exception appears in the output area; the notebook runner looks for it there.
-    Each widget needs a description that names the quantity and its unit.
+    An exception appears in the output area, where the notebook runner looks for it.
     """
     for name, control in controls.items():
         if not getattr(control, "description", ""):

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from moelab.specs import Event
 from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt
-from moelab.viz.figures import (DASHED, EDGE, GREY, Points, add_lines, add_points, bars, finish, hover, line_look,
+from moelab.viz.figures import (DASHED, EDGE, NOTE, Points, add_lines, add_points, bars, finish, hover, line_look,
                                 panels, pattern, quantiles)
 
 #: what a processor and a copy engine do together → colour, pattern of its bar
@@ -27,11 +27,9 @@ def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
              percent: bool = True, legend: str = "") -> go.Figure:
     """Values by predicting layer, a line a series, panels side by side with a common scale (Figs. 3, 4, 5 and 10).
 
-    groups : {panel: {series: [L − 1]}}; a series looks alike in all panels. NaN where there is nothing.
-    title : of the vertical axis, with its unit.
-    errors : the same shape, half of each error bar (`Score.margin`). Series without are drawn plain.
-    chance : a dashed line across.
-    percent : values from 0 to 1 are drawn in per cent. legend : the legend's title, such as the kind of the numbers.
+    groups : {panel: {series: [L − 1]}}, NaN where there is nothing. title, legend : of the vertical axis, the legend.
+    errors : of the same shape, half of each error bar (`Score.margin`); series without have none.
+    chance : a dashed line across. percent : values from 0 to 1 are drawn in per cent.
     """
     scale, names = 100 if percent else 1, list(dict.fromkeys(name for of in groups.values() for name in of))
     figure, places = panels(groups, x="layer → layer", y=title, shared_yaxes=True, horizontal_spacing=0.03)
@@ -48,9 +46,8 @@ def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
             figure.add_hline(y=scale * chance, line=DASHED, **at)
     if chance is not None:
         figure.add_annotation(x=0, xref="paper", y=scale * chance, xanchor="left", yanchor="top", showarrow=False,
-                              text=f"chance: {scale * chance:.3g}" + " %" * percent, font={"size": 11, "color": GREY})
-    figure.update_xaxes(type="category", showgrid=False)
-    figure.update_yaxes(range=[0, scale * 1.02])
+                              text=f"chance: {scale * chance:.3g}" + " %" * percent, font=NOTE)
+    figure.update_xaxes(type="category", showgrid=False).update_yaxes(range=[0, scale * 1.02])
     return finish(figure, legend=legend, height=400)
 
 
@@ -59,26 +56,20 @@ def training(series: Mapping[str, Sequence[tuple[int, float]]], references: Mapp
 
     references : {name: 0 to 1}, what needs no training, drawn across.
     """
-    figure = go.Figure()
-    add_lines(figure, {name: [(tokens / 1e3, 100 * rate) for tokens, rate in of] for name, of in series.items()},
-              "%{x:.1f} thousand tokens: %{y:.1f} %")
+    lines = {name: [(tokens / 1e3, 100 * rate) for tokens, rate in of] for name, of in series.items()}
+    figure = add_lines(go.Figure(), lines, "%{x:.1f} thousand tokens: %{y:.1f} %")
     for i, (name, value) in enumerate(sorted(references.items(), key=lambda item: item[1])):
         figure.add_hline(y=100 * value, line=DASHED, annotation_text=f"{name}: {100 * value:.1f} %",
-                         annotation_font={"size": 11, "color": GREY},
                          annotation_position="top right" if i else "bottom right",      # neighbours may be close
-                         annotation_yshift=12 * max(0, i - 1))
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(range=[0, 102])
+                         annotation_font=NOTE, annotation_yshift=12 * max(0, i - 1))
+    figure.update_xaxes(rangemode="tozero").update_yaxes(range=[0, 102])
     return finish(figure, "training tokens seen (thousands)", "validation hit rate, recall@K (%)", "measured")
 
 
 def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str, float], title: str) -> go.Figure:
-    """TPOT of each mode, measured, a group of bars a setting: {setting: {mode: its samples, seconds}}; Fig. 8.
+    """Median TPOT of each mode, measured: {setting: {mode: its samples, seconds}}; whiskers: p10, p90; Fig. 8.
 
-    Bars are medians, whiskers run from the tenth to the ninetieth percentile.
-
-    bounds : {setting: seconds}, the least that eq. (1) allows, a thick mark across the group.
-    title : of the horizontal axis, which names the settings.
+    bounds : {setting: seconds}, the least that eq. (1) allows. title : of the horizontal axis, the settings.
     """
     modes = dict.fromkeys(mode for of in found.values() for mode in of)
     figure = bars({"": {mode: {setting: quantiles(of[mode]) for setting, of in found.items() if mode in of}
@@ -90,10 +81,7 @@ def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str
 
 
 def occupancy(events: Sequence[Event], start: float, end: float) -> dict[str, float]:
-    """How a stretch of time was used by compute and by the disk, in seconds: the parts of `OCCUPIED`, which add up.
-
-    Waiting and the gaps between events are no work.
-    """
+    """Seconds of each part of `OCCUPIED` between start and end; waiting is no work."""
     work = [(max(e.start, start), min(e.end, end), e.resource) for e in events
             if e.resource in ("compute", "disk") and e.kind != "wait" and e.end > start and e.start < end]
     edges = np.unique([start, end, *(time for a, b, _ in work for time in (a, b))])
@@ -118,8 +106,7 @@ def breakdown(found: Mapping[str, Mapping[str, float]]) -> go.Figure:
                        marker={"color": colour, "line": {"color": "#444444", "width": 1}, "pattern": pattern(
                            shape, "#888888" if part == "idle" else "white", fgopacity=0.35, size=7)},
                        hovertemplate="%{y}, " + part + ": %{x:.2f} ms<extra></extra>")
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    figure.update_xaxes(rangemode="tozero").update_yaxes(autorange="reversed", showgrid=False, type="category")
     return finish(figure, "time of a token (ms)", legend="measured", barmode="stack", bargap=0.3,
                   height=130 + 34 * len(found), uniformtext={"minsize": 10, "mode": "hide"}, margin_l=150,
                   legend_traceorder="normal")
@@ -133,7 +120,7 @@ def token_timeline(runs: Mapping[str, Sequence[Event]]) -> go.Figure:
 
 
 def kind_of(event: Event, events: Sequence[Event]) -> str:
-    """The kind of an event in a token's timeline; a read that begins before its layer's router ends is a prefetch."""
+    """The kind of an event; a read that begins before its layer's router ends is a prefetch."""
     if event.resource != "disk":
         return event.kind
     routed = min((e.end for e in events if e.kind == "other" and e.layer == event.layer), default=event.start)
@@ -141,17 +128,13 @@ def kind_of(event: Event, events: Sequence[Event]) -> str:
 
 
 def what_if(modelled: Mapping[str, Points], chosen: float, measured: Mapping[str, Points]) -> go.Figure:
-    """TPOT against copy ÷ compute: {mode: [(ratio, seconds), …]}, lines modelled, points of the same look measured.
-
-    chosen : a ratio that is marked by a vertical line.
-    """
+    """TPOT against copy ÷ compute: {mode: [(ratio, seconds), …]}, measured as points; the ratio `chosen` is marked."""
     figure = go.Figure()
     for i, (name, values) in enumerate(modelled.items()):
         for what, points, look in ((name, values, {"mode": "lines", "line": line_look(i)["line"] | {"width": 2.5}}),
                                    (f"{name}, measured", measured.get(name), {})):
             if points:
                 add_points(figure, [(x, 1e3 * y) for x, y in sorted(points)], what, i, "%{x:.2f}: %{y:.2f} ms", **look)
-    figure.add_vline(x=chosen, line=DASHED, annotation_text=f"{chosen:.2g}",
-                     annotation_font={"size": 12, "color": GREY})
-    figure.update_xaxes(rangemode="tozero")
-    return finish(figure, "copy ÷ compute (ratio of seconds a token)", "TPOT (ms)", "lines: modelled")
+    figure.add_vline(x=chosen, line=DASHED, annotation_text=f"{chosen:.2g}", annotation_font=NOTE | {"size": 12})
+    return finish(figure, "copy ÷ compute (ratio of seconds a token)", "TPOT (ms)", "lines: modelled",
+                  xaxis_rangemode="tozero")

@@ -1,7 +1,4 @@
-"""Figures of lossless compression: entropy of the bits, sizes, rates, reading beside decoding.
-
-Rates are GB of weights, 10⁹ bytes, a second.
-"""
+"""Figures of lossless compression: entropy, sizes, and rates in GB (10⁹ bytes) of weights a second."""
 
 from __future__ import annotations
 
@@ -26,16 +23,12 @@ def exponents(by_name: Mapping[str, ArrayLike]) -> go.Figure:
         figure.add_bar(x=np.arange(len(values))[kept] - len(values) // 2 + 1, y=100 * values[kept] / values.sum(),
                        name=f"{name}: {entropy(values):.2f} of {np.log2(len(values)):.0f} bits", marker=bar_look(i),
                        hovertemplate="2^%{x}: %{y:.3f} % of the weights<extra></extra>")
-    figure.update_xaxes(dtick=2)
     return finish(figure, "exponent x of a weight of size 2ˣ … 2ˣ⁺¹", "share of weights (%)", showlegend=True,
-                  bargap=0.15)
+                  bargap=0.15, xaxis_dtick=2)
 
 
 def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float] | None = None) -> go.Figure:
-    """Compressed size over size, from 0 to 1, of each codec, with the entropy bound as the last row and as a line.
-
-    `paper` holds published values by the name of a codec or "entropy bound".
-    """
+    """Compressed size over size of each codec, the entropy bound as the last row and a line; `paper`: published."""
     ours, paper = {**ours, "entropy bound": bound}, dict(paper or {})
     figure = go.Figure()
     figure.add_scatter(x=[100 * value for value in ours.values()], y=list(ours), mode="markers+text", name="here",
@@ -63,19 +56,17 @@ def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str,
                        cliponaxis=False, hovertemplate=hover("%{x}: %{y:.3f} GB/s", name))
     for name, value in (references or {}).items():
         add_reference(figure, value, f"{name}: {value:.1f} GB/s")
-    figure.update_xaxes(showgrid=False)
-    return finish(figure, "codec", "rate (GB of weights a second)")
+    return finish(figure, "codec", "rate (GB of weights a second)", xaxis_showgrid=False)
 
 
 def delivery(read_rates: ArrayLike, by_name: Mapping[str, ArrayLike],
              measured: Mapping[str, Sequence[tuple[float, float]]] | None = None) -> go.Figure:
-    """GB of weights delivered a second against what the disk reads a second, one curve a way of loading.
+    """GB of weights delivered a second against what the disk reads a second, a modelled curve a way of loading.
 
-    The curves are modelled; `measured` holds points (read rate, rate of delivery) by the name of their curve.
+    measured : points (read rate, rate of delivery) by the name of their curve.
     """
-    figure = go.Figure()
-    add_lines(figure, {name: list(zip(np.asarray(read_rates), np.asarray(values))) for name, values in by_name.items()},
-              mode="lines")
+    curves = {name: list(zip(np.asarray(read_rates), np.asarray(values))) for name, values in by_name.items()}
+    figure = add_lines(go.Figure(), curves, mode="lines")
     for i, name in enumerate(by_name):
         if points := (measured or {}).get(name):
             add_points(figure, points, f"{name}, measured", i, "%{x:.2f}: %{y:.2f} GB/s", showlegend=False)
@@ -94,9 +85,8 @@ def timeline(rows: Mapping[str, Sequence[tuple[str, float, float]]]) -> go.Figur
         figure.add_bar(y=y, base=begin, x=[b - a for a, b in zip(begin, end)], orientation="h", name=kind,
                        marker=bar_look(i) | {"line": {"color": "white", "width": 1}},
                        hovertemplate="%{y}, " + kind + ": %{x:.2f} ms from %{base:.2f} ms<extra></extra>")
-    figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(categoryorder="array", categoryarray=list(rows), autorange="reversed", showgrid=False)
-    return finish(figure, "time (ms)", barmode="overlay", showlegend=True)
+    return finish(figure, "time (ms)", barmode="overlay", showlegend=True, xaxis_rangemode="tozero")
 
 
 def microscope(counts: np.ndarray, dtype: str = "BF16") -> go.Figure:

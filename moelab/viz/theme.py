@@ -1,7 +1,6 @@
 """The look of every figure: a plotly template that is readable in grey and by the colour-blind.
 
-Colours are those of Okabe and Ito; lines also differ in dash, points in marker and bars in pattern. Every figure
-carries a copy of the template, so it is small: 2 KB where plotly's own has 7.
+Colours are those of Okabe and Ito. Every figure carries a copy of the template, so it is small: 2 KB.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def to_json(fig: go.Figure) -> dict[str, Any]:
 def render_png(figures: list[dict[str, Any]], seconds: float = 30.0) -> list[bytes]:
     """PNG pictures of figures given as plotly JSON; [] where kaleido or its browser is missing, or takes too long.
 
-    One process with a time limit, `python -m moelab.viz.theme FOLDER`, draws them all, so that it can be ended
-    together with its browser.
+    A process of its own draws them all, so that it can be ended together with its browser.
     """
     with tempfile.TemporaryDirectory(prefix="moelab-png-") as folder:
         (Path(folder) / "figures.json").write_text(json.dumps(figures))

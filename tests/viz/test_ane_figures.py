@@ -1,19 +1,32 @@
 """Figures of planning draw the numbers they are given, and never tell series apart by colour alone."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pio = pytest.importorskip("plotly.io")
 
+from moelab.ane.device.comparison import MACHINES, Setting  # noqa: E402
 from moelab.ane.device.published import TABLE_5  # noqa: E402
 from moelab.ane.device.rates import fit  # noqa: E402
 from moelab.ane.plan import make_plan  # noqa: E402
 from moelab.ane.popularity import assumed_counts  # noqa: E402
+from moelab.ane.systems import SYSTEMS, TABLE_2  # noqa: E402
 from moelab.cards import load_model  # noqa: E402
 from moelab.viz import ane_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
 SPEC = load_model("Phi-3.5-MoE")
 PLAN = make_plan(SPEC, *assumed_counts(SPEC))
+CHOSEN = Setting(levels=1)
+
+
+def prefill(attention, experts):
+    """The milliseconds of a prefill that `parts` draws."""
+    return SimpleNamespace(attention=SimpleNamespace(ms=attention), experts=SimpleNamespace(ms=experts),
+                           dispatch_ms=0, host=SimpleNamespace(ms=0))
+
+
 MADE = Lazily({
     "placement": lambda: figures.placement(PLAN),
     "sweep": lambda: figures.sweep(fit(), TABLE_5),
@@ -21,13 +34,17 @@ MADE = Lazily({
     "parity": lambda: figures.parity({"double": [1e-6, 2e-6], "fp16": [1e-3, 2e-3]}, 0.01),
     "dropping": lambda:
         figures.dropping({"weakest": [(0.3, 2.0, 0.1), (0.1, 0.5, 0.1)], "random": [(0.1, 1.0, 0.2)]}, "%"),
-    "breakdown": lambda: figures.breakdown({"ANEMLL": {"attention": 1.0, "experts": 3.0}, "ours": {"attention": 1.5}}),
-    "trade_off": lambda:
-        figures.trade_off({"Phi": {"cpu": (3.0, 9.0), "ours": (1.0, 2.0)}, "Qwen": {"ours": (4.0, 5.0)}}),
-    "errors": lambda: figures.errors({"TTFT": {"a": 0.1, "b": -0.3}, "energy": {"c": 0.0}}, 0.2),
-    "settings": lambda: figures.settings({"a": (0.1, 0.3, 5.0, 70.0), "b": (0.2, 0.2, 4.0, 60.0)}, "b"),
+    "parts": lambda: figures.parts({"anemll": prefill(1000, 3000), "npumoe": prefill(1500, 0)}),
+    "time_and_energy": lambda: figures.time_and_energy(
+        {model: {(1024, 256): dict.fromkeys(TABLE_2, SimpleNamespace(ttft_s=3.0, mj_per_token=9.0))}
+         for model in MACHINES}, (1024, 256)),
+    "misses": lambda: figures.misses([SimpleNamespace(name=name, error=error) for name, error in (
+        ("a: ttft", 0.1), ("b: ttft", -0.3), ("c: energy", 0.0))]),
+    "around": lambda: figures.around({Setting(): SimpleNamespace(point=(0.1, 0.3, 5.0, 70.0)),
+                                      CHOSEN: SimpleNamespace(point=(0.2, 0.2, 4.0, 60.0)),
+                                      Setting(chunk=512): None}, CHOSEN),
 })
-NO_Y_TITLE = ("breakdown", "errors")        # rows that are named
+NO_Y_TITLE = ("parts", "misses")            # rows that are named
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -40,8 +57,8 @@ def test_axes_have_titles_and_survive_json(name):
 @pytest.mark.parametrize("name, look", [
     ("graph_weights", lambda trace: trace.line.dash),
     ("parity", lambda trace: trace.marker.symbol), ("dropping", lambda trace: trace.line.dash),
-    ("errors", lambda trace: trace.marker.symbol),
-    ("breakdown", lambda trace: trace.type == "bar" and trace.marker.pattern.shape),
+    ("misses", lambda trace: trace.marker.symbol),
+    ("parts", lambda trace: trace.type == "bar" and trace.marker.pattern.shape),
     ("placement", lambda trace: (trace.marker.pattern.shape, trace.marker.color))])
 def test_no_two_series_differ_by_colour_alone(name, look):
     looks = [look(trace) for trace in MADE[name].data]
@@ -82,26 +99,26 @@ def test_dropping_runs_from_little_to_much():
 
 
 def test_a_breakdown_tells_the_sums():
-    *parts, sums = MADE["breakdown"].data
-    assert [list(part.x) for part in parts] == [[1.0, 1.5], [3.0, 0.0]]
+    *parts, sums = MADE["parts"].data
+    assert [list(part.x) for part in parts] == [[1.0, 1.5], [3.0, 0.0], [0, 0], [0, 0]]
     assert list(sums.x) == [4.0, 1.5] and sums.text[0].strip() == "4.0 s"
 
 
 def test_systems_look_the_same_in_every_panel():
     looks = {}
-    for trace in MADE["trade_off"].data:
+    for trace in MADE["time_and_energy"].data:
         looks.setdefault(trace.name, set()).add((trace.marker.symbol, trace.marker.color))
-    assert set(looks) == {"cpu", "ours"} and all(len(of) == 1 for of in looks.values())
-    assert len(set.union(*looks.values())) == 2
+    assert set(looks) == {SYSTEMS[system].title for system in TABLE_2} and all(len(of) == 1 for of in looks.values())
+    assert len(set.union(*looks.values())) == len(TABLE_2)
 
 
 def test_misses_are_what_lies_beyond_the_tolerance():
-    within, missed = MADE["errors"].data
-    assert dict(zip(missed.text, missed.x)) == {"b": -30} and set(within.text) == {"a", "c"}
+    within, missed = MADE["misses"].data
+    assert dict(zip(missed.text, missed.x)) == {"b: ttft": -30} and set(within.text) == {"a: ttft", "c: energy"}
     assert all(round(y) == 0 for y in missed.y) and sorted(round(y) for y in within.y) == [0, 1]
 
 
 def test_the_chosen_setting_is_marked_in_both_panels():
-    everything, left, _, right = MADE["settings"].data
+    everything, left, _, right = MADE["around"].data
     assert (list(left.x), list(left.y)) == ([20], [20]) and (list(right.x), list(right.y)) == ([4], [60])
     assert len(everything.x) == 2 and left.marker.symbol != everything.marker.symbol
