@@ -1,9 +1,8 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is measured on this machine.
 
-Source: "automatic choice" of the AWS Neuron MoE guide, by sizes alone (`moelab.experts.neuron`); here it is measured at
-run time. The first time that an expert's shape has more tokens than experts to go to, both compute one of its
-experts with 8, 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both are
-lossless, so the choice changes no result beyond rounding.
+The first time that a shape of experts has more tokens than experts, both compute one expert with 8, 32 and 128 tokens,
+a few milliseconds each; GEMV is used up to about where it starts to lose. Both are lossless, so the choice changes no
+result beyond rounding.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class Fast(Executor):
     """`GEMV` up to so many tokens an expert, then `Sorted` or `Packed`.
 
     few : GEMV computes steps with at most so many tokens an expert (T·K / E) on average; None measures it.
-    packed : compute many tokens with packed weights, which takes as much memory again as the weights.
-
+    packed : compute many tokens with packed weights, which take as much memory again.
     `measured` is (shape of an expert's weights, dtype, layout, threads) → `few`.
     """
 

@@ -1,15 +1,9 @@
 """All experts, selective loading, and the Neuron SDK's choice among its algorithms (AWS Neuron MoE guide).
 
-`AllExperts` ("All-Experts algorithm"): when a batch needs nearly every expert anyway, load every expert once, compute
-every token with it and mask what was not routed. Shapes are static, loads are long; the price is E/K times the
-arithmetic. Rows computed: T·E.
-
-`Selective` ("Selective loading algorithm"): decode is bound by reading weights, so a step reads each expert that any of
-its tokens chose, once, and no other. It pays while batch · K is well below E: 1 − unique/E of the weights are not read.
-The guide estimates `unique` by its worst case min(batch · K, E) (`provisioned_savings`); sequences that agree need
-fewer (`expected_unique`). Rows computed: T·K. Left out: the guide's static form, a copy of K experts for every token.
-
-`NeuronRule` (`ExpertMLPsV2`) chooses by sizes alone. α is 1.0 in the code and "typically between 0.8-1" in the guide:
+`AllExperts` ("All-Experts algorithm") computes T·E rows, E/K times the arithmetic, with static shapes. `Selective`
+("Selective loading algorithm") reads each expert that any token of the step chose, once, and no other: 1 − unique/E of
+the weights are not read, which pays while batch · K is well below E. `NeuronRule` (`ExpertMLPsV2`) chooses by sizes
+alone; α is 1.0 in the code and "typically between 0.8-1" in the guide:
 
     token generation:  T·K ≥ α·E → all experts, else selective
     prompt:            a capacity factor → capacity; T·K < α·E → selective; T·K < B → all experts; else blockwise
@@ -30,10 +24,9 @@ from moelab.experts.static import CapacityFactor
 
 
 class AllExperts(Executor):
-    """Every expert on every token; lossless.
+    """Every expert on every token, with what was not routed masked; lossless.
 
-    A token that chose an expert twice contributes once, with the sum of the two weights; for experts whose *input* is
-    weighted (Llama 4) that is another number, but their routers choose no expert twice.
+    A token that chose an expert twice contributes once, with the sum of the two weights.
     """
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
@@ -72,7 +65,7 @@ class Selective(Executor):
 
 
 def provisioned_savings(batch: int, K: int, E: int) -> float:
-    """What a static graph for min(batch · K, E) experts, the guide's "max unique experts", saves of the loads."""
+    """Share of the loads that a static graph for min(batch · K, E) experts ("max unique experts") saves."""
     return 1 - min(batch * K, E) / E
 
 
@@ -97,12 +90,9 @@ def neuron_choice(T: int, K: int, E: int, *, decode: bool, block_size: int = 512
 
 
 class NeuronRule(Executor):
-    """Runs each step by `neuron_choice`; lossless without a capacity factor.
+    """Runs each step by `neuron_choice`; lossless without a capacity factor. `chosen` counts the algorithms.
 
-    capacity_factor, block_size, alpha : the SDK's settings and their defaults.
     batch : sequences that decode together. An executor sees T tokens only: up to `batch` are taken for a decode step.
-
-    `chosen` counts how often each algorithm was chosen; the `executors` share this one's tally.
     """
 
     def __init__(self, capacity_factor: float | None = None, block_size: int = 512, alpha: float = 1.0,

@@ -1,14 +1,11 @@
 """Attention of a single token in two calls: projections, norms, rotation before the cache, heads and output after it.
 
-A token's attention reads a few megabytes of weights, but takes about thirty calls in transformers, which are
-overhead-dominated. Here every thread computes rows of q, k and v, then norms of heads and rotary embeddings follow;
-with the cache's keys and values, threads share the key heads, and after these the rows of the output. Sums are in fp32
-and rounded once, so the result is transformers' within the dtype's tolerance, not bit for bit.
+A token's attention takes about thirty calls in transformers, which are overhead-dominated. Here threads share the rows
+of q, k and v, then the key heads, then the rows of the output. Sums are in fp32 and rounded once, so the result is
+transformers' within the dtype's tolerance. Only for `ATTENTIONS`, where a probe shows the same result, on the CPU;
+prompts, batches, masks and gradients take the module's own forward.
 
     x [1, 1, H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [1, 1, H]
-
-Only for the attention of `ATTENTIONS`, where a probe shows the same result, on the CPU; prompts, batches, masks and
-gradients take the module's own forward. Left out: latent attention, sinks, soft caps, partial or interleaved rotation.
 """
 
 from __future__ import annotations
@@ -86,12 +83,10 @@ class DecodeAttention:
 
 
 def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """A layer's keys and values [1, kv heads, S + 1, D], the last of them to be written; None for a cache that needs
-    its own `update`.
+    """A layer's keys and values [1, kv heads, S + 1, D], the last to be written; None if a cache needs its own `update`.
 
-    transformers concatenates, which copies all keys and values for every token. Here a plain growing cache gets memory
-    for `ROOM` tokens more, where the next ones are written. What it has given out, cropped or reordered stays what it
-    was. `rooms` maps a cache's layer to that memory, which a copy of the layer does not share.
+    transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM` tokens
+    more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
     """
     layers = () if getattr(cache, "offloading", True) else cache.layers
     layer = layers[index] if index < len(layers) else None
@@ -109,7 +104,6 @@ def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tens
 
 
 def _addresses(module: nn.Module) -> list[int]:
-    """Where the parameters of a module's children lie."""
     return [p.data_ptr() for child in module._modules.values() for p in child._parameters.values() if p is not None]
 
 
@@ -120,8 +114,7 @@ def epsilon(norm: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def decode_attention(module: nn.Module) -> DecodeAttention | None:
-    """The forward for this module; None if its attention is another, by a probe on a random token, a random angle and
-    three earlier positions."""
+    """The forward for this module; None if a probe shows another attention: a random token, angle and three positions."""
     config = getattr(module, "config", None)
     if type(module).__name__ not in ATTENTIONS or getattr(config, "clip_qkv", None):
         return None
@@ -142,8 +135,6 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
 
 
 class _Past:
-    """A cache for a probe."""
-
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
 
@@ -151,13 +142,10 @@ class _Past:
         return [torch.cat([old, new], 2) for old, new in zip(self.tensors, (k, v))]
 
 
-# ---------------------------------------------------------------------------------------------------------- kernels
-
 @kernel
 def _project(kind, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k,
              v, stride, work, team, threads):
-    """q fp32 [heads, D], scaled and in the order of `place`; k and v of the kind, `stride` numbers from head to head.
-    Norms at address 0 are none."""
+    """q fp32 [heads, D], scaled and in the order of `place`; k and v, `stride` numbers from head to head. Norms may be 0."""
     M, heads, whole = len(matrices), len(q) // D, D - D % STEP
     kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
     together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, tokens, D, y.ctypes.data))

@@ -2,10 +2,8 @@
 
 Source: AWS Neuron's MoE guide, "Configuring TP and EP". Few experts (≤ 32) balance badly over devices, so each is cut;
 many (≥ 64) are spread. A part of an expert should keep I ≥ 128, or the matrix unit idles. In between, and where a
-device would get several times the mean load, the two are combined with TP of 2 to 8.
-
-How the guide's rules of thumb combine where they disagree is our reading: a part never falls below 128, a device never
-holds less than one expert. Left out: the speed of links, which decides more; `volumes` has the rows that cross them.
+device would get several times the mean load, the two are combined with TP of 2 to 8. Where the rules disagree (our
+reading), a part never falls below 128 and a device holds at least one expert. Left out: the speed of links.
 """
 
 from __future__ import annotations
@@ -24,27 +22,22 @@ SKEWED = 1.5
 
 @dataclass(frozen=True)
 class Advice:
-    """tp · ep = devices, and the reasons, a sentence each."""
-
     tp: int
     ep: int
     reasons: tuple[str, ...]
 
     @property
     def kind(self) -> str:
-        """"TP", "EP", "hybrid", or "one device"."""
-        return {(False, False): "one device", (True, False): "TP", (False, True): "EP"}.get(
-            (self.tp > 1, self.ep > 1), "hybrid")
+        return (("one device", "EP"), ("TP", "hybrid"))[self.tp > 1][self.ep > 1]
 
     def __str__(self) -> str:
         return f"{self.kind}: tp = {self.tp}, ep = {self.ep}. " + " ".join(self.reasons)
 
 
 def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> Advice:
-    """How to spread a model's experts over devices.
+    """How to spread a model's experts over devices; ValueError e.g. for more devices than parts of experts.
 
     load : tokens of each expert [E] of the most skewed layer, from a calibration; None assumes even routing.
-    ValueError : e.g. more devices than parts of experts.
     """
     if devices < 1:
         raise ValueError(f"devices is {devices}; there must be at least one")
@@ -58,7 +51,6 @@ def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> 
                          f"them gives every device a part")
     wide = [tp for tp in splits if spec.I / tp >= LEAST_I] or splits[:1]
     reasons: list[str] = []
-
     if spec.E <= FEW:
         tp = wide[-1]
         reasons.append(f"{spec.E} experts are few (≤ {FEW}): they are cut" + (

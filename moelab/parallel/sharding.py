@@ -77,9 +77,7 @@ class ShardedExperts:
 
     layers : the experts module of each layer (`moelab.models.MoELayer.experts`), for the layout.
     source : (layer, expert) → that expert's whole tensors.
-    placements : one for all layers, or one a layer.
-    device : which of a placement's devices this rank is.
-    part, parts, cut : which part of every expert, cut by `on_intermediate` or `on_hidden`.
+    placements : one for all layers, or one a layer; of it, `device`'s experts are held.
     """
 
     def __init__(self, layers: Sequence[Any], source: Callable[[int, int], Weights],
