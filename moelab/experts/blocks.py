@@ -32,10 +32,7 @@ def blocks_by_text(T: int, K: int, E: int, B: int) -> int:
 
 
 def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
-    """N of the SDK's code, min(⌈(T·K − (E−1))/B⌉ + E − 1, T·K); enough, and never more than the text's.
-
-    E − 1 experts with a token each need a block each; all other pairs may then be one expert's.
-    """
+    """N of the SDK's code; enough, too: E − 1 experts with a token each, and all other pairs one expert's."""
     return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
 
 
@@ -112,8 +109,7 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
                       sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> BlockSizeAdvice:
     """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
 
-    reuse : consecutive blocks of one expert share a load of its weights (weight skipping), so the intensity is the
-        AIF; else each block reads them again, and it is 2·B / bytes.
+    reuse : consecutive blocks of one expert share a load of its weights: the intensity is the AIF, else 2·B / bytes.
     sizes : block sizes of the hardware. If none is compute-bound, the one that pads least is advised.
     """
     if min(T, K, E, *sizes, len(sizes)) < 1:

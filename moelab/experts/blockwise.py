@@ -24,24 +24,15 @@ from moelab.experts.sharding import Sharding
 
 @dataclass
 class Loads:
-    """Loads done, and skipped: those that an algorithm without skipping does, too."""
-
     loaded: int = 0
-    skipped: int = 0
-    bytes_loaded: int = 0
-    bytes_skipped: int = 0
+    skipped: int = 0            # that an algorithm without skipping does, too
 
     @property
     def savings(self) -> float:
         return self.skipped / max(self.loaded + self.skipped, 1)
 
-    def add(self, loaded: int, skipped: int, size: int) -> None:
+    def add(self, loaded: int, skipped: int) -> None:
         self.loaded, self.skipped = self.loaded + loaded, self.skipped + skipped
-        self.bytes_loaded, self.bytes_skipped = self.bytes_loaded + loaded * size, self.bytes_skipped + skipped * size
-
-
-def nbytes(weights: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +120,6 @@ class Blockwise(Executor):
                 self.reduced += exchanged
             out.index_add_(0, t, y[used].to(out.dtype))
             loaded = len(used) if self.skip_tokens else len(tokens)
-            self.row_loads.add(loaded, len(tokens) - loaded, x.shape[1] * x.element_size())
-            self.weight_loads.add(1, len(run) - 1, nbytes(expert_weights))
+            self.row_loads.add(loaded, len(tokens) - loaded)
+            self.weight_loads.add(1, len(run) - 1)
         return out.to(x.dtype)

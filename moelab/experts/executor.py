@@ -82,8 +82,7 @@ class Exact(Executor):
 class Sorted(Executor):
     """One stable sort of all choices, one product an expert on its contiguous rows, one scatter at the end.
 
-    Source: the permutation of MegaBlocks (Gale et al. 2023). It runs every architecture with weights from any source,
-    and is what faster executors fall back on.
+    Source: MegaBlocks (Gale et al. 2023). Runs every architecture; what faster executors fall back on.
     """
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
@@ -173,10 +172,7 @@ _SILU: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up, gate first: probed once for each module.
-
-    The probe pairs numbers of all sizes and both signs, as some architectures clamp gate or up, at 7 or 10.
-    """
+    """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures clamp at 7 or 10."""
     if experts not in _SILU:
         far = torch.logspace(-2, 6, 25)
         gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")

@@ -22,14 +22,13 @@ from moelab.kernels.linear import crossover
 class Fast(Executor):
     """`GEMV` up to so many tokens an expert, then `Sorted` or `Packed`.
 
-    few : GEMV computes steps with at most so many tokens an expert (T·K / E) on average; None measures it.
+    few : tokens an expert (T·K / E) up to which GEMV is used; None measures it.
     packed : compute many tokens with packed weights, which take as much memory again.
-    `measured` is (shape of an expert's weights, dtype, layout, threads) → `few`.
     """
 
     def __init__(self, few: float | None = None, packed: bool = False) -> None:
         super().__init__()
-        self.few, self.measured = few, {}
+        self.few, self.measured = few, {}           # measured: (weights' shapes, dtype, layout, threads) → few
         self.gemv, self.many = GEMV(), Packed() if packed else Sorted()
         self.gemv.tally = self.many.tally = self.tally
 

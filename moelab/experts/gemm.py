@@ -31,11 +31,8 @@ ROWS = 8
 
 
 class GroupedMM(Sorted):
-    """`torch.nn.functional.grouped_mm` of rows sorted by expert and stacked weights [E, …].
-
-    `Sorted` where weights come one by one from a source, an expert is not plain, or this torch has no kernel for the
-    device, type or alignment (16 bytes).
-    """
+    """`torch.nn.functional.grouped_mm` of rows sorted by expert and stacked weights [E, …]; `Sorted` with a source, for
+    experts that are not plain, and where torch has no kernel for the device, type or alignment (16 bytes)."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if not plain(experts) or not all(_usable(x, banks(experts, name)) for name in names(experts)):
@@ -115,7 +112,6 @@ class Packed(Sorted):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed weights kept."""
         return sum(packed.numel() * packed.element_size()
                    for kept in self._packed.values() for *_, packed in kept.values())
 

@@ -24,16 +24,10 @@ except ModuleNotFoundError as error:
         raise
     products = None
 
-#: a weight's exponents and `mantissa << 1 | sign`, uint8, with as many entries as the weight has
-Planes = tuple[Any, Any]
-
 
 class GEMV(Sorted):
-    """numba products with weights as they lie.
-
-    `Sorted` where numba is missing, for experts that are not plain, weights that are not contiguous, mixed types, other
-    devices and gradients.
-    """
+    """numba products with weights as they lie; `Sorted` where numba is missing, for experts that are not plain, weights
+    that are not contiguous, mixed types, other devices and gradients."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if not _computable(x, weights, experts):
@@ -100,7 +94,7 @@ class PlanesGEMV(GEMV):
         `moelab.store.planes.StorePlanes(store)` is one.
     """
 
-    def __init__(self, planes: Callable[[int, int], dict[str, Planes]]) -> None:
+    def __init__(self, planes: Callable[[int, int], dict[str, tuple[Any, Any]]]) -> None:
         super().__init__()
         self.planes = planes
         self.identity, self.name = getattr(planes, "identity", None), getattr(planes, "name", None)   # whose weights

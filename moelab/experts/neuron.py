@@ -18,16 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.blockwise import Blockwise, Loads, nbytes
-from moelab.experts.executor import Executor, dispatch, local_experts, zeros
+from moelab.experts.blockwise import Blockwise, Loads
+from moelab.experts.executor import Executor, Sorted, local_experts, zeros
 from moelab.experts.static import CapacityFactor
 
 
 class AllExperts(Executor):
-    """Every expert on every token, with what was not routed masked; lossless.
-
-    A token that chose an expert twice contributes once, with the sum of the two weights.
-    """
+    """Every expert on every token, what was not routed masked; an expert chosen twice runs once, with both weights."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         T, E, local = len(x), experts.num_experts, local_experts(experts)
@@ -42,26 +39,18 @@ class AllExperts(Executor):
         return out.to(x.dtype)
 
 
-class Selective(Executor):
-    """The unique experts of the step, each one's weights loaded once; lossless. `loads.savings` is 1 − unique/E."""
+class Selective(Sorted):
+    """`Sorted`, with the unique experts of each step counted; `loads.savings` is 1 − unique/E."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loads = Loads()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        d = dispatch(ids, experts.num_experts)
-        w = weights[d.tokens, d.choices]
-        out, unique, size = zeros(x, weights, experts), d.hit(), 0
-        for e, where in unique:
-            expert_weights = experts.weights(e)
-            size = nbytes(expert_weights)
-            y = experts.weighted(x[d.tokens[where]], w[where], expert_weights)
-            out.index_add_(0, d.tokens[where], y.to(out.dtype))
-        if unique:
-            self.loads.add(len(unique), experts.num_experts - len(unique), size)
-        self.count(len(d), len(d), len(d))
-        return out.to(x.dtype)
+        out, E = super().run(x, ids, weights, experts), experts.num_experts
+        if unique := len(ids[ids < E].unique()):
+            self.loads.add(unique, E - unique)
+        return out
 
 
 def provisioned_savings(batch: int, K: int, E: int) -> float:
@@ -72,7 +61,7 @@ def provisioned_savings(batch: int, K: int, E: int) -> float:
 def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
     """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
 
-    inclusion : [E], the probability that a token chooses each expert; they sum to K. `[K / E] * E` if balanced.
+    inclusion : [E], the probability p_e that a token chooses each expert; `[K / E] * E` if balanced.
     """
     return sum(1 - (1 - p) ** batch for p in inclusion)
 

@@ -10,7 +10,7 @@ dequantised to its dtype before it is used; `Int8` alone multiplies the codes th
     mxfp4    e2m1: 0 ½ 1 1½ 2 3 4 6, ±     e8m0 (a power of two) for 32 values            17/32 (n a multiple of 32)
 
 A channel is an *output* of the matrix and n its inputs, along which the scale is shared (the guide's "FP8 along the
-hidden dimension"). MXFP4 blocks run along the inputs too, as in GPT-OSS. Their exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2,
+hidden dimension"). MXFP4 blocks run along the inputs too, as in GPT-OSS. The exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2,
 rounding to nearest even; what is above 6 · 2^X saturates. `mxfp4-up` takes the smallest X with max|w| ≤ 6 · 2^X.
 """
 

@@ -95,7 +95,7 @@ class TopK:
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> Routing:
-        """Route logits [..., E]; for the choice alone, correction [E] is added to affinities, or logits if not before."""
+        """Route logits [..., E]; correction [E] is added, for the choice alone, to what is compared."""
         logits = logits.reshape(-1, logits.shape[-1])
         E = logits.shape[1]
         if self.K > E or self.groups is not None and self.K > self.groups.best * (E // self.groups.n):
@@ -124,7 +124,6 @@ class Sparsemixer:
     """Phi-3.5-MoE at inference: the two highest logits, each weighted by a softmax over the logits near it.
 
     Near is within 2·jitter of it, relative to the larger of |logit| and it; the second is weighted without the first.
-    The weights do not sum to one.
     """
 
     jitter: float = 0.01
@@ -193,10 +192,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def router_for(source: Any, **facts: Any) -> Rule:
-    """The rule of a transformers config or a `MoESpec`; ValueError for a router that is none of these rules.
-
-    facts : fields of the rule that the source does not tell (a spec: see `NEEDS`), or that are to differ.
-    """
+    """The rule of a transformers config or `MoESpec`, with `facts` that it does not tell (`NEEDS`) or that differ."""
     if isinstance(source, MoESpec):
         if source.router not in ROUTERS:
             raise ValueError(f"{source.name}: no rule for a router of the kind {source.router!r}; there are "
@@ -366,8 +362,7 @@ class LinearRouter:
 def route_in_shards(shards: Sequence[Tensor], router: LinearRouter) -> Routing:
     """Sequence parallel routing: every shard [T_n, H] by itself, and the selection [T, K] gathered.
 
-    Bit-identical to one router over all T tokens wherever the logits are; products of other row counts may round fp32
-    logits differently. `moelab.parallel.volumes.gather_volume` has the bytes.
+    Bit-identical to one router over all tokens wherever the logits are: products of other row counts may round them.
     """
     if isinstance(router.rule, Top1):
         raise ValueError("a top-1 router with capacity cannot route shards of a sequence: who finds room depends on "

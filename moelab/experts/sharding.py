@@ -1,7 +1,7 @@
 """Cutting experts along H or I, and sharing blocks between cores (AWS Neuron MoE guide, "LNC2 sharding strategies").
 
-Along I, gate and up are cut by columns and down by rows: every part computes a partial sum over I, and one addition
-ends the layer. Along H, gate and up are cut by rows and down by columns: sums are completed before the activation.
+Along I, gate and up are cut by columns and down by rows: the parts' results are added. Along H, gate and up are cut by
+rows and down by columns: sums are completed before the activation.
 
     gate_up_proj [2I, H] (transposed [H, 2I]; gate and up one after the other, or interleaved)    down_proj [H, I]
 
@@ -108,10 +108,7 @@ class Sharding:
         return [blocks[c * size:(c + 1) * size] for c in range(self.cores)]
 
     def weighted(self, rows: Tensor, w: Tensor, weights: Weights, experts: Any) -> tuple[Tensor, int]:
-        """`experts.weighted(rows [n, H], w [n], weights)` in parts, and how many values the cores exchanged.
-
-        Experts that are modules of their own (Switch) are computed whole.
-        """
+        """`experts.weighted` in parts (whole for experts that are modules), and how many values were exchanged."""
         if not isinstance(getattr(experts, "has_gate", None), bool):
             return experts.weighted(rows, w, weights), 0
         (up, down), exchanged = names(experts), 0

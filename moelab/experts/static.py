@@ -199,10 +199,7 @@ def capacity_of(T: int, K: int, E: int, factor: float) -> int:
 
 
 class CapacityFactor(StaticExecutor):
-    """One capacity for all experts, drops in token order; every expert is computed, with tokens or without.
-
-    factor : cf > 0, of the T·K/E tokens of balanced routing (`capacity_of`); 1.25 is the guide's example.
-    """
+    """One capacity for all experts (`capacity_of`), drops in token order; experts without tokens are computed, too."""
 
     def __init__(self, factor: float = 1.25) -> None:
         super().__init__("prune", "token", saliency=None, chunk=None, seed=0)
@@ -218,10 +215,10 @@ class CapacityFactor(StaticExecutor):
 
 
 class Tiered(StaticExecutor):
-    """Experts with static capacities of their own; one without tokens is not launched. Lossless with overflow="pad".
+    """Experts with static capacities of their own; one without tokens is not launched.
 
-    capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that never runs
-        (with "pad": that runs unpadded). The other parameters are those of `StaticExecutor`.
+    capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that never runs ("pad":
+        that runs unpadded). The other parameters are those of `StaticExecutor`.
     """
 
     def __init__(self, capacities: Sequence[Sequence[int]], overflow: str = "prune", order: str = "saliency",
@@ -240,9 +237,7 @@ class Tiered(StaticExecutor):
 
 
 class Grouped(Tiered):
-    """Groups of experts of equal capacity, each launched as one; lossless with overflow="pad".
-
-    A group runs if any of its experts has a token, and then with all its G·C rows (⌈max n_e/C⌉ times with "pad").
+    """Groups of experts of equal capacity, each launched as one, with all its G·C rows, if any expert has a token.
 
     groups : [L][…], e.g. from `moelab.experts.tiers.form_groups`; each layer's hold every expert once.
     """

@@ -49,8 +49,7 @@ def capacity_tiers(counts: Any, tokens: int, chunk: int, *, levels: int = 3, rul
     """Tiers of every layer from calibrated counts (NPUMoE §4.1).
 
     counts : [E] or [L, E], routings to each expert (numpy or torch), e.g. `calibration.counts(PREFILL)`.
-    tokens : tokens that were counted.
-    chunk : B, tokens of a prefill chunk; no capacity is larger than all of them need.
+    tokens : tokens that were counted; chunk : B, tokens of a prefill chunk.
     rule : "topk", levels from K·B/E to r·K·B/E; "paper", the literal B/E to r·B/E. Expected loads, which choose the
         tier, have the factor K in both; an expert above the largest level gets the largest.
     """
@@ -69,10 +68,9 @@ def capacity_tiers(counts: Any, tokens: int, chunk: int, *, levels: int = 3, rul
 
 
 def capacity_tiers_of_loads(loads: Any, chunk: int, *, quantile: float = 0.9) -> list[Tiers]:
-    """Tiers of every layer that hold each expert's load in a share `quantile` of the calibrated chunks.
+    """Tiers of every layer that hold each expert's load in a share `quantile` of the calibrated chunks (our addition).
 
-    Not in the paper. `loads` [n, L, E] is `calibration.chunk_loads(trace, chunk)`; levels lie between the mean and the
-    largest of the loads wanted.
+    loads : [n, L, E], `calibration.chunk_loads(trace, chunk)`.
     """
     loads = np.asarray(loads)
     if loads.ndim != 3 or not len(loads):
@@ -88,8 +86,7 @@ def form_groups(tiers: Tiers, counts: Any, size: int, max_experts: int | None = 
     """Groups from the largest tier to the smallest, within a tier from hot to cold (NPUMoE §4.2, §4.3).
 
     counts : [E], routings to each expert; equal ones in order of their ids.
-    size : G, experts a group at most; the coldest of a tier may be a smaller group.
-    max_experts : how many experts' weights one graph can hold, if that is less.
+    size : G, experts a group at most, or `max_experts`, which one graph can hold, if that is less.
     experts : which experts to group; None for all.
     """
     counts = _layers_of(counts)

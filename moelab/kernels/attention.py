@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class DecodeAttention:
 
 
 def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """A layer's keys and values [1, kv heads, S + 1, D], the last to be written; None if a cache needs its own `update`.
+    """A layer's keys and values [1, kv heads, S + 1, D], the last to be written; None to call the cache's `update`.
 
     transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM` tokens
     more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
@@ -114,7 +115,7 @@ def epsilon(norm: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def decode_attention(module: nn.Module) -> DecodeAttention | None:
-    """The forward for this module; None if a probe shows another attention: a random token, angle and three positions."""
+    """The forward for this module; None if a probe on a random token and angle shows another attention."""
     config = getattr(module, "config", None)
     if type(module).__name__ not in ATTENTIONS or getattr(config, "clip_qkv", None):
         return None
@@ -128,24 +129,17 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
     angle = torch.rand(1, 1, ours.D // 2, generator=rng).repeat(1, 1, 2) * 6
     past = [torch.randn(1, ours.kv_heads, 3, ours.D, generator=rng).to(dtype) for _ in range(2)]
     given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None,
-             "past_key_values": _Past(past)}
+             "past_key_values": SimpleNamespace(update=lambda k, v, *_: [torch.cat(pair, 2) for pair in
+                                                                         ((past[0], k), (past[1], v))])}
     x = torch.randn(1, 1, linears[0].in_features, generator=rng).to(dtype)
     wanted, got = (forward(x, **given)[0].float() for forward in (module, ours))
     return ours if (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max() else None
 
 
-class _Past:
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-
-    def update(self, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
-        return [torch.cat([old, new], 2) for old, new in zip(self.tensors, (k, v))]
-
-
 @kernel
 def _project(kind, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k,
              v, stride, work, team, threads):
-    """q fp32 [heads, D], scaled and in the order of `place`; k and v, `stride` numbers from head to head. Norms may be 0."""
+    """q fp32 [heads, D], scaled, in the order of `place`; k and v, heads `stride` numbers apart. A norm may be 0."""
     M, heads, whole = len(matrices), len(q) // D, D - D % STEP
     kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
     together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, tokens, D, y.ctypes.data))

@@ -18,7 +18,7 @@ from moelab.kernels.compile import kernel
 
 @kernel
 def arrange(ids, E):
-    """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of their choices [M + 1], the token of each [n], and
+    """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of their choices [M + 1], tokens [n] of these, and
     the row of each choice [T, K], −1 for "no expert" (E)."""
     T, K = ids.shape
     places, rows = np.zeros(E + 1, np.int64), np.full((T, K), -1)

@@ -27,7 +27,6 @@ KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np
 #: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
 HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
-
 TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
 PIECE = 64                     # rows that a thread takes at a time
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
@@ -73,10 +72,8 @@ def widen(kind, order, x, n, out):
 
 @kernel
 def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs=PIECE):
-    """All arguments of a kernel behind one address, at the end the inputs in fp32, in `place`'s order for the kind `order`.
-
-    A thread takes `outputs` of R at a time. x must be `kept` until here, y until the job is done.
-    """
+    """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for the kind `order`.
+    A thread takes `outputs` of R at a time. x must be `kept` until here, y until the job is done."""
     M, N = len(matrices), bounds[-1]
     job = np.empty(HEADER + 6 * M + N + (T * n + 1) // 2, np.int64)
     job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs

@@ -28,17 +28,15 @@ class Advice:
 
     @property
     def kind(self) -> str:
-        return (("one device", "EP"), ("TP", "hybrid"))[self.tp > 1][self.ep > 1]
+        kinds = {(False, False): "one device", (True, False): "TP", (False, True): "EP", (True, True): "hybrid"}
+        return kinds[self.tp > 1, self.ep > 1]
 
     def __str__(self) -> str:
         return f"{self.kind}: tp = {self.tp}, ep = {self.ep}. " + " ".join(self.reasons)
 
 
 def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> Advice:
-    """How to spread a model's experts over devices; ValueError e.g. for more devices than parts of experts.
-
-    load : tokens of each expert [E] of the most skewed layer, from a calibration; None assumes even routing.
-    """
+    """How to spread experts over devices; `load` [E] counts tokens in the most skewed layer, None for even routing."""
     if devices < 1:
         raise ValueError(f"devices is {devices}; there must be at least one")
     if load is not None and len(load) != spec.E:
@@ -86,7 +84,6 @@ def _skew(spec: MoESpec, devices: int, tp: int, load: Sequence[float], wide: lis
     """A larger tp where the load is skewed, with its reason."""
     def ratio(tp: int) -> float:
         return measure(load, Placement.consecutive(spec.E, devices // tp)).ratio
-
     first = ratio(tp)
     told = f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean"
     if first <= SKEWED:

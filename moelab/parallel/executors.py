@@ -70,7 +70,7 @@ class Parallel(Executor):
 
     @abstractmethod
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """For the tokens of all `peers`, by exchange with the others; parts of sums if they share experts."""
+        """For the tokens of all `peers`; parts of sums if they share experts."""
 
     def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
         """The ep rank of each choice [T, K]; replicas take turns."""
@@ -103,10 +103,7 @@ class AllGather(Parallel):
 
 
 class Blocks(AllGather):
-    """Every rank has all experts and computes every W-th block of an expert's tokens (the guide's "shard on block").
-
-    block : B, tokens of one expert that are computed together; alternate blocks go to alternate ranks.
-    """
+    """Every rank has all experts and computes every W-th block of an expert's tokens (the guide's "shard on block")."""
 
     def __init__(self, grid: Grid, placements: Placement | Sequence[Placement], inner: Callable[..., Tensor],
                  block: int = 128) -> None:
@@ -158,12 +155,10 @@ class Deduplicated(Parallel):
         to = self.ranks(ids, experts, ep.rank)
         wanted = to == torch.arange(ep.size, device=ids.device)[:, None, None]          # [W, T, K]
         rank, token = wanted.any(-1).nonzero(as_tuple=True)                             # by rank, then token
-
         send = torch.bincount(rank, minlength=ep.size)
         receive, send = ep.counts(send).tolist(), send.tolist()
         parts = x[token], torch.where(wanted[rank, token], ids[token], E).int(), weights[token]
         rows, chosen, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
-
         y = ep.all_to_all(self.compute(rows, chosen.long(), w, experts), receive, send, "combine")
         wide = torch.promote_types(x.dtype, torch.float32)
         return torch.zeros_like(x, dtype=wide).index_add_(0, token, y.to(wide)).to(x.dtype)
@@ -192,7 +187,6 @@ class Hidden(Executor):
         mine = x[:, start:start + columns[world.rank]]
         up, down = names(experts)
         hit = [(experts.weights(e), rows) for e, rows in d.hit()]
-
         parts = [experts._linear(mine[d.tokens[rows]], w, up) for w, rows in hit]       # each [n, 2I], parts of sums
         h = torch.cat(parts) if parts else x.new_zeros(0, 1)
         sizes = share(len(h), world.size)

@@ -42,7 +42,6 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
     """Join the processes that torchrun or `launch` started; yields this rank's device.
 
     timeout : seconds that an exchange may wait for a rank that is alive but silent; a dead one is noticed at once.
-    RuntimeError : this process was not started as one of several.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise RuntimeError("this process is alone: start it with `torchrun --nproc-per-node N …`, or call "
@@ -77,8 +76,7 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
 def launch(function: Callable[..., Any], n: int, *arguments: Any, threads: int | None = None) -> list[Any]:
     """Run `function(*arguments)`, of an importable module, in n connected processes here; returns each rank's result.
 
-    threads : torch's in each rank; None shares the cores out.
-    RuntimeError : a rank raised or was killed; the others are ended.
+    threads : torch's in each rank; None shares the cores out. RuntimeError : a rank raised or was killed.
     """
     if n < 1:
         raise ValueError(f"n is {n}; at least one process must run")

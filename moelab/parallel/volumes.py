@@ -42,8 +42,8 @@ def exact(variant: str, ranks: Tensor, W: int, H: int, hidden: torch.dtype, weig
           ) -> dict[str, list[int]]:
     """Bytes that each rank sends in one layer, from the ep rank [T, K] of each choice (W/tp for none).
 
-    As `Exchange` counts them, metadata included, for tokens that are spread (`run_own`), and then gathered on every rank
-    ("result"). hidden, weights : dtypes of the rows and of the routing weights.
+    As `Exchange` counts them, metadata included, for tokens that are spread (`run_own`) and then gathered ("result").
+    hidden, weights : dtypes of the rows and of the routing weights.
     """
     T, K = ranks.shape
     own, ep = share(T, W), W // tp
