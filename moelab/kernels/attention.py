@@ -129,8 +129,8 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
     angle = torch.rand(1, 1, ours.D // 2, generator=rng).repeat(1, 1, 2) * 6
     past = [torch.randn(1, ours.kv_heads, 3, ours.D, generator=rng).to(dtype) for _ in range(2)]
     given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None,
-             "past_key_values": SimpleNamespace(update=lambda k, v, *_: [torch.cat(pair, 2) for pair in
-                                                                         ((past[0], k), (past[1], v))])}
+             "past_key_values": SimpleNamespace(
+                 update=lambda k, v, *_: [torch.cat(pair, 2) for pair in zip(past, (k, v))])}
     x = torch.randn(1, 1, linears[0].in_features, generator=rng).to(dtype)
     wanted, got = (forward(x, **given)[0].float() for forward in (module, ours))
     return ours if (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max() else None
