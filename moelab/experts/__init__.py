@@ -1,7 +1,6 @@
 """Executors of routed experts, routers, static shapes and quantization. Here: the registry of executors.
 
-Adding an executor is a subclass of `moelab.experts.executor.Executor` and a line in `EXECUTORS`;
-`moelab.registry.make("executor", name, **options)` makes one.
+Adding an executor is a subclass of `moelab.experts.executor.Executor` and a line in `EXECUTORS`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Arithmetic of blockwise matrix multiplication: blocks, padding, intensity (AWS Neuron MoE guide, "BWMM").
 
-A static graph provides N blocks of B tokens, one expert a block, and N must suffice for any routing. What it provides
-beyond the T·K token-expert pairs is padding; large blocks pad more, small ones reload weights for less work. The
-guide's rule is the smallest block that makes the work compute-bound, by its factor AIF = B·N/E.
+A static graph provides N blocks of B tokens, one expert a block, enough for any routing; beyond the T·K token-expert
+pairs they hold padding. Large blocks pad more, small ones reload weights for less work. The guide's rule is the
+smallest block that makes the work compute-bound, by its factor AIF = B·N/E.
 
     T tokens    K experts a token    E experts (with expert parallelism: the local ones)    B block size    N blocks
 
@@ -10,11 +10,9 @@ Where the guide's worked numbers do not follow from its own inputs, or need care
 
 - "2880 × 128 × 2 bytes = ~0.07 MB" a router is 0.74 MB, and 36 of them are 27 MB, not 2.4 MB (`router_bytes`).
 - "One expert gets 1750 tokens" of 1000 cannot be: with distinct top-2 experts it gets 1000 at most.
-- AIF counts padded rows as work. What a weight that is read once really serves is T·K/E rows, whatever B is; what B
-  sets is the work for each *load* where weights are reloaded for every block (`advise_block_size(reuse=False)`).
+- AIF counts padded rows as work. A weight that is read once serves T·K/E rows, whatever B is; B sets the work for each
+  *load* where weights are reloaded for every block (`advise_block_size(reuse=False)`).
 - "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is 230.
-
-All is exact or, where it rests on a device card, modelled. Left out: traffic of tokens and outputs.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ def blocks_by_text(T: int, K: int, E: int, B: int) -> int:
 
 
 def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
-    """N of the SDK's code, min(⌈(T·K − (E−1))/B⌉ + E − 1, T·K); enough, and never more than the text's.
-
-    E − 1 experts with a token each need a block each; all other pairs may then be one expert's.
-    """
+    """N of the SDK's code; enough, too: E − 1 experts with a token each, and all other pairs one expert's."""
     return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
 
 
@@ -52,7 +47,7 @@ def blocks_needed(counts: Sequence[int], B: int) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the slots of one routing go; overheads are fractions, as in the guide's worked example."""
+    """Where the slots of one routing go; overheads are fractions."""
 
     pairs: int              # T·K
     B: int
@@ -84,8 +79,8 @@ def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "cod
         raise ValueError(f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1")
     counts = [int(n) for n in counts]
     if not counts or min(counts) < 0 or sum(counts) > T * K:
-        raise ValueError(f"{T} tokens with {K} experts each make {T * K} choices; the experts' counts must be from 0 "
-                         f"up and sum to no more, and sum to {sum(counts)}")
+        raise ValueError(f"{T} tokens with {K} experts each make {T * K} choices; the experts' counts must not be "
+                         f"negative and sum to no more, and sum to {sum(counts)}")
     return Padding(sum(counts), B, blocks_needed(counts, B), PROVISION[provision](T, K, len(counts), B))
 
 
@@ -103,8 +98,6 @@ def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
 
 @dataclass(frozen=True)
 class BlockSizeAdvice:
-    """Which block size, and why."""
-
     block_size: int
     compute_bound: bool
     target: float
@@ -116,13 +109,11 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
                       sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> BlockSizeAdvice:
     """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
 
-    reuse : consecutive blocks of one expert share a load of its weights (weight skipping), so the intensity is the
-        AIF; else each block reads them again, and it is 2·B / bytes.
+    reuse : consecutive blocks of one expert share a load of its weights: the intensity is the AIF, else 2·B / bytes.
     sizes : block sizes of the hardware. If none is compute-bound, the one that pads least is advised.
     """
     if min(T, K, E, *sizes, len(sizes)) < 1:
-        raise ValueError(f"T={T}, K={K}, E={E} and the block sizes {list(sizes)} must be at least 1, and one size or "
-                         f"more")
+        raise ValueError(f"T={T}, K={K}, E={E}, the block sizes {list(sizes)} and their number must be at least 1")
     target, size = intensity_target(device, dtype), RATES[dtype][1]
     table = []
     for B in sorted(sizes):
@@ -145,6 +136,6 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
     return BlockSizeAdvice(B, bool(bound), target, tuple(table), text)
 
 
-def router_bytes(H: int, E: int, layers: int = 1, bytes_a_weight: int = 2) -> int:
-    """Memory of replicated routers, each [H, E]: exact bytes ("Router execution in sequence parallel mode")."""
-    return H * E * layers * bytes_a_weight
+def router_bytes(H: int, E: int, layers: int = 1) -> int:
+    """Memory of replicated 16-bit routers, each [H, E] ("Router execution in sequence parallel mode")."""
+    return 2 * H * E * layers

@@ -1,15 +1,11 @@
 """Blockwise matrix multiplication: any routing in blocks of fixed size (AWS Neuron MoE guide, "BWMM").
 
-Tokens are packed into blocks of B, each of one expert, and a static number N of blocks holds every routing without
-dropping a token. Three kinds of skipping take back what padding costs: padded slots load no token, consecutive blocks
-of one expert load its weights once, and blocks without any token are not computed. Each can be switched off, so that
-its effect is counted.
+Tokens are packed into blocks of B, each of one expert; a static number N of blocks holds every routing. Padded slots
+load no token, consecutive blocks of one expert load its weights once and are one product [m·B, H], and blocks without
+any token are not computed. Each kind of skipping can be switched off, so that its effect is counted.
 
     blocks_e = ⌈n_e/B⌉    slot of a choice = rank within its expert + B · (blocks before that expert)
     block_to_expert [N]    token position table [N, B], −1 where a slot is empty
-
-Consecutive blocks of one expert are one product of [m·B, H] here: on a CPU that is what reusing weights means. How
-the blocks are shared between cores is in `sharding`, N and padding by formula in `blocks`.
 """
 
 from __future__ import annotations
@@ -28,32 +24,20 @@ from moelab.experts.sharding import Sharding
 
 @dataclass
 class Loads:
-    """Exact counts of what was loaded, and of what was skipped: an algorithm without skipping loads that, too."""
-
     loaded: int = 0
-    skipped: int = 0
-    bytes_loaded: int = 0
-    bytes_skipped: int = 0
+    skipped: int = 0            # that an algorithm without skipping does, too
 
     @property
     def savings(self) -> float:
         return self.skipped / max(self.loaded + self.skipped, 1)
 
-    def add(self, loaded: int, skipped: int, size: int) -> None:
+    def add(self, loaded: int, skipped: int) -> None:
         self.loaded, self.skipped = self.loaded + loaded, self.skipped + skipped
-        self.bytes_loaded, self.bytes_skipped = self.bytes_loaded + loaded * size, self.bytes_skipped + skipped * size
-
-
-def nbytes(weights: dict[str, Tensor]) -> int:
-    """Bytes of one expert's tensors."""
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """The tokens of each block; int64."""
-
-    block_to_expert: Tensor         # [N]; blocks that no token needs are the last expert's, as in the SDK
+    block_to_expert: Tensor         # int64 [N]; blocks that no token needs are the last expert's, as in the SDK
     tokens: Tensor                  # [N, B], whose choice is in a slot; −1 in empty slots
     choices: Tensor                 # [N, B], which of its K
 
@@ -81,15 +65,13 @@ def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
 class Blockwise(Executor):
     """Experts in blocks of fixed size; lossless.
 
-    block_size : B. The SDK's is 512, for a machine that needs hundreds of rows a weight; a CPU needs tens.
-    provision : "code" or "text", the formula of N.
-    skip_tokens, skip_weights, skip_blocks : token skipping, weight skipping, dynamic block skipping.
-    sharding : how the work is shared between virtual cores; None is one core.
+    block_size : B. The SDK's is 512; a CPU needs tens of rows a weight.
+    provision : the formula of N, in `PROVISION`.
+    sharding : how virtual cores share the work; None is one core.
 
-    Attributes:
-    blocks : blocks provisioned (N), summed over calls; live : of these, with a token; computed : of these, computed.
-    row_loads, weight_loads : loads of token rows [H] and of experts' weights, done and skipped, relative to a load for
-        each slot and for each block of those computed.
+    Attributes, summed over calls:
+    blocks, live, computed : blocks provisioned (N), those of them with a token, those computed.
+    row_loads, weight_loads : of token rows [H] for each slot, and of an expert's weights for each block computed.
     reduced : values that cores exchanged to add up their partial results.
     """
 
@@ -121,8 +103,7 @@ class Blockwise(Executor):
 
     def _core(self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """What one core contributes by computing some blocks: [T, H]."""
-        out = zeros(x, weights, experts)
-        of = m.block_to_expert.tolist()
+        out, of = zeros(x, weights, experts), m.block_to_expert.tolist()
         for key, group in groupby(blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))):
             run = list(group)
             expert_weights = experts.weights(of[run[0]])
@@ -130,9 +111,8 @@ class Blockwise(Executor):
             used = (tokens >= 0).nonzero().flatten()
             t, w = tokens[used], weights.new_zeros(len(tokens))
             w[used] = weights[t, choices[used]]
-            rows = x[tokens.clamp(min=0)] if not self.skip_tokens else x.new_zeros(len(tokens), x.shape[1])
-            if self.skip_tokens:
-                rows[used] = x[t]
+            rows = x.new_zeros(len(tokens), x.shape[1]) if self.skip_tokens else x[tokens.clamp(min=0)]
+            rows[used] = x[t]
             if self.sharding is None or self.sharding.on == "block":
                 y = experts.weighted(rows, w, expert_weights)
             else:
@@ -140,6 +120,6 @@ class Blockwise(Executor):
                 self.reduced += exchanged
             out.index_add_(0, t, y[used].to(out.dtype))
             loaded = len(used) if self.skip_tokens else len(tokens)
-            self.row_loads.add(loaded, len(tokens) - loaded, x.shape[1] * x.element_size())
-            self.weight_loads.add(1, len(run) - 1, nbytes(expert_weights))
+            self.row_loads.add(loaded, len(tokens) - loaded)
+            self.weight_loads.add(1, len(run) - 1)
         return out.to(x.dtype)

@@ -1,4 +1,4 @@
-"""What all executors share: the call, dispatch by expert, the sum, and exact counts; and the two simplest executors.
+"""What executors share: the call, dispatch by expert, the sum, and counts; and the two simplest executors.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    experts    →  [T, H]
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """Exact counts of what an executor has done since it was made or `reset`."""
+    """Exact counts of what an executor has done."""
 
     routed: int = 0         # choices of an expert by a token; executed and dropped add up to it
     executed: int = 0
@@ -50,9 +50,6 @@ class Tally:
         self.executed += executed
         self.slots += slots
 
-    def reset(self) -> None:
-        self.routed = self.executed = self.slots = 0
-
 
 class Executor(ABC):
     """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`."""
@@ -74,7 +71,7 @@ class Executor(ABC):
 
 
 class Exact(Executor):
-    """transformers' eager arithmetic, bit for bit (`moelab.models.eager`), counted."""
+    """transformers' eager arithmetic, bit for bit (`moelab.models.eager`)."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         n = int((ids < experts.num_experts).sum())
@@ -85,20 +82,16 @@ class Exact(Executor):
 class Sorted(Executor):
     """One stable sort of all choices, one product an expert on its contiguous rows, one scatter at the end.
 
-    Source: the permutation that every MoE kernel starts with (MegaBlocks, Gale et al. 2023). It runs every architecture
-    with weights from any source, and is what faster executors fall back on.
+    Source: MegaBlocks (Gale et al. 2023). Runs every architecture; what faster executors fall back on.
     """
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         order = dispatch(ids, experts.num_experts)
-        n = len(order)
-        self.count(n, n, n)
+        self.count(len(order), len(order), len(order))
         rows, w = x[order.tokens], weights[order.tokens, order.choices]
         parts = [experts.weighted(rows[of], w[of], experts.weights(e)) for e, of in order.hit()]
         return scatter(x, weights, order.tokens, torch.cat(parts) if parts else x[:0], experts)
 
-
-# ------------------------------------------------------------------------------------------- dispatch and combination
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
@@ -144,8 +137,6 @@ def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any)
     return out.index_add_(0, tokens, y.to(out.dtype)).to(x.dtype)
 
 
-# -------------------------------------------------------------------------------------- what an experts module is like
-
 def local_experts(experts: Any) -> Sequence[int]:
     """The experts whose weights this process has: all, except on a rank that holds some (`ShardedExperts`)."""
     held = getattr(experts.source, "held", None)
@@ -153,8 +144,7 @@ def local_experts(experts: Any) -> Sequence[int]:
 
 
 def plain(experts: Any) -> bool:
-    """Whether an expert is nothing but up, gate, down, and its output is weighted; unlike Llama 4's (the input is),
-    Switch's (modules of its own), and those that a norm follows."""
+    """Whether an expert is up, gate, down, and its output is weighted; not Llama 4's, Switch's, or one with a norm."""
     return _usual(type(experts)) and not experts.has_post_expert_norm
 
 
@@ -182,10 +172,7 @@ _SILU: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up, gate first: probed once for each module.
-
-    With numbers of both signs and all sizes, each as gate with each as up: some architectures clamp either, at 7 or 10.
-    """
+    """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures clamp at 7 or 10."""
     if experts not in _SILU:
         far = torch.logspace(-2, 6, 25)
         gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")
@@ -195,5 +182,5 @@ def silu_gated(experts: Any) -> bool:
 
 
 def wants_grad(*tensors: Tensor) -> bool:
-    """Whether what is computed from these may need a gradient, which compiled kernels do not record."""
+    """Whether a result of these may need a gradient, which compiled kernels do not record."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,9 +1,8 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is measured on this machine.
 
-Source: "automatic choice" of the AWS Neuron MoE guide, by sizes alone (`moelab.experts.neuron`); here it is measured at
-run time. The first time that an expert's shape has more tokens than experts to go to, both compute one of its
-experts with 8, 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both are
-lossless, so the choice changes no result beyond rounding.
+The first time that a shape of experts has more tokens than experts, both compute one expert with 8, 32 and 128 tokens,
+a few milliseconds each; GEMV is used up to about where it starts to lose. Both are lossless, so the choice changes no
+result beyond rounding.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ from moelab.kernels.linear import crossover
 class Fast(Executor):
     """`GEMV` up to so many tokens an expert, then `Sorted` or `Packed`.
 
-    few : GEMV computes steps with at most so many tokens an expert (T·K / E) on average; None measures it.
-    packed : compute many tokens with packed weights, which takes as much memory again as the weights.
-
-    `measured` is (shape of an expert's weights, dtype, layout, threads) → `few`.
+    few : tokens an expert (T·K / E) up to which GEMV is used; None measures it.
+    packed : compute many tokens with packed weights, which take as much memory again.
     """
 
     def __init__(self, few: float | None = None, packed: bool = False) -> None:
         super().__init__()
-        self.few, self.measured = few, {}
+        self.few, self.measured = few, {}           # measured: (weights' shapes, dtype, layout, threads) → few
         self.gemv, self.many = GEMV(), Packed() if packed else Sorted()
         self.gemv.tally = self.many.tally = self.tally
 

@@ -1,13 +1,8 @@
 """GEMMs for many tokens: torch's grouped product over all experts, and oneDNN's products with weights packed once.
 
-`GroupedMM`: `torch.nn.functional.grouped_mm`, as transformers' `grouped_mm_experts_forward` uses it. Rows sorted by
-expert are multiplied with the stacked weights [E, …]; offsets say where each expert's rows end.
-
-`Packed`: each expert's matrices in the blocked layout that oneDNN's kernels read, as torch.compile does it on CPUs
-(`torch.ops.mkldnn._reorder_linear_weight` and `_linear_pointwise`, private to torch). An ordinary product packs the
-weights each time it is called, which for the few dozen rows of an expert costs as much as the product; here it is done
-once. The packed copy takes as much memory again as the weights. With many tokens the experts are shared out among
-workers, those with most tokens first, each computed by one.
+An ordinary product packs its weights into oneDNN's blocked layout each time, which for the few dozen rows of an expert
+costs as much as the product. `Packed` does it once, as torch.compile does on CPUs (`torch.ops.mkldnn`, private to
+torch): the copy takes as much memory again as the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from moelab.experts.executor import (Dispatch, Sorted, activate, banks, dispatch
                                      zeros)
 
 _GROUPED_MM = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-
 _OPS = torch.ops.mkldnn
 AVAILABLE = torch.backends.mkldnn.is_available() and all(
     hasattr(_OPS, name) for name in ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported",
@@ -37,20 +31,16 @@ ROWS = 8
 
 
 class GroupedMM(Sorted):
-    """torch's grouped product on stacked weights.
-
-    `Sorted` where weights come one by one from a source, an expert is not plain, or this torch has no kernel for the
-    device, type or alignment (16 bytes).
-    """
+    """`torch.nn.functional.grouped_mm` of rows sorted by expert and stacked weights [E, …]; `Sorted` with a source, for
+    experts that are not plain, and where torch has no kernel for the device, type or alignment (16 bytes)."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if not plain(experts) or not all(_usable(x, banks(experts, name)) for name in names(experts)):
             return super().run(x, ids, weights, experts)
         order = dispatch(ids, experts.num_experts)
-        n = len(order)
-        if n == 0:
+        if not len(order):
             return super().run(x, ids, weights, experts)
-        self.count(n, n, n)
+        self.count(len(order), len(order), len(order))
         up, down = names(experts)
         h = activate(experts, _grouped_linear(x[order.tokens], experts, up, order))
         y = _grouped_linear(h, experts, down, order) * weights[order.tokens, order.choices][:, None]
@@ -73,22 +63,19 @@ def _grouped_linear(rows: Tensor, experts: Any, name: str, order: Dispatch) -> T
 class Packed(Sorted):
     """oneDNN products with packed weights; a parameter that was changed is packed again.
 
+    With many tokens the experts are shared out among workers, those with most tokens first, each computed by one.
     `Sorted` where torch's private operations are missing, for experts that are not plain, other devices, mixed types,
     gradients, bf16 and fp16 without the processor's instructions for them, and experts from a source, whose memory may
-    be used again, unless they are `immutable`.
-
-    immutable : experts from a source are packed and kept too, by layer and number: the source must always give the
-        same values for the same expert.
+    be used again.
     """
 
-    def __init__(self, immutable: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.immutable = immutable
         # (expert, name) → version and owner of what was packed, and the packed weight
         self._packed: WeakKeyDictionary[Any, dict[tuple[int, str], tuple]] = WeakKeyDictionary()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if not AVAILABLE or not plain(experts) or not (experts.source is None or self.immutable):
+        if not AVAILABLE or not plain(experts) or any(banks(experts, name) is None for name in names(experts)):
             return super().run(x, ids, weights, experts)
         order = dispatch(ids, experts.num_experts)
         hit = order.hit()
@@ -98,38 +85,33 @@ class Packed(Sorted):
             return super().run(x, ids, weights, experts)
         n = len(order)
         self.count(n, n, n)
-        w = weights[order.tokens, order.choices]
+        w, (up, down) = weights[order.tokens, order.choices], names(experts)
         y = zeros(x, weights, experts).new_empty(n, x.shape[1])
 
         def compute(left: Iterator[tuple[int, slice]]) -> None:
             for e, of in left:
-                torch.mul(self._ffn(x[order.tokens[of]], experts, e), w[of, None], out=y[of])
-        if experts.source is None and n >= len(hit) * ROWS and len(hit) > 1 < torch.get_num_threads():
+                h = activate(experts, self._linear(x[order.tokens[of]], experts, e, up))
+                torch.mul(self._linear(h, experts, e, down), w[of, None], out=y[of])
+        if n >= len(hit) * ROWS and len(hit) > 1 < torch.get_num_threads():
             _in_workers(compute, iter(sorted(hit, key=lambda found: found[1].start - found[1].stop)))
         else:
             compute(iter(hit))
         return scatter(x, weights, order.tokens, y, experts)
 
-    def _ffn(self, x: Tensor, experts: Any, e: int) -> Tensor:
-        up, down = names(experts)
-        return self._linear(activate(experts, self._linear(x, experts, e, up)), experts, e, down)
-
     def _linear(self, x: Tensor, experts: Any, e: int, name: str) -> Tensor:
         kept, bank = self._packed.setdefault(experts, {}), banks(experts, name)
         # a bank that was replaced or changed since has another version; tensors of inference mode do not tell
-        version = None if bank is None else (id(bank), 0 if bank.is_inference() else bank._version)
+        version = id(bank), 0 if bank.is_inference() else bank._version
         found = kept.get((e, name))
-        if found is None or found[0] != version or (bank is not None and found[1]() is None):
+        if found is None or found[0] != version or found[1]() is None:     # while the bank lives, no other has its id
             weight = experts.weights(e)[name].detach()
             weight = weight.mT.contiguous() if experts.is_transposed else weight
-            owner = None if bank is None else ref(bank)         # while it lives, no other object has its id
-            found = kept[e, name] = version, owner, _OPS._reorder_linear_weight(weight)
+            found = kept[e, name] = version, ref(bank), _OPS._reorder_linear_weight(weight)
         bias = experts.weights(e)[name + "_bias"] if experts.has_bias else None
         return _OPS._linear_pointwise(x, found[2], bias, "none", [], "")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed weights kept."""
         return sum(packed.numel() * packed.element_size()
                    for kept in self._packed.values() for *_, packed in kept.values())
 

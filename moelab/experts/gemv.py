@@ -1,11 +1,9 @@
 """Decode by GEMV: all experts of the step in two calls, each weight read once, as bf16, from where it lies.
 
-Source: AWS Neuron's MoE guide, "Memory-bound characteristics of token generation" (an expert's weights are read for
-one token); NPUMoE, "Limitation", before §6, on its decode. One call of `moelab.kernels.products` multiplies up for all
-experts, the architecture's own gate runs on the small [n, 2I], one call multiplies down, and the weighted sum follows
-in fp32; where the gate is SiLU, all of it is one call. Nothing is gathered, packed or cached, so weights may lie
-anywhere: banks, a source, the slots of the offloading engine. Sums are in fp32; unlike in eager, what is between up
-and down is not rounded to the model's dtype. Any number of tokens is computed.
+Source: AWS Neuron's MoE guide, "Memory-bound characteristics of token generation"; NPUMoE, "Limitation", before §6, on
+its decode. One call multiplies up for all experts, the architecture's own gate runs on [n, 2I], one call multiplies
+down, and the weighted sum follows; where the gate is SiLU, all of it is one call. Nothing is gathered, packed or
+cached, so weights may lie anywhere. Sums are in fp32; unlike in eager, what is between up and down is not rounded.
 """
 
 from __future__ import annotations
@@ -26,16 +24,10 @@ except ModuleNotFoundError as error:
         raise
     products = None
 
-#: a weight's exponents and `mantissa << 1 | sign`, uint8, with as many entries as the weight has
-Planes = tuple[Any, Any]
-
 
 class GEMV(Sorted):
-    """numba products with weights as they lie.
-
-    `Sorted` where numba is missing, for experts that are not plain, weights that are not contiguous, mixed types, other
-    devices and gradients.
-    """
+    """numba products with weights as they lie; `Sorted` where numba is missing, for experts that are not plain, weights
+    that are not contiguous, mixed types, other devices and gradients."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if not _computable(x, weights, experts):
@@ -57,7 +49,7 @@ class GEMV(Sorted):
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
         """(kind, of up and down (addresses [M, 4], R), what must live), or None if these weights are not for us.
 
-        A source may have `addresses(layer, experts, dtype)`, which says at once where its contiguous tensors lie.
+        A source may have `addresses(layer, experts, dtype)`: where its contiguous tensors lie.
         """
         find = getattr(experts.source, "addresses", None)
         if find is not None and (places := find(experts.layer, hit.tolist(), dtype)) is not None:
@@ -102,7 +94,7 @@ class PlanesGEMV(GEMV):
         `moelab.store.planes.StorePlanes(store)` is one.
     """
 
-    def __init__(self, planes: Callable[[int, int], dict[str, Planes]]) -> None:
+    def __init__(self, planes: Callable[[int, int], dict[str, tuple[Any, Any]]]) -> None:
         super().__init__()
         self.planes = planes
         self.identity, self.name = getattr(planes, "identity", None), getattr(planes, "name", None)   # whose weights

@@ -1,15 +1,9 @@
 """All experts, selective loading, and the Neuron SDK's choice among its algorithms (AWS Neuron MoE guide).
 
-`AllExperts` ("All-Experts algorithm"): when a batch needs nearly every expert anyway, load every expert once, compute
-every token with it and mask what was not routed. Shapes are static, loads are long; the price is E/K times the
-arithmetic. Rows computed: T·E.
-
-`Selective` ("Selective loading algorithm"): decode is bound by reading weights, so a step reads each expert that any of
-its tokens chose, once, and no other. It pays while batch · K is well below E: 1 − unique/E of the weights are not read.
-The guide estimates `unique` by its worst case min(batch · K, E) (`provisioned_savings`); sequences that agree need
-fewer (`expected_unique`). Rows computed: T·K. Left out: the guide's static form, a copy of K experts for every token.
-
-`NeuronRule` (`ExpertMLPsV2`) chooses by sizes alone. α is 1.0 in the code and "typically between 0.8-1" in the guide:
+`AllExperts` ("All-Experts algorithm") computes T·E rows, E/K times the arithmetic, with static shapes. `Selective`
+("Selective loading algorithm") reads each expert that any token of the step chose, once, and no other: 1 − unique/E of
+the weights are not read, which pays while batch · K is well below E. `NeuronRule` (`ExpertMLPsV2`) chooses by sizes
+alone; α is 1.0 in the code and "typically between 0.8-1" in the guide:
 
     token generation:  T·K ≥ α·E → all experts, else selective
     prompt:            a capacity factor → capacity; T·K < α·E → selective; T·K < B → all experts; else blockwise
@@ -24,17 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.blockwise import Blockwise, Loads, nbytes
-from moelab.experts.executor import Executor, dispatch, local_experts, zeros
+from moelab.experts.blockwise import Blockwise, Loads
+from moelab.experts.executor import Executor, Sorted, local_experts, zeros
 from moelab.experts.static import CapacityFactor
 
 
 class AllExperts(Executor):
-    """Every expert on every token; lossless.
-
-    A token that chose an expert twice contributes once, with the sum of the two weights; for experts whose *input* is
-    weighted (Llama 4) that is another number, but their routers choose no expert twice.
-    """
+    """Every expert on every token, what was not routed masked; an expert chosen twice runs once, with both weights."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         T, E, local = len(x), experts.num_experts, local_experts(experts)
@@ -49,37 +39,29 @@ class AllExperts(Executor):
         return out.to(x.dtype)
 
 
-class Selective(Executor):
-    """The unique experts of the step, each one's weights loaded once; lossless. `loads.savings` is 1 − unique/E."""
+class Selective(Sorted):
+    """`Sorted`, with the unique experts of each step counted; `loads.savings` is 1 − unique/E."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loads = Loads()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        d = dispatch(ids, experts.num_experts)
-        w = weights[d.tokens, d.choices]
-        out, unique, size = zeros(x, weights, experts), d.hit(), 0
-        for e, where in unique:
-            expert_weights = experts.weights(e)
-            size = nbytes(expert_weights)
-            y = experts.weighted(x[d.tokens[where]], w[where], expert_weights)
-            out.index_add_(0, d.tokens[where], y.to(out.dtype))
-        if unique:
-            self.loads.add(len(unique), experts.num_experts - len(unique), size)
-        self.count(len(d), len(d), len(d))
-        return out.to(x.dtype)
+        out, E = super().run(x, ids, weights, experts), experts.num_experts
+        if unique := len(ids[ids < E].unique()):
+            self.loads.add(unique, E - unique)
+        return out
 
 
 def provisioned_savings(batch: int, K: int, E: int) -> float:
-    """What a static graph for min(batch · K, E) experts, the guide's "max unique experts", saves of the loads."""
+    """Share of the loads that a static graph for min(batch · K, E) experts ("max unique experts") saves."""
     return 1 - min(batch * K, E) / E
 
 
 def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
     """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
 
-    inclusion : [E], the probability that a token chooses each expert; they sum to K. `[K / E] * E` if balanced.
+    inclusion : [E], the probability p_e that a token chooses each expert; `[K / E] * E` if balanced.
     """
     return sum(1 - (1 - p) ** batch for p in inclusion)
 
@@ -97,12 +79,9 @@ def neuron_choice(T: int, K: int, E: int, *, decode: bool, block_size: int = 512
 
 
 class NeuronRule(Executor):
-    """Runs each step by `neuron_choice`; lossless without a capacity factor.
+    """Runs each step by `neuron_choice`; lossless without a capacity factor. `chosen` counts the algorithms.
 
-    capacity_factor, block_size, alpha : the SDK's settings and their defaults.
     batch : sequences that decode together. An executor sees T tokens only: up to `batch` are taken for a decode step.
-
-    `chosen` counts how often each algorithm was chosen; the `executors` share this one's tally.
     """
 
     def __init__(self, capacity_factor: float | None = None, block_size: int = 512, alpha: float = 1.0,

@@ -1,8 +1,7 @@
 """Experts in fewer bits: bf16, FP8, INT8 and MXFP4, what each costs in accuracy, and products on INT8 weights.
 
-Sources: Neuron MoE guide, "MoE Quantization Support"; OCP Microscaling Formats (MX) v1.0, §5.3.3, §6.3. Weight-only:
-a weight is dequantised to the dtype it came from before it is used, so memory is saved, not arithmetic; `Int8` alone
-multiplies the codes themselves. Biases stay as they are.
+Sources: Neuron MoE guide, "MoE Quantization Support"; OCP Microscaling Formats (MX) v1.0, §5.3.3, §6.3. A weight is
+dequantised to its dtype before it is used; `Int8` alone multiplies the codes themselves. Biases stay as they are.
 
     format   a value                       scale                                          bytes a weight
     bf16     16 bits                       –                                              2
@@ -10,14 +9,9 @@ multiplies the codes themselves. Biases stay as they are.
     int8     −127 … 127, symmetric         float32 a channel: max |w| / 127               1 + 4/n
     mxfp4    e2m1: 0 ½ 1 1½ 2 3 4 6, ±     e8m0 (a power of two) for 32 values            17/32 (n a multiple of 32)
 
-A channel is an *output* of the matrix and n its inputs, along which the scale is shared, so that a kernel could apply
-it after the product; this is how the guide's "FP8 along the hidden dimension" is read. MXFP4 blocks run along the
-inputs too, as GPT-OSS stores them. Its shared exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2, and values round to nearest,
-ties to even. A block's maximum can then be up to 8 · 2^X, and what is above 6 · 2^X saturates. `mxfp4-up` is the rule
-without saturation: the smallest X with max|w| ≤ 6 · 2^X.
-
-Left out: activations in fewer bits, calibration-based rounding (GPTQ, AWQ), and torch's scaled FP8 product, which on
-CPUs without FP8 units was many times slower than bf16.
+A channel is an *output* of the matrix and n its inputs, along which the scale is shared (the guide's "FP8 along the
+hidden dimension"). MXFP4 blocks run along the inputs too, as in GPT-OSS. The exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2,
+rounding to nearest even; what is above 6 · 2^X saturates. `mxfp4-up` takes the smallest X with max|w| ≤ 6 · 2^X.
 """
 
 from __future__ import annotations
@@ -86,13 +80,11 @@ class MXFP4(Kept):
 
 
 def quantize_fp8(w: Tensor, axis: int = -1) -> Scaled:
-    """e4m3 with a scale for every channel, shared along `axis`."""
     scale = _scale(w, axis, FP8_MAX)
     return Scaled((w.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
 
 
 def quantize_int8(w: Tensor, axis: int = -1) -> Scaled:
-    """Symmetric INT8 with a scale for every channel, shared along `axis`; nearest even."""
     scale = _scale(w, axis, 127)
     return Scaled((w.float() / scale).round().clamp(-127, 127).to(torch.int8), scale)
 
@@ -103,11 +95,7 @@ def _scale(w: Tensor, axis: int, largest: float) -> Tensor:
 
 
 def quantize_mxfp4(w: Tensor, axis: int = -1, saturate: bool = True) -> MXFP4:
-    """MXFP4 in blocks of 32 along `axis`.
-
-    saturate : OCP's shared exponent, under which a block's largest values may be clipped to 6; False adds one to it
-        where they would be.
-    """
+    """MXFP4 in blocks of 32 along `axis`; `saturate=False` adds one to OCP's exponent where values would be clipped."""
     length = w.shape[axis]
     values = w.float().movedim(axis, -1).contiguous()
     values = torch.nn.functional.pad(values, (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))       # [..., n/32, 32]
@@ -115,16 +103,12 @@ def quantize_mxfp4(w: Tensor, axis: int = -1, saturate: bool = True) -> MXFP4:
     shared = exponent - 3 if saturate else exponent - 3 + (mantissa > 0.75).int()
     shared = shared.masked_fill(mantissa == 0, -127).clamp(-127, 127)
     scaled = torch.ldexp(values, -shared)
-    codes = torch.bucketize(scaled.abs(), _boundaries(scaled.device)) | scaled.signbit().long() << 3
+    # Code i is taken in (b[i−1], b[i]]: midpoints of the grid, just below where a tie goes up to an even code.
+    middle = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])], device=scaled.device)
+    middle[1::2] = middle[1::2].nextafter(middle.new_zeros(()))
+    codes = torch.bucketize(scaled.abs(), middle) | scaled.signbit().long() << 3
     low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return MXFP4(low | high << 4, (shared.squeeze(-1) + 127).to(torch.uint8), axis, length)
-
-
-def _boundaries(device: torch.device) -> Tensor:
-    """Code i is taken in (b[i−1], b[i]]: midpoints of the grid, just below where a tie goes up to an even code."""
-    middle = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])], device=device)
-    below = torch.nextafter(middle, torch.zeros_like(middle))
-    return torch.where(torch.arange(len(middle), device=device) % 2 == 1, below, middle)
 
 
 #: format → (tensor, axis along which scales are shared) → quantised tensor
@@ -143,13 +127,10 @@ def quantize(w: Tensor, format: str, axis: int = -1) -> Kept:
     return FORMATS[format](w.detach(), axis)
 
 
-# ------------------------------------------------------------------------------------------------------- a whole model
-
 class Quantized:
     """Every routed expert of a model in one format, as a source for the seam that dequantises on use.
 
-        with plugged(model, source=Quantized(plug(model), "mxfp4")):        # or plug(model, source=…)
-            model.generate(…)
+        plug(model, source=Quantized(plug(model), "mxfp4"))
 
     layers : MoE layers behind the seam, whose experts' present weights are quantised; own parameters stay in memory.
     """
@@ -183,11 +164,8 @@ class Quantized:
 class Int8(Sorted):
     """Products of float rows with the codes of `Quantized(layers, "int8")`, by `torch._weight_int8pack_mm` (private).
 
-    A matrix is read at one byte a weight, widened in registers, multiplied in float32, scaled and rounded to the dtype
-    of the rows, to which scales are rounded too. `Sorted`, which dequantises, where torch lacks the product, for
-    sizes that are no multiples of 32, transposed layouts, experts that are not plain, and other devices.
-
-    ValueError : when run on experts from another source.
+    Sums are in float32, scales and results in the dtype of the rows. `Sorted`, which dequantises, where torch lacks the
+    product, for sizes that are no multiples of 32, transposed layouts, experts that are not plain, and other devices.
     """
 
     lossless = False            # every choice is executed, but weights are rounded
@@ -204,8 +182,7 @@ class Int8(Sorted):
         if any(first[name].codes.shape[1] % INT8_MULTIPLE for name in (up, down)):
             return super().run(x, ids, weights, experts)
         order = dispatch(ids, experts.num_experts)
-        n = len(order)
-        self.count(n, n, n)
+        self.count(len(order), len(order), len(order))
         rows, w = x[order.tokens], weights[order.tokens, order.choices]
         parts = [x[:0]]
         for e, of in order.hit():
@@ -216,7 +193,6 @@ class Int8(Sorted):
 
 
 def _int8_linear(x: Tensor, kept: dict[str, Any], name: str) -> Tensor:
-    """x [n, in] → [n, out]."""
     y = torch._weight_int8pack_mm(x.contiguous(), kept[name].codes, kept[name].scale.to(x.dtype).view(-1))
     return y + kept[name + "_bias"].tensor if name + "_bias" in kept else y
 
@@ -226,15 +202,12 @@ class LayerError(NamedTuple):
 
     weights: float          # of the experts that are hit
     experts: float          # of their outputs
-    layer: float            # of the layer's routed output, the weighted sum of these (shared experts left out)
+    layer: float            # of the layer's routed output, their weighted sum
 
 
 def layer_error(experts: Any, source: Callable[[int, int], dict[str, Tensor]], x: Tensor, ids: Tensor,
                 weights: Tensor) -> LayerError:
-    """What a source's weights change in one layer, against the experts' present weights, both computed in float32.
-
-    x : router inputs [T, H]; ids, weights : the routing [T, K], the same for both.
-    """
+    """What a source's weights change in one layer against the present ones, in float32: x [T, H], routing [T, K]."""
     x, weights = x.float(), weights.float()
     plan = dispatch(ids.long(), experts.num_experts)
     errors = {"weights": [0.0, 0.0], "experts": [0.0, 0.0]}

@@ -2,14 +2,11 @@
 
 Sources: Neuron MoE guide, "Router" and "Router execution in sequence parallel mode"; the group limits are DeepSeek-V3
 §2.1.2 (arXiv 2412.19437) and DeepSeek-V2 §2.1.3 (2405.04434), sparsemixer is GRIN's (2409.12136), top-1 with capacity
-Switch's (2101.03961, §2.2). A *rule* is a pure function of the logits (and of a correction bias that acts on the
-choice alone); `LinearRouter` is a rule with a router's weights in front. The arithmetic, dtypes included, is
-transformers' own: `LinearRouter.of` refuses what differs from the live router in any id or bit of the weights.
+Switch's (2101.03961, §2.2). A *rule* is a pure function of the logits and of a correction bias that acts on the choice
+alone; `LinearRouter` has a router's weights in front. Arithmetic and dtypes are transformers' own. Which of two experts
+with equal scores is chosen is undefined (`torch.topk`). Left out: training (jitter, sampling, auxiliary losses).
 
     x [..., H]  →  logits [..., E]  →  ids [T, K], E means "no expert"    weights [T, K]
-
-Which of two experts with equal scores is chosen is left to `torch.topk`, which promises nothing (argmax, in `Top1` and
-`Sparsemixer`, takes the lowest id on CPUs). Left out: training (jitter, sampling, auxiliary losses).
 """
 
 from __future__ import annotations
@@ -43,9 +40,8 @@ class Groups:
     """Only experts of the `best` of `n` groups can be chosen; a group is E/n neighbouring experts.
 
     score : a group's score: "two best" (DeepSeek-V3: the sum of its two best scores) or "max" (DeepSeek-V2).
-    mask : the score that experts of other groups get. −inf excludes them (transformers). 0.0 (the Neuron SDK's
-        `GroupLimitedRouter`) does not where scores can be negative: with a correction bias below −1 every masked
-        expert beats those of the chosen groups.
+    mask : the score of experts in other groups. −inf excludes them (transformers); 0.0 (the Neuron SDK's
+        `GroupLimitedRouter`) does not where a correction bias makes scores negative.
     """
 
     n: int
@@ -60,7 +56,7 @@ class Groups:
             raise ValueError(f"{self.best} of {self.n} groups cannot be chosen; choose 1 to {self.n}")
 
     def chosen(self, scores: Tensor) -> Tensor:
-        """bool [T, E], whether the expert's group is among the best; scores [T, E]."""
+        """Whether the expert's group is among the best: scores [T, E] → bool [T, E]."""
         T, E = scores.shape
         if E % self.n or self.score == "two best" and E // self.n < 2:
             raise ValueError(f"{E} experts cannot be split into {self.n} equal groups" +
@@ -99,8 +95,7 @@ class TopK:
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> Routing:
-        """Route logits [..., E]; correction [E] is added, for the choice alone, to the affinities (DeepSeek-V3),
-        or with before=False to the logits."""
+        """Route logits [..., E]; correction [E] is added, for the choice alone, to what is compared."""
         logits = logits.reshape(-1, logits.shape[-1])
         E = logits.shape[1]
         if self.K > E or self.groups is not None and self.K > self.groups.best * (E // self.groups.n):
@@ -129,7 +124,6 @@ class Sparsemixer:
     """Phi-3.5-MoE at inference: the two highest logits, each weighted by a softmax over the logits near it.
 
     Near is within 2·jitter of it, relative to the larger of |logit| and it; the second is weighted without the first.
-    The weights do not sum to one.
     """
 
     jitter: float = 0.01
@@ -178,8 +172,6 @@ def _no_correction(correction: Tensor | None) -> None:
         raise ValueError("this router has no correction bias")
 
 
-# ------------------------------------------------------------------------------------------------------ architectures
-
 Rule = TopK | Sparsemixer | Top1
 
 #: `MoESpec.router` → its rule
@@ -200,13 +192,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def router_for(source: Any, **facts: Any) -> Rule:
-    """The rule by which an architecture routes.
-
-    source : a transformers config, or a `MoESpec`.
-    facts : fields of the rule that the source does not tell (a spec: `normalise`, `groups`, `capacity`), or that are
-        to differ.
-    ValueError : the architecture's router is none of these rules, or a spec lacks a fact.
-    """
+    """The rule of a transformers config or `MoESpec`, with `facts` that it does not tell (`NEEDS`) or that differ."""
     if isinstance(source, MoESpec):
         if source.router not in ROUTERS:
             raise ValueError(f"{source.name}: no rule for a router of the kind {source.router!r}; there are "
@@ -251,10 +237,6 @@ def _laguna(c: Any, K: int) -> TopK:
     return TopK(K, "sigmoid", normalise=True)
 
 
-def _top1(c: Any, K: int) -> Top1:
-    return Top1(c.expert_capacity, getattr(torch, c.router_dtype), getattr(c, "dtype", None))
-
-
 _v3 = Architecture(_deepseek_v3, torch.float32)
 _qwen = Architecture(lambda c, K: TopK(K, normalise=c.norm_topk_prob))
 _renormalised = Architecture(lambda c, K: TopK(K, normalise=True))
@@ -294,7 +276,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "laguna": Architecture(_laguna, wide=True, back=True),
     **dict.fromkeys(("minimax_m2", "minimax_m3_vl_text", "step3p7_text"), _minimax_m2),
     "phimoe": Architecture(lambda c, K: Sparsemixer(c.router_jitter_noise, K)),
-    "switch_transformers": Architecture(_top1),
+    "switch_transformers": Architecture(lambda c, K: Top1(c.expert_capacity, getattr(torch, c.router_dtype),
+                                                          getattr(c, "dtype", None))),
 }
 
 #: model_type → why its router is none of these rules
@@ -347,7 +330,7 @@ class LinearRouter:
     def of(cls, layer: Any, config: Any, **facts: Any) -> LinearRouter:
         """The router of a live model's `moelab.models.MoELayer`; `config` and `facts` as of `router_for`.
 
-        ValueError : no rule for this architecture, or one with another result for random hidden states, bit for bit.
+        ValueError : no rule for this architecture, or another id or bit of the weights for random hidden states.
         """
         inner = config.get_text_config() if hasattr(config, "get_text_config") else config
         known, rule, module = _architecture(inner), router_for(config, **facts), layer.router
@@ -379,9 +362,7 @@ class LinearRouter:
 def route_in_shards(shards: Sequence[Tensor], router: LinearRouter) -> Routing:
     """Sequence parallel routing: every shard [T_n, H] by itself, and the selection [T, K] gathered.
 
-    Equal bit for bit to selecting from the ranks' gathered logits, and to one router over all T tokens wherever the
-    logits are: products of other row counts may round fp32 logits differently, and so may torch's sigmoid on CPUs where
-    E is no multiple of 32. `moelab.parallel.volumes.gather_volume` has the bytes.
+    Bit-identical to one router over all tokens wherever the logits are: products of other row counts may round them.
     """
     if isinstance(router.rule, Top1):
         raise ValueError("a top-1 router with capacity cannot route shards of a sequence: who finds room depends on "

@@ -1,19 +1,16 @@
 """Cutting experts along H or I, and sharing blocks between cores (AWS Neuron MoE guide, "LNC2 sharding strategies").
 
-Along I, gate and up are cut by columns and down by rows: every part computes a partial sum over I, and one addition
-ends the layer. Along H, gate and up are cut by rows and down by columns: sums are completed before the activation.
+Along I, gate and up are cut by columns and down by rows: the parts' results are added. Along H, gate and up are cut by
+rows and down by columns: sums are completed before the activation.
 
     gate_up_proj [2I, H] (transposed [H, 2I]; gate and up one after the other, or interleaved)    down_proj [H, I]
 
-A logical NeuronCore is n ≥ 2 physical ones. They can split each block's product along H or I, or take different blocks
-and add their outputs at the end. In `Sharding` the cores are virtual and run one after the other: every partial sum is
-really formed, so the result can be compared with that of one core and the exchange counted.
+The n physical cores of a logical NeuronCore split each block's product along H or I, or take different blocks and add
+their outputs at the end. The cores of `Sharding` are virtual and run one after the other, forming every partial sum.
 
     H: [B, H/n] @ [H/n, 2I] → add → gate → [B, I] @ [I, H/n]        exchanged: (n − 1) · B · 2I values
     I: [B, H] @ [H, 2I/n] → gate → [B, I/n] @ [I/n, H] → add        exchanged: (n − 1) · B · H
     block: cores have an output [T, H] each → add                   exchanged: (n − 1) · T · H
-
-Dimensions that the parts do not divide are cut unevenly.
 """
 
 from __future__ import annotations
@@ -46,8 +43,13 @@ def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weigh
             raise ValueError(f"no rule how to cut the experts' tensor {name!r}; known are {', '.join(UP + DOWN)} and "
                              f"their biases. Expert parallelism needs none")
         if (matrix in UP) == (on == "I"):                       # along its outputs
-            dim, pair = tensor.dim() - 1 if transposed else 0, matrix in UP and getattr(experts, "has_gate", False)
-            made[name] = _cut_pair(tensor, dim, part, parts, experts) if pair else _cut(tensor, dim, part, parts)
+            dim = tensor.dim() - 1 if transposed else 0
+            if matrix in UP and getattr(experts, "has_gate", False):            # the same part of gate and of up
+                concatenated = getattr(experts, "is_concatenated", True)
+                apart = tensor.unflatten(dim, (2, -1) if concatenated else (-1, 2))
+                made[name] = _cut(apart, dim + 1 if concatenated else dim, part, parts).flatten(dim, dim + 1)
+            else:
+                made[name] = _cut(tensor, dim, part, parts)
         elif name == matrix:                                    # along its inputs
             made[name] = _cut(tensor, 0 if transposed else 1, part, parts)
         else:
@@ -58,13 +60,6 @@ def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weigh
 def _cut(tensor: Tensor, dim: int, part: int, parts: int) -> Tensor:
     sizes = share(tensor.shape[dim], parts)
     return tensor.narrow(dim, sum(sizes[:part]), sizes[part])
-
-
-def _cut_pair(tensor: Tensor, dim: int, part: int, parts: int, experts: Any) -> Tensor:
-    """A part of gate and the same of up, which lie along `dim`, one after the other or interleaved."""
-    concatenated = getattr(experts, "is_concatenated", True)
-    apart = tensor.unflatten(dim, (2, -1) if concatenated else (-1, 2))
-    return _cut(apart, dim + 1 if concatenated else dim, part, parts).flatten(dim, dim + 1)
 
 
 def on_intermediate(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
@@ -92,8 +87,8 @@ def _refuse_norm(experts: Any) -> None:
 class Sharding:
     """How virtual cores share the work of `moelab.experts.blockwise.Blockwise`.
 
-    order : of blocks, for "block": "PING_PONG", core c takes blocks c, c + n, …; "HI_LO", each a run of consecutive
-        ones, which keeps an expert's blocks together and so reloads fewer weights.
+    order : of blocks, for "block": "PING_PONG", core c takes blocks c, c + n, …; "HI_LO", a run of consecutive ones,
+        which reloads fewer weights.
     """
 
     on: str = "H"                   # or "I", "block"
@@ -106,21 +101,17 @@ class Sharding:
                              f"cores={self.cores} at least 1")
 
     def split(self, blocks: list[int]) -> list[list[int]]:
-        """The blocks of each core: n lists, some perhaps empty."""
+        """The blocks of each core."""
         if self.order == "PING_PONG":
             return [blocks[c::self.cores] for c in range(self.cores)]
         size = -(-len(blocks) // self.cores)
         return [blocks[c * size:(c + 1) * size] for c in range(self.cores)]
 
     def weighted(self, rows: Tensor, w: Tensor, weights: Weights, experts: Any) -> tuple[Tensor, int]:
-        """`experts.weighted(rows [n, H], w [n], weights)` in parts, and how many values the cores exchanged.
-
-        Experts that are modules of their own (Switch) are computed whole.
-        """
+        """`experts.weighted` in parts (whole for experts that are modules), and how many values were exchanged."""
         if not isinstance(getattr(experts, "has_gate", None), bool):
             return experts.weighted(rows, w, weights), 0
-        up, down = names(experts)
-        exchanged = 0
+        (up, down), exchanged = names(experts), 0
 
         def ffn(x: Tensor, weights: Weights) -> Tensor:
             nonlocal exchanged

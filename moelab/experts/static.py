@@ -1,20 +1,17 @@
 """Static capacities: experts with a fixed number of rows, and what happens to tokens beyond it.
 
 A static graph has room for C tokens of an expert. If more come, either it is launched again until all are served
-(*pad*: nothing is lost, more rows are computed), or the least important are dropped (*prune*): a dropped choice
-contributes nothing, the token lives on by its other experts and by the residual. Importance is an entry of `ORDERS`;
-NPUMoE's (§3.2) is saliency, the L2 norm of the token's attention output, lowest dropped first.
+(*pad*), or the least important are dropped (*prune*): a dropped choice contributes nothing. Importance is an entry of
+`ORDERS`; NPUMoE's (§3.2) is saliency, the L2 norm of the token's attention output.
 
     CapacityFactor  one capacity for all experts, set by the step's size      AWS Neuron MoE guide, "Dropping MoE"
     Tiered          a capacity an expert, set by calibration                  NPUMoE §4.1, see `moelab.experts.tiers`
     Grouped         experts of one tier share one launch                      NPUMoE §4.2, Fig. 11
 
     capacity [E]    a launch: experts of equal capacity, a zero-padded buffer [G, C, H], its valid rows scattered
-    chunk: capacities hold for that many consecutive tokens; batch and sequence are flattened, in order
 
-Padding tokens are routed and counted like others, and all sequences of a batch compete for the same places, with left
-padding the padding first: so the cost of dropping is evaluated at batch size 1. A step of one token is never dropped by
-an expert that has any capacity. Left out: priority of first over second choices (GShard).
+All tokens of a batch, padding included, compete for the same places, so the cost of dropping is evaluated at batch size
+1. A step of one token is never dropped by an expert that has any capacity.
 """
 
 from __future__ import annotations
@@ -49,27 +46,24 @@ ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
 class Saliency:
     """Context manager: while it is open, `saliency[layer]` are the norms [T] of that layer's latest pass (NPUMoE §3.2).
 
-    Forward hooks on the attention modules keep the L2 norm of each token's attention output [batch, S, H], before the
-    residual is added, flattened to T = batch·S.
+    The L2 norm of each token's attention output [batch, S, H], before the residual is added, T = batch·S. ValueError
+    for a layer without an attention module beside its MoE block (Switch).
 
     layers : the model's MoE layers (`moelab.models.discover`, `plug`).
-    ValueError : a layer without an attention module beside its MoE block (Switch).
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[Any]) -> None:
         self._attention = {layer.index: _attention_beside(model, layer.name) for layer in layers}
         self._norms: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> Saliency:
-        for index, attention in self._attention.items():
-            self._hooks.append(attention.register_forward_hook(self._keep(index)))
+        self._hooks = [attention.register_forward_hook(self._keep(index))
+                       for index, attention in self._attention.items()]
         return self
 
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
         self._norms.clear()
 
     def __getitem__(self, layer: int) -> Tensor:
@@ -93,8 +87,6 @@ def _attention_beside(model: nn.Module, name: str) -> nn.Module:
                          f"(there are: {have}), so this model has no saliency; choose another order, such as 'router'")
     return found
 
-
-# ------------------------------------------------------------------------------------------- which choices are dropped
 
 def experts_of(d: Dispatch) -> Tensor:
     """The expert of each choice: int64 [n]."""
@@ -122,18 +114,12 @@ def rows_for(count: int, capacity: int) -> int:
     return max(-(-count // capacity), 1) * capacity if capacity else count
 
 
-# ---------------------------------------------------------------------------------------------------------- executors
-
 class StaticExecutor(Executor):
     """Base of executors whose experts have static capacities: subclasses have `capacities`, and perhaps `launches`.
 
     overflow : "prune" or "pad"; with "pad" the executor is lossless.
-    order : which tokens "prune" drops first, a name in `ORDERS`.
-    saliency : the tokens' norms for the orders "saliency" and "strongest": [layer] → [T].
-    chunk : tokens that the capacities are for; None takes each call as one chunk.
-    seed : of the order "random".
-
-    `by_layer` is {layer: Tally}.
+    order : which tokens "prune" drops first, a name in `ORDERS`; `saliency` and `seed` are what some need.
+    chunk : consecutive tokens, of batch and sequence flattened, that the capacities are for; None takes each call.
     """
 
     lossless = False
@@ -213,10 +199,7 @@ def capacity_of(T: int, K: int, E: int, factor: float) -> int:
 
 
 class CapacityFactor(StaticExecutor):
-    """One capacity for all experts, drops in token order; every expert is computed, with tokens or without.
-
-    factor : cf > 0, of the T·K/E tokens of balanced routing (`capacity_of`); 1.25 is the guide's example.
-    """
+    """One capacity for all experts (`capacity_of`), drops in token order; experts without tokens are computed, too."""
 
     def __init__(self, factor: float = 1.25) -> None:
         super().__init__("prune", "token", saliency=None, chunk=None, seed=0)
@@ -232,10 +215,10 @@ class CapacityFactor(StaticExecutor):
 
 
 class Tiered(StaticExecutor):
-    """Experts with static capacities of their own; one without tokens is not launched. Lossless with overflow="pad".
+    """Experts with static capacities of their own; one without tokens is not launched.
 
-    capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that never runs
-        (with "pad": that runs unpadded). The other parameters are those of `StaticExecutor`.
+    capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that never runs ("pad":
+        that runs unpadded). The other parameters are those of `StaticExecutor`.
     """
 
     def __init__(self, capacities: Sequence[Sequence[int]], overflow: str = "prune", order: str = "saliency",
@@ -254,14 +237,9 @@ class Tiered(StaticExecutor):
 
 
 class Grouped(Tiered):
-    """Groups of experts of equal capacity, each launched as one; lossless with overflow="pad".
-
-    A group runs if any of its experts has a token, and then with all its G·C rows (⌈max n_e/C⌉ times with "pad"). The
-    slices of its buffer are computed one after the other: their weights are different matrices.
+    """Groups of experts of equal capacity, each launched as one, with all its G·C rows, if any expert has a token.
 
     groups : [L][…], e.g. from `moelab.experts.tiers.form_groups`; each layer's hold every expert once.
-
-    `launched` counts launches of groups.
     """
 
     def __init__(self, groups: Sequence[Sequence[Group]], overflow: str = "prune", order: str = "saliency",
@@ -275,7 +253,7 @@ class Grouped(Tiered):
             capacities.append([capacity[e] for e in range(len(capacity))])
         super().__init__(capacities, overflow, order, saliency, chunk, seed)
         self.groups = [list(of) for of in groups]
-        self.launched = 0
+        self.launched = 0                           # launches of groups
 
     def launches(self, layer: int, counts: list[int], capacity: Sequence[int]) -> Iterable[tuple[Sequence[int], int]]:
         for group in self.groups[layer]:

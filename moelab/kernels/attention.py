@@ -1,20 +1,18 @@
 """Attention of a single token in two calls: projections, norms, rotation before the cache, heads and output after it.
 
-A token's attention reads a few megabytes of weights, but takes about thirty calls in transformers, which are
-overhead-dominated. Here every thread computes rows of q, k and v, then norms of heads and rotary embeddings follow;
-with the cache's keys and values, threads share the key heads, and after these the rows of the output. Sums are in fp32
-and rounded once, so the result is transformers' within the dtype's tolerance, not bit for bit.
+A token's attention takes about thirty calls in transformers, which are overhead-dominated. Here threads share the rows
+of q, k and v, then the key heads, then the rows of the output. Sums are in fp32 and rounded once, so the result is
+transformers' within the dtype's tolerance. Only for `ATTENTIONS`, where a probe shows the same result, on the CPU;
+prompts, batches, masks and gradients take the module's own forward.
 
     x [1, 1, H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [1, 1, H]
-
-Only for the attention of `ATTENTIONS`, where a probe shows the same result, on the CPU; prompts, batches, masks and
-gradients take the module's own forward. Left out: latent attention, sinks, soft caps, partial or interleaved rotation.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,12 +84,10 @@ class DecodeAttention:
 
 
 def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """A layer's keys and values [1, kv heads, S + 1, D], the last of them to be written; None for a cache that needs
-    its own `update`.
+    """A layer's keys and values [1, kv heads, S + 1, D], the last to be written; None to call the cache's `update`.
 
-    transformers concatenates, which copies all keys and values for every token. Here a plain growing cache gets memory
-    for `ROOM` tokens more, where the next ones are written. What it has given out, cropped or reordered stays what it
-    was. `rooms` maps a cache's layer to that memory, which a copy of the layer does not share.
+    transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM` tokens
+    more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
     """
     layers = () if getattr(cache, "offloading", True) else cache.layers
     layer = layers[index] if index < len(layers) else None
@@ -109,7 +105,6 @@ def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tens
 
 
 def _addresses(module: nn.Module) -> list[int]:
-    """Where the parameters of a module's children lie."""
     return [p.data_ptr() for child in module._modules.values() for p in child._parameters.values() if p is not None]
 
 
@@ -120,8 +115,7 @@ def epsilon(norm: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def decode_attention(module: nn.Module) -> DecodeAttention | None:
-    """The forward for this module; None if its attention is another, by a probe on a random token, a random angle and
-    three earlier positions."""
+    """The forward for this module; None if a probe on a random token and angle shows another attention."""
     config = getattr(module, "config", None)
     if type(module).__name__ not in ATTENTIONS or getattr(config, "clip_qkv", None):
         return None
@@ -135,29 +129,17 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
     angle = torch.rand(1, 1, ours.D // 2, generator=rng).repeat(1, 1, 2) * 6
     past = [torch.randn(1, ours.kv_heads, 3, ours.D, generator=rng).to(dtype) for _ in range(2)]
     given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None,
-             "past_key_values": _Past(past)}
+             "past_key_values": SimpleNamespace(
+                 update=lambda k, v, *_: [torch.cat(pair, 2) for pair in zip(past, (k, v))])}
     x = torch.randn(1, 1, linears[0].in_features, generator=rng).to(dtype)
     wanted, got = (forward(x, **given)[0].float() for forward in (module, ours))
     return ours if (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max() else None
 
 
-class _Past:
-    """A cache for a probe."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-
-    def update(self, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
-        return [torch.cat([old, new], 2) for old, new in zip(self.tensors, (k, v))]
-
-
-# ---------------------------------------------------------------------------------------------------------- kernels
-
 @kernel
 def _project(kind, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k,
              v, stride, work, team, threads):
-    """q fp32 [heads, D], scaled and in the order of `place`; k and v of the kind, `stride` numbers from head to head.
-    Norms at address 0 are none."""
+    """q fp32 [heads, D], scaled, in the order of `place`; k and v, heads `stride` numbers apart. A norm may be 0."""
     M, heads, whole = len(matrices), len(q) // D, D - D % STEP
     kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
     together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, tokens, D, y.ctypes.data))

@@ -1,7 +1,7 @@
 """Functions compiled by numba: without the GIL, cached on disk where a cache folder can be written.
 
-numba takes a kernel from its cache as long as the file that it is written in has not changed, but a kernel contains
-those that it calls, from other files too. So what is older than any of the files that a kernel may call is dropped.
+numba takes a kernel from its cache as long as its own file has not changed, but a kernel contains those that it calls,
+from other files too. So what is older than any of the files that a kernel may call is dropped.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def kernel(function: Callable | None = None, **options: Any) -> Callable:
 def c_function(function: Callable) -> int:
     """The address of a function of one int64, compiled as one of C."""
     _drop_stale(function)
-    signature = types.void(types.int64)
     try:
-        compiled = numba.cfunc(signature, cache=True)(function)
+        compiled = numba.cfunc(types.void(types.int64), cache=True)(function)
     except RuntimeError:
-        compiled = numba.cfunc(signature)(function)
+        compiled = numba.cfunc(types.void(types.int64))(function)
     _ALIVE.append(compiled)
     return compiled.address
 

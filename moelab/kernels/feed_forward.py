@@ -1,7 +1,6 @@
 """What surrounds the products of a step's experts, compiled: dispatch by expert, the gate, the weighted sum.
 
-For a single token each of these is a thousand operations, overhead-dominated as calls of torch; where the gate is SiLU,
-a whole expert is one call.
+As calls of torch these are overhead-dominated for a single token; where the gate is SiLU, a whole expert is one call.
 
     ids [T, K] → experts hit [M], rows [N]    x [T, H] → h fp32 [N, 2I] → silu(gate) · up [N, I] → y [N, H] → [T, H]
 """
@@ -19,8 +18,8 @@ from moelab.kernels.compile import kernel
 
 @kernel
 def arrange(ids, E):
-    """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of each one's choices [M + 1], the token of each
-    [n], and the row of each choice [T, K], −1 for "no expert" (E). ValueError for any other id."""
+    """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of their choices [M + 1], tokens [n] of these, and
+    the row of each choice [T, K], −1 for "no expert" (E)."""
     T, K = ids.shape
     places, rows = np.zeros(E + 1, np.int64), np.full((T, K), -1)
     for t in range(T):
@@ -47,7 +46,7 @@ def arrange(ids, E):
 
 
 def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, H]: of each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its weights w [T, K]."""
+    """[T, H]: for each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its weights w [T, K]."""
     out, w = torch.empty(len(rows), y.shape[1], dtype=dtype), _readable(w)
     _combine(KINDS[w.dtype](0), KINDS[dtype](0), y.numpy(), rows, w.data_ptr(), out.data_ptr())
     return out
@@ -55,10 +54,7 @@ def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tenso
 
 def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray, int], bounds: np.ndarray, x: Tensor,
                  tokens: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
-    """Experts that are down(silu(gate) · up), weighted: [T, H], as `multiply`, `multiply`, `combine` in one call.
-
-    up, down : (matrices, R) of [gate; up] and down.
-    """
+    """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down are (matrices, R)."""
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[1], dtype=x.dtype)
     _feed_forward(KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), *up, *down, bounds, x.data_ptr(), T, n,

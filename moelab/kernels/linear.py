@@ -1,10 +1,9 @@
 """Dense linear layers with the kernels of the experts: attention's projections, shared experts, the head.
 
-torch's bf16 GEMVs run at a fraction of the memory's rate, and its bf16 GEMMs at a fraction of the arithmetic's, where
-the processor has no bf16 instructions. `FastLinears` gives each `nn.Linear` on the CPU (no subclass, contiguous weight)
-another forward, which multiplies by `moelab.kernels.products` up to the number of rows at which torch's product is
-faster, measured once for each type; beyond it, and while gradients are wanted, torch's product is used. No weight is
-copied. Sums are in fp32 and rounded once, so results equal torch's within the type's tolerance.
+torch's bf16 products are slow where the processor has no bf16 instructions. `FastLinears` gives each `nn.Linear` on the
+CPU (no subclass, contiguous weight) another forward: `moelab.kernels.products` up to the number of rows at which torch
+is faster, measured once for each type; torch beyond it and where gradients are wanted. No weight is copied. Sums are in
+fp32 and rounded once, so results equal torch's within the type's tolerance.
 """
 
 from __future__ import annotations
@@ -32,14 +31,10 @@ LARGE = 1 << 16                 # weights of a layer below which there is nothin
 
 
 class FastLinears:
-    """Gives linear layers another forward, up to so many rows; None measures how many.
-
-    Attributes:
-    rows : dtype → up to how many rows it is used.
-    """
+    """Gives linear layers another forward, up to so many rows; None measures how many."""
 
     def __init__(self, rows: float | None = None) -> None:
-        self._given, self.rows = rows, {}
+        self._given, self.rows = rows, {}                   # rows: dtype → up to how many rows it is used
 
     def __call__(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         """The forward for a module; None where the module's own is as good, or another."""
@@ -60,10 +55,7 @@ class FastLinears:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x Wᵀ + b as `F.linear`, x [..., n], W [R, n], by our kernels: CPU tensors of one type, in `products.KINDS`.
-
-    Needs numba and a contiguous W; sums in fp32.
-    """
+    """`F.linear` by our kernels: CPU tensors of one type in `products.KINDS`, a contiguous weight; sums in fp32."""
     kind, rows = products.KINDS[weight.dtype], x.reshape(-1, weight.shape[1])
     matrix = np.array([[weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), 0]])
     y = products.multiply(kind, matrix, np.array([0, len(rows)]), rows, None, weight.shape[0], False, x.dtype)
@@ -77,16 +69,12 @@ def _fits(w: Tensor, b: Tensor | None) -> bool:
 
 @torch.inference_mode()
 def _measured(w: Tensor) -> float:
-    """Up to how many rows our kernels are faster for a weight like this one."""
     x = torch.ones(128, w.shape[1], dtype=w.dtype)
     return max(crossover(lambda n: linear(x[:n], w), lambda n: F.linear(x[:n], w)), 1)
 
 
 def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
-    """Up to how many tokens `first` is no slower than `second`, of two functions of the number of tokens.
-
-    1, the middle of two of the `SIZES` that are tried, or infinity; the best of a few runs of each counts.
-    """
+    """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the `SIZES`, or infinity."""
     last = 0
     for size in SIZES:
         seconds = []

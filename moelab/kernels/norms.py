@@ -1,8 +1,7 @@
 """RMSNorms and routers of a decode step, in a kernel each.
 
-transformers runs a token's RMSNorm as six operations on a few kilobytes, four times a layer, and its router as a dozen:
-both are overhead-dominated. A module is replaced only if a probe on random tokens shows that the kernel gives what the
-module gives, within the dtype's tolerance. Prompts, batches and other devices take the module's own forward.
+In transformers both are overhead-dominated. A module is replaced only if a probe on random tokens shows the same result
+within the dtype's tolerance. Prompts, batches and other devices take the module's own forward.
 
     norm: x [..., H] → [..., H]    router: x [1, H] → logits [1, E], weights [1, K], ids [1, K]
 """
@@ -54,8 +53,7 @@ def fast_norm(module: nn.Module) -> Norm | None:
 
 
 class Router:
-    """The forward of a router that takes the K largest of a softmax, `normalised` or not, as weights of a `dtype`; the
-    module's own for several tokens."""
+    """The forward of a top-K softmax router, its weights `normalised` or not; the module's own for several tokens."""
 
     def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
         self.module, self.own, self.normalised, self.dtype = module, type(module).forward, normalised, dtype
@@ -96,8 +94,6 @@ def fast_router(module: nn.Module) -> Router | None:
             return ours
     return None
 
-
-# ------------------------------------------------------------------------------------------------------------ kernels
 
 @kernel(fastmath={"reassoc", "contract"})               # sums may be taken in any order, so that they are vectors
 def _rms_norm(kind, x, w, rows, H, eps, out):

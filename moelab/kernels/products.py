@@ -1,14 +1,10 @@
 """Many small matrix products at once, y = x Wᵀ + b, each weight read once from where it lies: numba kernels.
 
-GEMV is memory-bound (one multiplication for each weight that is read), so every core must read all the time: the rows
-of all matrices are cut into pieces, and each thread takes the next piece. Matrices are given by their addresses, so
-they need not be one bank. With several tokens a matrix, tiles of `moelab.kernels.tiles` multiply each weight with all
-of them while it is in a register; no weight is packed, converted or copied, which for the dozens of rows that an expert
-has in prefill is most of a GEMM's cost.
+GEMV is memory-bound, so every core must read all the time: the rows of all matrices, given by their addresses, are cut
+into pieces, and each thread takes the next piece. With several tokens a matrix, tiles of `moelab.kernels.tiles`
+multiply each weight with all of them while it is in a register; no weight is packed, converted or copied.
 
     x [T, n], tokens [N] rows of x, matrices [M] with first…last of tokens    →    y fp32 [N, R]
-
-Threads are numba's, as many as torch's. Needs numba; importing it without raises ImportError.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np
 #: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
 HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
-
 TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
 PIECE = 64                     # rows that a thread takes at a time
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
@@ -44,12 +39,11 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
              transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
     """All products: [N, R] of `dtype`, summed in fp32.
 
-    kind : how weights are stored: a value of `KINDS`, or np.uint8 for split bytes.
-    matrices : int64 [M, 4], addresses of w, other, bias, other bias (`other`s of split bytes, else 0; bias 0 for
-        none); each [R, n], or [n, R] if `transposed`.
+    kind : a value of `KINDS`, or np.uint8 for split bytes.
+    matrices : int64 [M, 4], addresses of w, other, bias, other bias (`other`s of split bytes; 0 for none); each [R, n],
+        or [n, R] if `transposed`.
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
-    x : [T, n] of a type in `KINDS`. tokens : int64 [N], the row of x of each row of the result; None for one after the
-        other.
+    x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the other.
     """
     x, y, threads = x.contiguous(), torch.empty(int(bounds[-1]), R, dtype=dtype), torch.get_num_threads()
     given = (KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), matrices, bounds, x.data_ptr(), *x.shape,
@@ -67,8 +61,6 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
     return y.copy_(wide)
 
 
-# --------------------------------------------------------------------------------------------------------- kernels
-
 @kernel
 def widen(kind, order, x, n, out):
     """Write n numbers of a kind at x as fp32, in `place`'s order for weights of the kind `order`."""
@@ -80,11 +72,8 @@ def widen(kind, order, x, n, out):
 
 @kernel
 def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs=PIECE):
-    """All arguments of a kernel behind one address; of each matrix also its first and last row of the result.
-
-    A thread takes `outputs` of R at a time. At the end the inputs, in fp32 and in `place`'s order for weights of the
-    kind `order`. What lies at x must be `kept` until here, what lies at y until the job is done.
-    """
+    """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for the kind `order`.
+    A thread takes `outputs` of R at a time. x must be `kept` until here, y until the job is done."""
     M, N = len(matrices), bounds[-1]
     job = np.empty(HEADER + 6 * M + N + (T * n + 1) // 2, np.int64)
     job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs
@@ -216,18 +205,11 @@ def _columns(kind, job):
                     write(np.float32(0), y, (token + t) * R + begin + c, total)
 
 
-# ------------------------------------------------------------------------------------------------- several threads
-
-def _team() -> int:
-    """The address of GOMP_parallel of the OpenMP that torch uses: with two pools, threads would compete for cores. 0 if
-    there is none; then numba's own threads are used."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError, TypeError):
-        return 0
-
-
-TEAM = _team()
+#: address of GOMP_parallel of torch's OpenMP, as two pools of threads would compete for cores; 0 uses numba's threads
+try:
+    TEAM = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+except (OSError, AttributeError, TypeError):
+    TEAM = 0
 
 
 @kernel(parallel=True)
@@ -237,7 +219,7 @@ def _together(threads, work, kind, job):
 
 
 def _entries(kind: type) -> tuple[Callable, Callable]:
-    """What a thread does for a job of weights of a kind: rows layout, transposed layout."""
+    """What a thread does for a job: in the rows layout, in the transposed one."""
     def rows(job):
         _rows(kind(0), job)
 

@@ -1,14 +1,10 @@
 """Products of a few tokens with a few weight rows in vector registers, for numba kernels; weights stay as they are.
 
-Source: the register blocking of every BLAS (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication",
-TOMS 2008), turned so that nothing need be packed: sums run along the vectors, as an output's weights are contiguous.
-Sums stay in registers; a weight is loaded once for all tokens of the tile and widened to fp32 there. bf16 comes in
-pairs, the upper half of a 32-bit word masked, the lower one shifted, so inputs lie in the order of `place`: of each
-2·WIDTH the even ones first, then the odd ones.
-
-A *kind* is a numba type that says how weights are stored: float32 as they are, uint16 bf16, int16 fp16, and uint8 the
-two bytes of `moelab.store.bits`, exponents at one address and `mantissa << 1 | sign` at another. Addresses are int64.
-Nothing is checked here. Left out: integer arithmetic; bf16 instructions (AVX512-BF16, AMX).
+Source: register blocking (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", TOMS 2008), with
+sums along the vectors, so that nothing is packed. A weight is loaded once for all tokens of the tile and widened to
+fp32. bf16 comes in pairs, so inputs lie in the order of `place`: of each 2·WIDTH the even ones first, then the odd
+ones. A *kind* is a numba type that says how weights are stored: float32, uint16 for bf16, int16 for fp16, and uint8 for
+the two bytes of `moelab.store.bits`, exponents at one address and `mantissa << 1 | sign` at another.
 """
 
 from __future__ import annotations
@@ -23,13 +19,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-def _width() -> int:
-    """fp32 numbers in a vector register of this machine."""
-    features = llvm.get_host_cpu_features()
-    return 16 if features.get("avx512bw") else 8 if features.get("avx2") else 4
-
-
-WIDTH = _width()
+_FEATURES = llvm.get_host_cpu_features()
+WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4     # fp32 numbers in a vector register
 STEP = 2 * WIDTH                # weights a step of the loops below
 SIZES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}        # bytes of a weight at an address
 PAIRED = (types.uint16, types.uint8)                                               # kinds widened two by two
@@ -37,8 +28,6 @@ PAIRED = (types.uint16, types.uint8)                                            
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
 
-
-# ------------------------------------------------------------------------------------------- pieces of LLVM's language
 
 def _at(builder: Any, address: Any, count: Any, size: int) -> Any:
     """The address `count` things of `size` bytes further on."""
@@ -116,8 +105,6 @@ def _four_sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 def _steps(builder: Any, n: Any) -> Any:
     return cgutils.for_range_slice(builder, ir.Constant(_I64, 0), n, ir.Constant(_I64, STEP), _I64)
 
-
-# ------------------------------------------------------------------------------------------------------ the intrinsics
 
 @intrinsic(prefer_literal=True)
 def dots(typing, tokens, rows, kind, x, w, other, stride, n, out, apart):

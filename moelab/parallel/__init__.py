@@ -3,9 +3,7 @@
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Configuring TP and EP" and "Future
 Optimizations" (EPLB, all-to-all-v).
 
-Adding a variant is a subclass of `moelab.parallel.executors.Parallel` and a line in `VARIANTS`. "hidden" and "blocks"
-are the guide's sharding on H and on blocks: every rank has a part of each expert's H, or all experts and a share of the
-tokens.
+Adding a variant is a subclass of `moelab.parallel.executors.Parallel` and a line in `VARIANTS`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Source: AWS Neuron's MoE guide, "Configuring TP and EP". Few experts (≤ 32) balance badly over devices, so each is cut;
 many (≥ 64) are spread. A part of an expert should keep I ≥ 128, or the matrix unit idles. In between, and where a
-device would get several times the mean load, the two are combined with TP of 2 to 8.
-
-How the guide's rules of thumb combine where they disagree is our reading: a part never falls below 128, a device never
-holds less than one expert. Left out: the speed of links, which decides more; `volumes` has the rows that cross them.
+device would get several times the mean load, the two are combined with TP of 2 to 8. Where the rules disagree (our
+reading), a part never falls below 128 and a device holds at least one expert. Left out: the speed of links.
 """
 
 from __future__ import annotations
@@ -24,28 +22,21 @@ SKEWED = 1.5
 
 @dataclass(frozen=True)
 class Advice:
-    """tp · ep = devices, and the reasons, a sentence each."""
-
     tp: int
     ep: int
     reasons: tuple[str, ...]
 
     @property
     def kind(self) -> str:
-        """"TP", "EP", "hybrid", or "one device"."""
-        return {(False, False): "one device", (True, False): "TP", (False, True): "EP"}.get(
-            (self.tp > 1, self.ep > 1), "hybrid")
+        kinds = {(False, False): "one device", (True, False): "TP", (False, True): "EP", (True, True): "hybrid"}
+        return kinds[self.tp > 1, self.ep > 1]
 
     def __str__(self) -> str:
         return f"{self.kind}: tp = {self.tp}, ep = {self.ep}. " + " ".join(self.reasons)
 
 
 def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> Advice:
-    """How to spread a model's experts over devices.
-
-    load : tokens of each expert [E] of the most skewed layer, from a calibration; None assumes even routing.
-    ValueError : e.g. more devices than parts of experts.
-    """
+    """How to spread experts over devices; `load` [E] counts tokens in the most skewed layer, None for even routing."""
     if devices < 1:
         raise ValueError(f"devices is {devices}; there must be at least one")
     if load is not None and len(load) != spec.E:
@@ -58,7 +49,6 @@ def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> 
                          f"them gives every device a part")
     wide = [tp for tp in splits if spec.I / tp >= LEAST_I] or splits[:1]
     reasons: list[str] = []
-
     if spec.E <= FEW:
         tp = wide[-1]
         reasons.append(f"{spec.E} experts are few (≤ {FEW}): they are cut" + (
@@ -94,7 +84,6 @@ def _skew(spec: MoESpec, devices: int, tp: int, load: Sequence[float], wide: lis
     """A larger tp where the load is skewed, with its reason."""
     def ratio(tp: int) -> float:
         return measure(load, Placement.consecutive(spec.E, devices // tp)).ratio
-
     first = ratio(tp)
     told = f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean"
     if first <= SKEWED:

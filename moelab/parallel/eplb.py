@@ -1,10 +1,8 @@
 """EPLB: which experts to hold twice, and where, so that every device computes about as much as the others.
 
 Source: DeepSeek's Expert Parallelism Load Balancer, as published with DeepSeek-V3 and announced in AWS Neuron's MoE
-guide, "Future Optimizations". First replicas: each spare place goes to the expert with the most load per replica.
-Then packing: replicas, heaviest first, each to the least loaded device that has a place left. With expert groups on
-several nodes (group-limited routing), groups are packed onto nodes first, then each node is balanced by itself, so that
-a token's experts stay on few nodes. Replicas take turns, so the model's result stays the same. Left out: moving
+guide, "Future Optimizations". Spare places go to replicas (`replicate`), then replicas are packed onto devices
+(`pack`); with expert groups on several nodes (group-limited routing), first groups onto nodes. Left out: moving
 replicas while a model runs.
 
     load [E], tokens or shares of them     devices · places = E + spare
@@ -22,8 +20,6 @@ from moelab.parallel.sharding import Placement
 
 @dataclass(frozen=True)
 class Balance:
-    """A placement and how even it is."""
-
     placement: Placement
     replicas: tuple[int, ...]               # [E], how often each expert is held
     device_load: tuple[float, ...]          # of each device if replicas share their expert's load equally
@@ -45,8 +41,7 @@ def measure(load: Sequence[float], placement: Placement) -> Balance:
 def balance(load: Sequence[float], devices: int, spare: int = 0, nodes: int = 1, groups: int = 1) -> Balance:
     """Place E experts and `spare` replicas on devices, as many on each.
 
-    load : tokens of each expert [E], as a calibration counted them.
-    devices, spare : devices must divide E + spare.
+    load : tokens of each expert [E], as a calibration counted them; devices must divide E + spare.
     nodes, groups : with more than one node, experts come in `groups` of consecutive ones that stay on a node; where
         the nodes do not divide the groups, all devices are balanced as one.
     """

@@ -1,11 +1,8 @@
 """Collectives that count their bytes, each made of one primitive, all-to-all-v; and the TP × EP grid of ranks.
 
-An all-gather sends the same rows to all, a reduce-scatter sends every rank its part and adds up what arrives. So there
-is one place that counts bytes, parts may be unequal (gloo's and NCCL's own all-gather want them equal), and sums are
-made in rank order, the same on every backend.
-
-Counted is the payload that leaves a rank for others. An all-gather and a reduce-scatter of T rows cost (W−1)·T rows in
-all, as the ring algorithms do. Headers and retransmissions are not seen.
+So there is one place that counts bytes, parts may be unequal (gloo's and NCCL's own all-gather want them equal), and
+sums are made in rank order, the same on every backend. Counted is the payload that leaves a rank for others: (W−1)·T
+rows in all for an all-gather or a reduce-scatter of T rows, as by the ring algorithms.
 
     rows [n, H]     W ranks     sizes: rows of each rank, W numbers
 """
@@ -35,15 +32,12 @@ class Traffic:
 
 
 class Exchange:
-    """The collectives of one process group; `alone`, of this rank only, it exchanges nothing.
-
-    `traffic` is label → `Traffic` of this rank.
-    """
+    """The collectives of one process group; `alone`, of this rank only, it exchanges nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False) -> None:
         self.group = group
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)      # by label
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
         """`send[r]` of the rows, in order, go to rank r; returns what arrives, `receive[r]` rows of rank r in order.
@@ -72,7 +66,6 @@ class Exchange:
         return self.all_to_all(send, [1] * self.size, [1] * self.size, "counts")
 
     def sizes(self, n: int, device: torch.device) -> list[int]:
-        """The numbers that all ranks give."""
         return self.counts(torch.full((self.size,), n, dtype=torch.int64, device=device)).tolist()
 
     def all_gather(self, rows: Tensor, sizes: Sequence[int], label: str) -> Tensor:
@@ -97,10 +90,7 @@ class Exchange:
 
 
 class Grid:
-    """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a part of its experts.
-
-    `world`, `ep`, `tp` are the `Exchange` of all ranks, of those with the same part of other experts, of this row.
-    """
+    """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a part of its experts."""
 
     def __init__(self, tp: int = 1) -> None:
         self.world = Exchange()

@@ -2,17 +2,11 @@
 
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Sharding strategies" and "Communication
 Optimization for Expert Parallelism with All-to-All-v". Rank r owns the r-th of W consecutive parts of the tokens. They
-are sent to where their experts are, computed by `inner`, any executor of one process, and the results come back to the
-owner (`run_own`). A model that computes all else on every rank calls `run`, which all-gathers the result.
+are sent to where their experts are, computed by `inner`, and the results come back to the owner.
 
-    AllGather       rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both
-    AllToAll        a row for every choice on another rank, its contribution back; summed by the owner in eager's order
-    Deduplicated    a row for every other rank that has any of a token's experts, one partial sum back
-
-`AllToAll` with `moelab.models.eager` inside is bit-identical to one process where the result of a matrix product does
-not depend on its number of rows (Llama 4's blocks compute all rows, and differ in the last bit of fp32), with one
-replica of each expert and experts that are not cut, for architectures that sum in the type of their hidden states
-(Nemotron-H and Inkling 2 sum in fp32, and contributions travel in bf16). The others add partial sums: 1e-6 in fp32.
+`AllToAll` with `moelab.models.eager` inside is bit-identical to one process where a matrix product does not depend on
+its number of rows, with one replica of each expert, uncut, for architectures that sum in the type of their hidden
+states (not Nemotron-H and Inkling 2). The others add partial sums: 1e-6 in fp32.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    W = ep × tp ranks, see `Grid`
 """
@@ -33,13 +27,10 @@ from moelab.parallel.sharding import Placement, turns
 
 
 class Parallel(Executor):
-    """Base: the ownership of tokens, and where experts are.
+    """Base: the ownership of tokens, and where experts are. The tally counts what this rank computed.
 
     placements : which experts each ep rank holds, for all layers or for each; see `eplb` for redundant ones.
-    inner : runs this rank's rows: (x, ids, weights, experts) → [T, H]; ValueError if it drops tokens where no rank sees
-        all of a step's.
-
-    The tally counts what this rank computed; ranks that share an expert each count it.
+    inner : runs this rank's rows: (x, ids, weights, experts) → [T, H].
     """
 
     cut = staticmethod(on_intermediate)         # how ranks that share an expert cut it
@@ -56,11 +47,10 @@ class Parallel(Executor):
 
     @staticmethod
     def place(E: int, ep: int) -> Placement:
-        """The placement of a layer's experts on ep ranks if no other is given."""
         return Placement.consecutive(E, ep)
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """For x, ids and weights that every rank has."""
+        """For x, ids and weights that every rank has, as will the result."""
         world, sizes = self.grid.world, share(len(x), self.grid.world.size)
         own = slice(sum(sizes[:world.rank]), sum(sizes[:world.rank + 1]))
         return world.all_gather(self.run_own(x[own], ids[own], weights[own], experts), sizes, "result")
@@ -80,7 +70,7 @@ class Parallel(Executor):
 
     @abstractmethod
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """For the tokens of all `peers`, by exchange with the others; parts of sums if they share experts."""
+        """For the tokens of all `peers`; parts of sums if they share experts."""
 
     def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
         """The ep rank of each choice [T, K]; replicas take turns."""
@@ -89,7 +79,6 @@ class Parallel(Executor):
         return placement.assign(ids, self._calls + start)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """`inner`, counted."""
         if not isinstance(self.inner, Executor):
             n = int((ids < experts.num_experts).sum())
             self.count(n, n, n)
@@ -97,7 +86,7 @@ class Parallel(Executor):
 
 
 class AllGather(Parallel):
-    """Every rank sees all tokens and computes its part: of the experts, of each expert, or both."""
+    """Rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         sizes = share(len(x), self.grid.world.size)         # the rows are here already: nothing to dispatch
@@ -109,16 +98,12 @@ class AllGather(Parallel):
         return self.grid.world
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """This rank's part of the sum of every token: [T, H]."""
         mine = self.ranks(ids, experts) == self.grid.ep.rank
         return self.compute(x, torch.where(mine, ids, experts.num_experts), weights, experts)
 
 
 class Blocks(AllGather):
-    """Every rank has all experts and computes every W-th block of an expert's tokens (the guide's "shard on block").
-
-    block : B, tokens of one expert that are computed together; alternate blocks go to alternate ranks.
-    """
+    """Every rank has all experts and computes every W-th block of an expert's tokens (the guide's "shard on block")."""
 
     def __init__(self, grid: Grid, placements: Placement | Sequence[Placement], inner: Callable[..., Tensor],
                  block: int = 128) -> None:
@@ -137,7 +122,7 @@ class Blocks(AllGather):
 
 
 class AllToAll(Parallel):
-    """A row for each choice to the rank of its expert; its contribution comes back and its owner adds it up."""
+    """A row for each choice to the rank of its expert, its contribution back; summed by the owner in eager's order."""
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep, E = self.grid.ep, experts.num_experts
@@ -145,7 +130,6 @@ class AllToAll(Parallel):
         order = torch.argsort(to.reshape(-1), stable=True)[:int((ids < E).sum())]      # by rank, token, choice
         token, choice = order // ids.shape[1], order % ids.shape[1]
         expert = ids[token, choice]
-
         send = torch.bincount(to.reshape(-1), minlength=ep.size + 1)[:ep.size]
         receive, send = ep.counts(send).tolist(), send.tolist()
         parts = x[token], torch.stack([expert, choice], 1).int(), weights[token, choice, None]
@@ -164,29 +148,24 @@ class AllToAll(Parallel):
 
 
 class Deduplicated(Parallel):
-    """A row for each rank that has any of a token's experts; their sum comes back."""
+    """A row for each rank that has any of a token's experts, one partial sum back."""
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep, E = self.grid.ep, experts.num_experts
         to = self.ranks(ids, experts, ep.rank)
         wanted = to == torch.arange(ep.size, device=ids.device)[:, None, None]          # [W, T, K]
         rank, token = wanted.any(-1).nonzero(as_tuple=True)                             # by rank, then token
-
         send = torch.bincount(rank, minlength=ep.size)
         receive, send = ep.counts(send).tolist(), send.tolist()
         parts = x[token], torch.where(wanted[rank, token], ids[token], E).int(), weights[token]
         rows, chosen, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
-
         y = ep.all_to_all(self.compute(rows, chosen.long(), w, experts), receive, send, "combine")
         wide = torch.promote_types(x.dtype, torch.float32)
         return torch.zeros_like(x, dtype=wide).index_add_(0, token, y.to(wide)).to(x.dtype)
 
 
 class Hidden(Executor):
-    """Each expert cut along H (`on_hidden`): sums over H are completed before the activation, columns gathered after.
-
-    It computes plain experts itself: there is no `inner`.
-    """
+    """Plain experts cut along H: sums over H are completed before the activation, columns gathered after."""
 
     cut, place = staticmethod(on_hidden), Parallel.place
 
@@ -208,7 +187,6 @@ class Hidden(Executor):
         mine = x[:, start:start + columns[world.rank]]
         up, down = names(experts)
         hit = [(experts.weights(e), rows) for e, rows in d.hit()]
-
         parts = [experts._linear(mine[d.tokens[rows]], w, up) for w, rows in hit]       # each [n, 2I], parts of sums
         h = torch.cat(parts) if parts else x.new_zeros(0, 1)
         sizes = share(len(h), world.size)

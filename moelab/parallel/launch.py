@@ -42,7 +42,6 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
     """Join the processes that torchrun or `launch` started; yields this rank's device.
 
     timeout : seconds that an exchange may wait for a rank that is alive but silent; a dead one is noticed at once.
-    RuntimeError : this process was not started as one of several.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise RuntimeError("this process is alone: start it with `torchrun --nproc-per-node N …`, or call "
@@ -74,14 +73,10 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
         gc.collect()
 
 
-def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float = 600,
-           threads: int | None = None) -> list[Any]:
-    """Run `function(*arguments)` in n connected processes on this machine; returns each rank's result.
+def launch(function: Callable[..., Any], n: int, *arguments: Any, threads: int | None = None) -> list[Any]:
+    """Run `function(*arguments)`, of an importable module, in n connected processes here; returns each rank's result.
 
-    function : of a module that can be imported; not one defined in a notebook cell.
-    timeout : seconds that an exchange may wait for a silent rank.
-    threads : torch's in each rank; None shares the cores out.
-    RuntimeError : a rank raised or was killed; the message says which and why. The others are ended.
+    threads : torch's in each rank; None shares the cores out. RuntimeError : a rank raised or was killed.
     """
     if n < 1:
         raise ValueError(f"n is {n}; at least one process must run")
@@ -99,7 +94,7 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, timeout: float
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
             ranks.append(context.Process(
-                target=_rank, args=(function, arguments, rank, n, Path(folder) / "rendezvous", timeout,
+                target=_rank, args=(function, arguments, rank, n, Path(folder) / "rendezvous",
                                     threads or max(1, (os.cpu_count() or 1) // n), dict(os.environ), theirs),
                 daemon=True))
             pipes.append(ours)
@@ -143,20 +138,19 @@ def _death(code: int) -> str:
     return f"was killed by {name}" + ("; the system does that when memory runs out" if name == "SIGKILL" else "")
 
 
-def _rank(function: Callable[..., Any], arguments: tuple, rank: int, n: int, rendezvous: Path, timeout: float,
-          threads: int, environment: dict[str, str], pipe: Any) -> None:
+def _rank(function: Callable[..., Any], arguments: tuple, rank: int, n: int, rendezvous: Path, threads: int,
+          environment: dict[str, str], pipe: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(threads)
     try:
-        with connect(timeout, rendezvous.as_uri()):
+        with connect(init_method=rendezvous.as_uri()):
             result = True, function(*arguments)
         message = pickle.dumps(result)
     except BaseException as error:
         lost = isinstance(error, PeerLost)
-        text = f"raised {type(error).__name__}: {error}"
-        message = pickle.dumps((False, (0 if lost else 1, text)))
+        message = pickle.dumps((False, (0 if lost else 1, f"raised {type(error).__name__}: {error}")))
         if not lost:
             traceback.print_exc()
     pipe.send_bytes(message)

@@ -1,7 +1,6 @@
 """Which experts each rank holds, and a source that holds those, or a part of each (tensor parallelism), and no more.
 
-Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts"; how experts are cut is in
-`moelab.experts.sharding`.
+Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts".
 """
 
 from __future__ import annotations
@@ -75,11 +74,8 @@ def turns(ids: Tensor, E: int) -> Tensor:
 class ShardedExperts:
     """A source for the seam that holds this rank's experts, or its part of each, loaded one at a time.
 
-    layers : the experts module of each layer (`moelab.models.MoELayer.experts`), for the layout.
-    source : (layer, expert) → that expert's whole tensors.
-    placements : one for all layers, or one a layer.
-    device : which of a placement's devices this rank is.
-    part, parts, cut : which part of every expert, cut by `on_intermediate` or `on_hidden`.
+    layers : the experts module of each layer, for the layout. source : (layer, expert) → that expert's whole tensors.
+    placements : one for all layers, or one a layer; of it, `device`'s experts are held.
     """
 
     def __init__(self, layers: Sequence[Any], source: Callable[[int, int], Weights],

@@ -42,9 +42,7 @@ def exact(variant: str, ranks: Tensor, W: int, H: int, hidden: torch.dtype, weig
           ) -> dict[str, list[int]]:
     """Bytes that each rank sends in one layer, from the ep rank [T, K] of each choice (W/tp for none).
 
-    These are the bytes that `Exchange` counts, metadata included, for tokens that are spread (`run_own`), and then
-    gathered on every rank ("result").
-
+    As `Exchange` counts them, metadata included, for tokens that are spread (`run_own`) and then gathered ("result").
     hidden, weights : dtypes of the rows and of the routing weights.
     """
     T, K = ranks.shape
@@ -91,14 +89,10 @@ class GatherVolume:
 
 def gather_volume(T: int, E: int, K: int, ranks: int, dtype: torch.dtype = torch.bfloat16,
                   ids: torch.dtype = torch.int64) -> GatherVolume:
-    """What gathering a router's selection instead of its logits saves: exact for any split of T tokens over the ranks.
+    """What gathering a router's selection instead of its logits saves, for any split of T tokens over the ranks.
 
-    Source: Neuron MoE guide, "Router execution in sequence parallel mode": each rank routes its part of the tokens
-    (`moelab.experts.routers.route_in_shards`) and receives the other ranks' rows, (ranks − 1)·T in all. The guide's
-    E/K (16× for 128 experts, 8 a token) counts the weights alone; with the ids it is 3.2× in bf16 with int64 ids, 5.3×
-    with int32 and 10.7× with one byte, which is enough up to E = 255.
-
-    dtype : of logits and weights.
+    Source: Neuron MoE guide, "Router execution in sequence parallel mode". The guide's E/K (16× for 128 experts, 8 a
+    token) counts the weights alone; with the ids it is 3.2× in bf16 with int64 ids, 5.3× with int32, 10.7× with uint8.
     """
     rows = (ranks - 1) * T
     return GatherVolume(rows * E * dtype.itemsize, rows * K * dtype.itemsize, rows * K * ids.itemsize)

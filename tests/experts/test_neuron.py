@@ -79,8 +79,6 @@ def test_selective_loads_each_needed_expert_once(case):
     assert sorted(fetched) == sorted(unique) and executor.loads.loaded == len(unique)
     if unique:
         assert executor.loads.savings == pytest.approx(1 - len(unique) / experts.num_experts)
-        one = sum(p[0].numel() for p in experts.parameters()) * 4
-        assert executor.loads.bytes_loaded == one * len(unique)
 
 
 @settings(max_examples=100, deadline=None)

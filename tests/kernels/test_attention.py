@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ pytest.importorskip("numba")
 from moelab.kernels import attention as short  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def past_of(tensors):
+    """A cache of keys and values."""
+    return SimpleNamespace(update=lambda k, v, *_: [torch.cat(pair, 2) for pair in zip(tensors, (k, v))])
 
 
 class Config:
@@ -71,9 +77,9 @@ def test_one_token_equals_softmax_by_hand(dtype, H, kv_heads, group, half, S, no
     module = MixtralAttention(H, kv_heads * group, kv_heads, D, norm, bias, dtype)
     past, angle = [torch.randn(1, kv_heads, S, D).to(dtype) for _ in range(2)], torch.randn(1, 1, half).repeat(1, 1, 2)
     given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None}
-    x, kept, before = torch.randn(1, 1, H).to(dtype), short._Past(past), torch.get_num_threads()
+    x, kept, before = torch.randn(1, 1, H).to(dtype), past_of(past), torch.get_num_threads()
     with torch.inference_mode():
-        wanted, _ = module(x, **given, past_key_values=short._Past(past))
+        wanted, _ = module(x, **given, past_key_values=past_of(past))
         torch.set_num_threads(threads)
         try:
             got, _ = short.DecodeAttention(module)(x, **given, past_key_values=kept)
