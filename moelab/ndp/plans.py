@@ -1,8 +1,7 @@
 """What a schedule sees of one MoE layer, and what it decides. Closed form and event simulation run the same plan.
 
-A `LayerStep` is the experts that one layer must compute in one forward. A `Plan` says for each of them which share of
-its columns is computed where, and how its weights get there. A whole expert is share 1 in one place; tensor
-parallelism over N units is share 1/N on each; every row of a plan adds up to 1.
+A `Plan` gives each expert of a `LayerStep` as shares of its columns: 1 in one place is a whole expert, 1/N on each of N
+units is tensor parallelism; every row adds up to 1.
 
     units [A, N]   computed on unit u from its own memory        host [A]    computed on the CPU from its own memory
     resident [A]   computed on the GPU from its own memory       moved [A]   sent over the link, computed on the GPU
@@ -43,10 +42,8 @@ class Plan:
     """Where each expert of a step is computed, as shares of its columns.
 
     step : its experts in the order in which they are sent and computed; a system may reorder them.
-    broadcast : one transfer of a token's hidden state serves all units (tensor parallelism); otherwise each unit that
-        needs it is sent its own.
-    pieces : parts in which an expert comes over the link, each computed while the next arrives: N where N units hold
-        its columns.
+    broadcast : one transfer of a token's hidden state serves all units; otherwise each that needs it is sent its own.
+    pieces : parts in which an expert comes over the link, each computed while the next arrives.
     """
 
     step: LayerStep
@@ -61,8 +58,8 @@ class Plan:
     def receivers(self) -> np.ndarray:
         """Tokens that each unit, and last the host, must be sent: int [N + 1].
 
-        Exact when decoding, and for a prompt if every unit has a share of all experts; otherwise an upper bound, since
-        two experts of one unit may share tokens, which counts per expert do not tell.
+        Exact when decoding and if every unit has a share of all experts; otherwise an upper bound, since two experts of
+        one unit may share tokens.
         """
         busy = np.column_stack([self.units, self.host]) > 0
         return np.minimum(self.step.tokens @ busy, self.step.S)

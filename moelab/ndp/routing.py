@@ -1,9 +1,8 @@
 """The routing of one prompt and its answer, from a recorded trace or from a popularity model with two parameters.
 
-Experts of a layer have Zipf popularity, the same for every prompt, in an order drawn per layer; each prompt multiplies
-it by a log-normal bias of its own, the same in its prefill and its decode, which makes a prompt's prefill a better
-predictor of its decode than other prompts are (GPU-NDP §III-D, Fig. 6). Tokens choose K different experts with these
-weights, independently of each other; in recorded traces neighbouring tokens and layers choose alike.
+Experts of a layer have Zipf popularity in an order drawn per layer; each prompt multiplies it by a log-normal bias of
+its own, which makes its prefill a better predictor of its decode than other prompts are (GPU-NDP §III-D, Fig. 6).
+Tokens choose independently of each other; in recorded traces neighbouring tokens and layers choose alike.
 
     weight[l, e] = rank(l, e)^(−zipf) · exp(bias · normal[l, e])        K a token, without replacement
 """
@@ -81,8 +80,8 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
     return PromptRouting(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
 
 
-def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> PromptRouting:
-    """One sequence of a recorded trace. history : counts [L, E] of other data; None counts the other sequences.
+def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
+    """One sequence of a recorded trace; its history are the other sequences.
 
     Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a decode.
     """
@@ -91,6 +90,4 @@ def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray
     if not all(map(len, parts)):
         raise ValueError(f"sequence {sequence} of the trace has {len(parts[0])} prefill and {len(parts[1])} decode "
                          f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}")
-    if history is None:
-        history = trace.select(~mine).counts().numpy()
-    return PromptRouting(trace.spec, *parts, history=np.asarray(history, float))
+    return PromptRouting(trace.spec, *parts, history=trace.select(~mine).counts().numpy().astype(float))

@@ -1,8 +1,6 @@
 """The paper's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of Figs. 8 to 11 from it.
 
-`Assumptions` holds everything that the paper does not state and that a simulation must choose; `paper_sweep` runs the
-closed form under them, and `quantities` computes what `claims` lists. Routing depends on model and seed alone, and
-MoE-OnDemand and Fiddler not on N, so both are computed once.
+Routing depends on model and seed alone, and MoE-OnDemand and Fiddler not on N, so both are computed once.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ class Assumptions:
 
     mapping, clock_ghz, efficiency : see `hardware`. zipf, bias : see `simulated_routing`.
     monde_rounding : of MoNDE's GPU share in decode. placement : see `simulation.place`.
-    rounding : of E_g in the literal versions. eq2_tokens : the tokens of an expert in Eq. 2's T_n and T_g: the layer's
-        "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens chose the same experts.
-    limit : of the literal versions' prefetching, "K" (§IV-D) or "memory" (§III-D).
+    rounding, eq2_tokens, limit : of the literal versions, see `systems.GPUNDP`.
     averaged : numbers of units that the paper's averages run over.
     """
 
@@ -77,12 +73,10 @@ class Assumptions:
         return system
 
     def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> PromptRouting:
-        return _routing(model, seed, prompt, answer, self.zipf, self.bias)
+        return _routing(load_model(model), seed, prompt, answer, self.zipf, self.bias)
 
 
-@lru_cache(maxsize=16)
-def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias: float) -> PromptRouting:
-    return simulated_routing(load_model(model), seed, prompt, answer, zipf, bias)
+_routing = lru_cache(maxsize=16)(simulated_routing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +107,7 @@ class Sweep:
     def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
         """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as "moe_decode".
 
-        Only where both are supported, and numbers of units that the assumptions average over.
+        Only where both are supported, and for numbers of units that the assumptions average over.
         """
         pairs = {(model, N): (own, self.cells[model, N, over, seed]) for (model, N, name, s), own in self.cells.items()
                  if (name, s) == (system, seed) and N in self.assumptions.averaged}

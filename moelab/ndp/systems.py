@@ -1,20 +1,15 @@
 """The schedules that GPU-NDP compares: MoE-OnDemand, Fiddler, MoNDE, and tensor parallelism, balancing, prefetching.
 
-A system turns the `LayerStep` of a layer into a `Plan`. `situations` names steps that it plans alike, so that a sweep
-plans each kind of decode step once. Where the paper is ambiguous `GPUNDP` has two versions:
+A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has two versions:
 
     literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
     improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are balanced too, as
-              many experts move in prefill as pay, and so many are prefetched, of those that fit (§III-D), as save the
-              answer more time than loading them takes; none if none does. The split is the one that ends both sides at
-              once, found by bisection on the closed form instead of on Eqs. 1 to 3.
+              many experts move in prefill as pay, and as many of those that fit are prefetched as are predicted to pay
+              (`simulation.experts_that_pay`). The split ends both sides at once, by bisection on the closed form.
 
-What prefetching saves is predicted from the answer's length limit and from the prompt (`simulation.experts_that_pay`);
-an answer unlike its prompt, or one that ends before its limit, can still lose what loading took.
-
-Without tensor parallelism (combinations that the paper does not show) experts stay whole on their home unit, and what
-moves is taken from the busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
+Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves is taken from the
+busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
 """
 
 from __future__ import annotations
@@ -87,9 +82,8 @@ class Fiddler(OnDemand):
 class MoNDE(System):
     """MoNDE: whole experts on their units; when decoding, a share of them by ratio of bandwidths goes to the GPU.
 
-    The share is K · link ÷ (link + units' bandwidth), `rounding` makes it whole, and it is the most popular experts'
-    (its §3: hot experts move, cold ones stay). With a long prompt nothing moves: on this machine the units are then
-    short of multipliers, not of bandwidth, which the ratio does not know.
+    The share is K · link ÷ (link + units' bandwidth), `rounding` makes it whole; hot experts move (its §3). Of a prompt
+    nothing moves: the units are then short of multipliers, not of bandwidth, which the ratio does not know.
     """
 
     rounding: str = "round"
@@ -115,10 +109,10 @@ class MoNDE(System):
 class GPUNDP(System):
     """The paper's framework, each technique switched on or off.
 
-    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE.
-    version : "literal" or "improved", see the file's docstring.
+    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE. version : "literal" or "improved", see above.
     rounding : of E_g in the literal version: "floor", "round" or "ceil".
-    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt".
+    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt", as E_n + E_g = TopK
+        reads if all tokens chose the same experts.
     limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or what of it will "pay".
     """
 
