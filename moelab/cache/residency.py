@@ -1,9 +1,8 @@
 """Residency: which experts are in memory in which state, and who is admitted and evicted (ZipMoE §3.2, §3.4).
 
-Memory is divided into the pools of `moelab.cache.pools`. An expert that is used goes to the first pool whose threshold
-its rank passes, where the rank counts the experts that got more tokens so far; a full pool evicts the victim of its
-policy; beyond all thresholds an expert leaves as soon as it has run. All of that is decided when a layer's step
-begins, from the sequence of steps alone and never from timing, so the engine and the simulator decide the same.
+An expert that is used goes to the first pool whose threshold its rank passes, where the rank counts the experts that
+got more tokens so far; a full pool evicts the victim of its policy; beyond all thresholds an expert leaves as soon as
+it has run. All is decided when a layer's step begins, never from timing, so engine and simulator decide the same.
 
     tokens   {expert: tokens routed to it}, one layer of one forward
     scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
@@ -36,8 +35,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer's step needs, by ascending expert id, and the experts that leave memory for it before anything is
-    read, with the state they had."""
+    """What a layer's step needs, by ascending expert id; the experts that leave memory first, with their states."""
 
     layer: int
     requests: list[Request]
@@ -48,10 +46,8 @@ class Step:
 class CacheCounters:
     """Exact counts of what the steps found.
 
-    hits : requests by the state they were found in. misses : requests with nothing in memory.
-    rereads : misses of experts that had been in memory before.
-    evictions : residents that left, for another one or because their rank fell beyond all thresholds.
-    not_kept : missed requests that did not stay.
+    hits : requests by the state they were found in. rereads : misses of experts that had been in memory before.
+    evictions : residents that left. not_kept : missed requests that did not stay.
     """
 
     steps: int = 0
@@ -138,10 +134,7 @@ class Residency:
             self._seen.discard(key)
 
     def clear(self) -> None:
-        """Mark every expert as missed, as after `begin` was interrupted or a policy raised an error.
-
-        Policies that were not given as instances start anew; token counts stay.
-        """
+        """Mark every expert as missed; policies that were not given as instances start anew, token counts stay."""
         self._state: dict[ExpertKey, State] = {}
         groups = [{state: Pool(self.pools[state], self._make()) for state in HIERARCHY if self.pools[state]}
                   for _ in range(self.L if self.scope == "layer" else 1)]
