@@ -79,7 +79,6 @@ FIT = ("prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE
        "Qwen3, N=2, decode NDP+TP")
 JUDGED = tuple(name for name in CLAIMS if name not in FIT and not name.startswith("modules"))
 
-#: what a figure was used to do → its names
 HALVES = {"fit": FIT, "judge": JUDGED}
 
 #: inconsistencies of the paper's text
@@ -130,8 +129,8 @@ def error(found: dict[str, float], names: Sequence[str] = FIT) -> float:
 
 def evaluate(assumptions: Assumptions, seed: int = 0, answer: int = 512) -> dict[str, float]:
     """All quantities under these assumptions, by the closed form."""
-    units = sorted({2, *assumptions.averaged})
-    return quantities(paper_sweep(assumptions, units=units, seeds=(seed,), answer=answer), seed)
+    sweep = paper_sweep(assumptions, units=sorted({2, *assumptions.averaged}), seeds=(seed,), answer=answer)
+    return quantities(sweep, seed)
 
 
 def fit(start: Assumptions = Assumptions(), measure: Callable[[Assumptions], dict[str, float]] = evaluate

@@ -65,9 +65,8 @@ class Costs:
     @cached_property
     def dense_params(self) -> int:
         """Weights on the GPU that every token passes: attention, shared experts, dense layers, routers, LM head."""
-        s = self.spec
+        s, matrices = self.spec, 3 if self.spec.gated else 2
         attention = 2 * s.H * s.head_dim * (s.heads + s.kv_heads)
-        matrices = 3 if s.gated else 2
         moe = s.L * (matrices * s.H * s.shared_I + s.E * s.H)
         return s.num_layers * attention + moe + (s.num_layers - s.L) * matrices * s.H * s.dense_I + s.vocab * s.H
 
@@ -83,8 +82,7 @@ class Costs:
 
     def dense_prefill(self, S: int) -> float:
         """Seconds of everything but the routed experts for a prompt of S tokens; the LM head runs once."""
-        s, h = self.spec, self.hardware
-        head = s.vocab * s.H
+        s, h, head = self.spec, self.hardware, self.spec.vocab * self.spec.H
         flops = 2 * S * (self.dense_params - head) + 2 * head + 2 * s.num_layers * s.heads * s.head_dim * S * S
         return max(flops / h.gpu_flops, (self.dense_bytes + float(self.kv_bytes(S))) / h.gpu_bandwidth)
 

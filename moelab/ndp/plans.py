@@ -18,9 +18,8 @@ import numpy as np
 class LayerStep:
     """The A experts that one layer must compute in one forward of S tokens (1 when decoding), hottest first.
 
-    experts, tokens : int [A], ids and the tokens each gets.
+    experts, tokens : int [A], ids and the tokens each gets. resident : bool [A], prefetched into GPU memory.
     home : int [A], the unit that holds an expert where units hold whole experts.
-    resident : bool [A], whether an expert was prefetched into GPU memory.
     """
 
     experts: np.ndarray
@@ -89,7 +88,7 @@ def problems(plan: Plan, asked: LayerStep | None = None, N: int | None = None,
              held: tuple[np.ndarray | float, float] = (1.0, 1.0)) -> list[str]:
     """What is wrong with a plan, in words; nothing if every expert is computed exactly once, from where it is.
 
-    asked : the step that was to be planned, whose experts the plan must have, in any order. N : units.
+    asked : the step that was to be planned, in any order of its experts. N : units.
     held : the share of each of the plan's experts that each unit ([A, N] or one for all) and the host has.
     """
     if not isinstance(plan, Plan):

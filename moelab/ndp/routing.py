@@ -59,18 +59,15 @@ class PromptRouting:
 
 def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512, zipf: float = 0.2,
                       bias: float = 0.3) -> PromptRouting:
-    """One prompt of the popularity model; the same seed gives the same routing.
+    """One prompt of the popularity model.
 
     zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's log-weights; 0 is none.
-
-    Raises ValueError: one of the two is negative, or the prompt or the answer has no token.
     """
     if min(zipf, bias) < 0:
         raise ValueError(f"zipf is {zipf} and bias {bias}; both are 0 or more")
     if min(prompt, answer) < 1:
         raise ValueError(f"a prompt of {prompt} and an answer of {answer} tokens; both have at least one")
-    rng = np.random.default_rng(seed)
-    L, E, K = spec.L, spec.E, spec.K
+    rng, L, E, K = np.random.default_rng(seed), spec.L, spec.E, spec.K
     popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))      # [L, E]
     weights = (popularity + bias * rng.standard_normal((L, E))).astype(np.float32)
     ids = np.empty((prompt + answer, L, K), np.int16)

@@ -112,7 +112,7 @@ class NDPRun:
         return np.array(times)[which].reshape(T, L)
 
     def loading(self, x: int) -> float:
-        """Seconds of the intermediate step, which brings x experts of each layer to the GPU."""
+        """Seconds of bringing x experts of each layer to the GPU."""
         return x * self.costs.spec.L * self.costs.transfer()
 
     def experts_that_pay(self, usual: int, most: int) -> int:
@@ -140,11 +140,10 @@ def simulate(hardware: Hardware, system: System, routing: PromptRouting, *, plac
     Raises NotSupported: the experts do not fit where the system keeps them, or the rest not the GPU.
     ValueError: the system plans a step wrongly.
     """
-    run = NDPRun(hardware, system, routing, placement)
+    run, ids = NDPRun(hardware, system, routing, placement), routing.decode_by_popularity
     costs, S, D = run.costs, len(routing.prefill), len(routing.decode)
     prefill = np.array([seconds(run.plan(run.prefill_step(layer, counts)), costs)
                         for layer, counts in enumerate(routing.counts())])
-    ids = routing.decode_by_popularity
     decode = run.decode_seconds(ids, hits(run.resident, ids), seconds).sum(1)
     return Result(float(prefill.sum()), float(decode.sum()), costs.dense_prefill(S),
                   float(costs.dense_decode(S + np.arange(D)).sum()), run.loading(run.x), run.x,

@@ -6,6 +6,7 @@ Routing depends on model and seed alone, and MoE-OnDemand and Fiddler not on N, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import mean
@@ -51,8 +52,8 @@ class Assumptions:
 
     def hardware(self, N: int, **changes: Any) -> Hardware:
         """The paper's machine under these assumptions; `changes` are other arguments of `hardware`."""
-        options = {"mapping": self.mapping, "clock_ghz": self.clock_ghz, "efficiency": self.efficiency}
-        return hardware(N, **(options | changes))
+        return hardware(N, **{"mapping": self.mapping, "clock_ghz": self.clock_ghz, "efficiency": self.efficiency}
+                        | changes)
 
     def variant(self, name: str, N: int) -> Hardware:
         """Another machine, of `moelab.ndp.hardware.VARIANTS`; its units have their own clock."""
@@ -135,12 +136,9 @@ def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] 
     jobs = [(model, seed, N, name) for model in models for seed in seeds for N in units for name in systems]
     for model, seed, N, name in progress(jobs, "GPU-NDP sweep", unit="run"):
         routing, system = assumptions.routing(model, seed, prompt, answer), assumptions.system(name)
-        result = by_host.get((model, seed, name))
-        if result is None:
-            try:
+        if (result := by_host.get((model, seed, name))) is None:
+            with suppress(NotSupported):
                 result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
-            except NotSupported:
-                pass
             if system.home == "host":
                 by_host[model, seed, name] = result
         sweep.cells[model, N, name, seed] = result
@@ -148,7 +146,6 @@ def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] 
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """(mean, least, most), None if there are no values."""
     return (mean(values), min(values), max(values)) if values else None
 
 
@@ -169,17 +166,14 @@ def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
     for other in PAPER[:3]:
         found[f"end to end ÷ {other}"] = max(sweep.speedups(PAPER[-1], other, "end_to_end", seed).values())
     alone = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", seed)
-    found["DeepSeek, N=2, decode NDP+TP"] = alone["DeepSeek-MoE-16B", 2]
-    found["Qwen3, N=2, decode NDP+TP"] = alone["Qwen3-30B-A3B", 2]
-    return found
+    return found | {"DeepSeek, N=2, decode NDP+TP": alone["DeepSeek-MoE-16B", 2],
+                    "Qwen3, N=2, decode NDP+TP": alone["Qwen3-30B-A3B", 2]}
 
 
 def modules_needed(model: str, assumptions: Assumptions = Assumptions()) -> int:
     """The smallest number of units that hold the model's experts (exact): the end of the N.S. cells."""
     for N in range(1, 1000):
-        try:
+        with suppress(NotSupported):
             Costs(load_model(model), assumptions.hardware(N)).check(0, "units")
             return N
-        except NotSupported:
-            pass
     raise NotSupported(f"{model} fits no machine of this kind")

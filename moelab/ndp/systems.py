@@ -145,12 +145,11 @@ class GPUNDP(System):
         literal = self._literal(step, here, costs)
         if self.version == "literal" or not (self.load_balance or self.prefetch):
             return literal
-        return min(literal, self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
+        return min(literal, *self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
 
     def _first(self, u: float, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         """The first u experts on the GPU, where u need not be whole; the others on the units."""
-        N = costs.hardware.units
-        share = np.clip(u - np.arange(len(step)), 0, 1)
+        N, share = costs.hardware.units, np.clip(u - np.arange(len(step)), 0, 1)
         return make_plan(step, N, resident=share * here, moved=share * ~here, split=self.tensor_parallel,
                          pieces=N if self.tensor_parallel else 1)
 
@@ -165,8 +164,8 @@ class GPUNDP(System):
             E_g = ROUND[self.rounding](balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
 
-    def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
-        """The u where both sides end at once, by bisection: the units' falls with u, the GPU's rises."""
+    def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
+        """Plans around the u where both sides end at once, by bisection: the units' falls with u, the GPU's rises."""
         most = len(step) if self.load_balance else int(here.sum())
         low, high = 0.0, float(most)
         while high - low > 1e-6 * most:
@@ -174,8 +173,7 @@ class GPUNDP(System):
             plan = self._first(u, step, here, costs)
             near = max(gpu_side(plan, costs), link_seconds(plan, costs))
             low, high = (u, high) if near < far_side(plan, costs) else (low, u)
-        plans = [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low))]
-        return min(plans, key=lambda plan: layer_seconds(plan, costs))
+        return [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low))]
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         held = resident & self.prefetch
