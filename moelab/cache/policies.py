@@ -217,10 +217,7 @@ POLICIES: dict[str, type | Entry] = {
 
 
 def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
-    """A maker of policies, one for each pool, from a name of `POLICIES`, a class, or an instance (shared by all pools).
-
-    Raises ValueError: no such name, or not a policy.
-    """
+    """A maker of policies, one for each pool: of a name of `POLICIES`, a class, or an instance (shared by all)."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise ValueError(f"unknown cache policy {policy!r}; known are {', '.join(POLICIES)}, and any object with "

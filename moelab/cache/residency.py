@@ -74,8 +74,6 @@ class Residency:
     scope : "model", one set of pools, or "layer", one for each layer; ranks count within the scope.
     margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter (several pools, or the
         policy "zipmoe"), and infinite for a single pool under another policy, which then admits everything.
-
-    Raises ValueError: unknown policy or scope, or numbers that make no sense.
     """
 
     def __init__(self, L: int, E: int, pools: Pools, policy: str | type | CachePolicy = "lru",
@@ -103,10 +101,7 @@ class Residency:
         self._thresholds = [(state, sum(sizes[:i + 1]) + margin) for i, state in enumerate(self._pools[0])]  # τ of §3.4
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
-        """Decide about one layer's step: in which states its experts are and stay, and which others are evicted.
-
-        Raises ValueError: the layer or an expert is out of range, or an expert has no token.
-        """
+        """Decide about one layer's step: in which states its experts are and stay, and which others are evicted."""
         if not 0 <= layer < self.L:
             raise ValueError(f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}")
         experts = sorted(tokens)
@@ -150,7 +145,7 @@ class Residency:
         return [key for key, found in self._state.items() if found is state]
 
     def reset_counters(self) -> CacheCounters:
-        """Start counting anew and return the counts so far; the cache stays as it is."""
+        """Start counting anew and return the counts so far."""
         counters, self.counters = self.counters, CacheCounters()
         return counters
 
@@ -164,21 +159,19 @@ class Residency:
             return dict(zip(keys, before)), []
         used = set(keys)
         found = {key for key, state in zip(keys, before) if state is not State.MISSED}
-        keep, evicted, leaving = {}, [], []
-        moves = []                                                             # (key, where to), into a better pool
+        keep, evicted, leaving, moves = {}, [], [], []                         # moves: (key, its better pool)
         for key, state, goal in zip(keys, before, goals):
             if goal is State.MISSED:
                 keep[key] = goal
                 if state is not State.MISSED:
                     leaving.append((key, state))
                 continue
+            keep[key] = state
             if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):    # only upward
                 moves.append((key, goal))
-                goal_pool = group[goal]
+                group[goal].policy.touch(key, self._now)
             else:
-                goal_pool = group[state]
-            keep[key] = state
-            goal_pool.policy.touch(key, self._now)
+                group[state].policy.touch(key, self._now)
         if not math.isinf(self.margin):
             moves.sort(key=lambda move: -self._scores[move[0]])               # the best ranks choose first
         for key, goal in moves:

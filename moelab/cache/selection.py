@@ -86,9 +86,7 @@ def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
     """n independent draws of k experts with the selection probabilities q: bool [n, E], k in each row.
 
-    By rejection. They have the popularity of a recorded run, but a step tells nothing about the next.
-
-    Raises ValueError: q does not sum to k, as `selection_probabilities` makes it.
+    They have the popularity of a recorded run, but a step tells nothing about the next.
     """
     if not abs(q.sum() - k) <= 1e-6:
         raise ValueError(f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "

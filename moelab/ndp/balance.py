@@ -33,7 +33,6 @@ def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: i
 
     0 where the GPU's side is the longer one without any expert, K where it is the shorter one with all of them.
 
-    Raises ValueError: K, N or S below 1, T_a below 0, or another time that is not above 0.
     """
     if min(K, N, S) < 1:
         raise ValueError(f"K = {K}, N = {N} and S = {S}, but experts, units and tokens are at least 1")

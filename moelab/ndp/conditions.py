@@ -28,7 +28,7 @@ def times(model: str, N: int, assumptions: Assumptions = Assumptions(), tokens: 
 
 
 def stay(E_g: float, t: Times) -> float:
-    """The right side, seconds of the modules."""
+    """The right side."""
     return (t["N"] + 1) * t["T_a"] + t["T_n"] * (t["K"] - E_g)
 
 

@@ -59,7 +59,6 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
         GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
     host_channels : memory channels that the units share on their way to the link; None is no limit, as in the paper.
 
-    Raises ValueError: an unknown card, mapping or generation; a card that lacks a figure; a number out of range.
     """
     if pcie not in PCIE:
         raise ValueError(f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}")

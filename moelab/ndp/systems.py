@@ -53,8 +53,7 @@ class System(ABC):
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         """Decode steps as integers [n, c]: equal rows take equally long.
 
-        homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran, at the end.
-        resident : bool [n, K].
+        homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran. resident : bool [n, K].
         """
 
 

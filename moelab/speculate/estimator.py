@@ -55,8 +55,6 @@ class Estimator(nn.Module):
         """The estimator whose parameters come nearest to a budget; its width is a multiple of 8.
 
         §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
-
-        Raises ValueError: a budget below a width of 8.
         """
         a, b = 8, H + E + L - ahead + 8             # 8·w² + (H + E + L − ahead + 8)·w + E parameters: solved for w
         width = 8 * round((math.sqrt(b * b + 4 * a * max(parameters - E, 0)) - b) / (2 * a) / 8)
@@ -75,10 +73,7 @@ class Estimator(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
-        """Read the estimator of `model`, onto its device.
-
-        Raises FileNotFoundError, ValueError: no such file; not a readable estimator, or another model's.
-        """
+        """Read the estimator of `model`, onto its device; ValueError if it is not readable or another model's."""
         tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
         check_model(model, about["model_id"], f"{path} was trained for",
                     "moelab.speculate.train trains one for this model")

@@ -79,7 +79,6 @@ class Speculation(AbstractContextManager):
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
 
     def reset(self) -> None:
-        """Set the counts to 0."""
         self.requests, self.hits = torch.zeros(2, 2, len(self.layers), dtype=torch.long,
                                                device=getattr(self.model, "device", "cpu"))
 
@@ -89,7 +88,6 @@ class Speculation(AbstractContextManager):
         return self.hits[pick].sum(0).double() / self.requests[pick].sum(0)
 
     def close(self) -> None:
-        """Restore the model."""
         self._patches.close()
 
     def __exit__(self, *_: object) -> None:
@@ -97,21 +95,18 @@ class Speculation(AbstractContextManager):
 
 
     def _begin(self, first: bool, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A stack (the model, the encoder or the decoder) is called."""
         self._end()
         inputs = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-        S, cache = inputs.shape[1], kwargs.get("past_key_values")
+        S, cache, mask = inputs.shape[1], kwargs.get("past_key_values"), kwargs.get("attention_mask")
         cached = int(cache.get_seq_length()) if cache is not None else 0
         if first and not cached:
             self.predictor.begin()
         self._phase = DECODE if cached and S == 1 else PREFILL
-        mask = kwargs.get("attention_mask")
         if self._phase == PREFILL and mask is not None and mask.dim() == 2:
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
 
     def _end(self) -> None:
-        """A stack has run, or failed: forget what belongs to its forward pass."""
         self._running, self._phase = False, PREFILL
         self._real: Tensor | None = None                        # which of the T tokens are no padding; None: all
         self._residuals: dict[int, Tensor] = {}                 # r and the router's input of each layer

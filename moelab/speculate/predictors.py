@@ -164,7 +164,6 @@ class Quasi(Predictor):
         self.vectors, self.streams = vectors.to(self.device), streams(model)
 
     def quasi(self, layer: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """q [T, H]."""
         path = self.streams[layer:self.targets[layer].index + 1]
         return quasi_hidden(path, r, self.vectors.layer_default(layer, ids, weights))
 
@@ -305,7 +304,6 @@ class Random(Predictor):
 
 
 def of_model(trace: RoutingTrace, model: nn.Module) -> RoutingTrace:
-    """The trace; ValueError if it is another model's."""
     check_model(model, trace.model_id, f"this trace ({trace.spec.name}) was recorded from",
                 "moelab.record(model, prompts) records one of this model")
     return trace

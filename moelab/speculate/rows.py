@@ -112,7 +112,6 @@ class FileRows:
 
 
 def seed_of(*parts: Any) -> int:
-    """A seed that depends on all its parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
 
 

@@ -62,10 +62,7 @@ class Score:
 
 @torch.no_grad()
 def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -> Score:
-    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in both.
-
-    Raises ValueError: a trace without hidden states.
-    """
+    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in both."""
     n, E, K = trace.spec.L - predictor.ahead, trace.spec.E, trace.spec.K
     requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long)
     aligned, tokens = torch.zeros(2, n, K, dtype=torch.long)

@@ -4,8 +4,8 @@ Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual
 
     d_l = Σ_k g_{l,k} d_{l,e_k} + shared_l        q_l = norm_{l+1}(d_l + r_l)
 
-Where a model scales or norms what the block adds (`moelab.models.stream`), d_l estimates what is added before that norm,
-and is put through it. What attention of layer l + 1, or a dense layer in between, adds to the stream is missing from q.
+Where a model scales or norms what the block adds (`moelab.models.stream`), d_l estimates what is added before that and
+is put through it. What attention of layer l + 1, or a dense layer in between, adds to the stream is missing from q.
 Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H].
 """
 
@@ -63,7 +63,6 @@ class DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
 
     def check(self, model: nn.Module) -> None:
-        """ValueError if these are another model's."""
         check_model(model, self.model_id, "these default vectors were measured on",
                     "moelab.speculate.default_vectors(model, prompts) measures its own")
 
@@ -73,10 +72,7 @@ class DefaultVectors:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
-        """Read the default vectors of `model`.
-
-        Raises FileNotFoundError, ValueError: no such file; not readable default vectors, or another model's.
-        """
+        """Read the default vectors of `model`; ValueError if they are not readable or another model's."""
         tensors, about = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
         vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
         vectors.check(model)
@@ -84,7 +80,6 @@ class DefaultVectors:
 
 
 def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
-    """ValueError, which says what is of another model, unless a model has this identity."""
     if (mine := identity(model)) != model_id:
         raise ValueError(f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}")
 
@@ -114,9 +109,8 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
         an architecture whose residual stream is of an unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
-    training = model.training
     with Patches() as patches:
-        patches.callback(model.train, training)
+        patches.callback(model.train, model.training)
         patches.enter_context(plugged(model))
         weighted = type(discover(model)[0].experts).weighted is not SeamExperts.weighted
         sums = _Sums(spec.L, spec.E, streams(model), weighted)
@@ -135,8 +129,7 @@ class _Sums:
     def __init__(self, L: int, E: int, streams: list[Stream], weighted: bool) -> None:
         self.streams, self.weighted = streams, weighted
         self.counts, self.tokens = torch.zeros(L, E, dtype=torch.long), torch.zeros(L, dtype=torch.long)
-        self.sums: Tensor | None = None                 # float64 [L, E, H]
-        self.shared: Tensor | None = None               # float64 [L, H]
+        self.sums = self.shared = None                  # float64 [L, E, H] and [L, H]
         self.routed: dict[int, Tensor] = {}
 
     def attach(self, patches: Patches) -> None:

@@ -47,7 +47,6 @@ class Point:
 
     @property
     def mean_hit_rate(self) -> float:
-        """Mean over the layers that are predicted."""
         rates = [rate for rate in self.hit_rate if not math.isnan(rate)]
         return sum(rates) / len(rates)
 
@@ -80,8 +79,7 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     checkpoint : a file that is rewritten at every validation; if it exists, training resumes from it, with the same
         result as without the interruption.
 
-    Raises ValueError: a trace without hidden states or of another model, no rows to train on, or a checkpoint made with
-        other arguments.
+    Raises ValueError: a trace without hidden states or of another model, or a checkpoint made with other arguments.
     """
     data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
     settings = {"parameters": parameters, "tokens": tokens, "batch": batch, "learning_rate": learning_rate,
