@@ -1,15 +1,11 @@
 """Ceilings of caching: the most hits that any cache could have on a recorded run, and simpler references beside it.
 
-A step is a set of experts, and each that is in memory is a hit. Keeping an expert from one use to the next is an
-interval over the gaps between steps; a cache of C experts keeps at most C at any gap, so the most hits are the most
-intervals of which no more than C overlap. Taking intervals as they come and giving up the one that ends last whenever
-C + 1 overlap is optimal: Belady's rule (1966), with bypass, since what is given up may be the newcomer.
+Keeping an expert from one use to the next is an interval over the gaps between steps, so the most hits are the most
+intervals of which no more than C overlap. Giving up the one that ends last whenever C + 1 overlap is optimal: Belady's
+rule (1966), with bypass, since what is given up may be the newcomer.
 
-    steps     [(layer, {expert: tokens}), …], in the order of the run
-    capacity  experts in memory
-
-All are exact counts, from an empty cache; for pools of each layer, ask layer by layer. Ceilings that follow from
-geometry alone are in `moelab.offloading.limits`.
+Steps are [(layer, {expert: tokens}), …] in the order of the run, capacity is experts in memory. All are exact counts,
+from an empty cache; for pools of each layer, ask layer by layer.
 """
 
 from __future__ import annotations
@@ -48,17 +44,16 @@ def _checked(capacity: int) -> int:
 def belady_hits(steps: Steps, capacity: int) -> int:
     """The most hits that any replacement decisions reach, bypass allowed."""
     _checked(capacity)
-    following: list[dict[ExpertKey, int]] = []                  # step → expert → the next step that uses it
+    following: list[dict[ExpertKey, int]] = []                  # expert → the next step that uses it; last step first
     upcoming: dict[ExpertKey, int] = {}
-    for number in range(len(steps) - 1, -1, -1):
-        keys = [ExpertKey(steps[number][0], expert) for expert in steps[number][1]]
+    for number, (layer, tokens) in reversed(list(enumerate(steps))):
+        keys = [ExpertKey(layer, expert) for expert in tokens]
         following.append({key: upcoming[key] for key in keys if key in upcoming})
         upcoming.update(dict.fromkeys(keys, number))
-    following.reverse()
     hits = 0
     kept: dict[ExpertKey, int] = {}                             # kept expert → its next use
     furthest: list[tuple[int, ExpertKey]] = []                  # the same as a heap; past uses lie at its bottom
-    for (layer, tokens), nexts in zip(steps, following):
+    for (layer, tokens), nexts in zip(steps, reversed(following)):
         hits += sum(kept.pop(ExpertKey(layer, expert), None) is not None for expert in tokens)
         for key, use in nexts.items():
             kept[key] = use

@@ -1,12 +1,9 @@
 """Planning: how to divide a budget between the pools F, C, S and E, from expert popularity.
 
-Source: ZipMoE §3.4 and appendix C (Algorithms 2–4). Ranked by popularity, the most used experts of a layer lie in
-pool F, the next in C, then S, then E, the rest in none, so each pool is an interval of ranks. The hits of a step in
-the intervals follow conditional Bernoulli sampling (`moelab.cache.selection`), given k experts in all; every pattern
-of hits has a time, and the division with the least expected time is chosen among all multiples of a step.
-
-The distributions of all E² / 2 intervals are made in one pass (Algorithm 2 for all of them together). Where one
-division is as good as another, to 1e-9, that with more in F, then C, then S is taken.
+Source: ZipMoE §3.4 and appendix C (Algorithms 2–4). The most popular experts of a layer lie in pool F, the next in C,
+then S, then E, so each pool is an interval of ranks. A step's hits in the intervals follow conditional Bernoulli
+sampling (`moelab.cache.selection`); every pattern of hits has a time, and the division with the least expected time is
+chosen; of equally good ones, to 1e-9, that with more in F, then C, then S.
 
 Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. The order of steps does not
 count (simulate the `best` few to bring it in); an engine's buffers are not part of the budget.
@@ -34,9 +31,8 @@ Estimate = Callable[[np.ndarray, int, "Delays", int], np.ndarray]
 def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
     """The makespan of a layer as ZipMoE estimates it (Algorithm 3): [n, 4] → seconds [n].
 
-    Reading or decompression, whichever is longer; a decompression that needs a read includes that read. The paper's
-    delays are those of one chunk and multiply with chunks an expert (u·n, v·nK, c·nK); ours are an expert's. Recovery
-    and the experts' computation are not part of it.
+    The paper's delays are those of one chunk and multiply with chunks an expert (u·n, v·nK, c·nK); ours are an
+    expert's. Recovery and the experts' computation are not part of it.
     """
     F, C, S, E = hits.T
     reading_e = (k - F - C - E) * delays.e_read                                             # lines 5–6, n_E · v
@@ -47,9 +43,8 @@ def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.nd
 def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
     """A layer's time when reading, decoding and computing overlap, beyond the paper: [n, 4] → seconds [n].
 
-    The longest of three chains: all reads, then recovery and computation of the last expert; all decoding, spread
-    over the workers, then computation of the last; all computations, after the first decoding if nothing is ready.
-    Each is a lower bound of any schedule. An expert computes one token.
+    The longest of three lower bounds of any schedule: all reads, then recovery and computation of the last expert; all
+    decoding, then computation of the last; all computations, after the first decoding if nothing is ready.
     """
     F, C, S, E = hits.T
     compute, decode = delays.expert(1), (delays.decompress + delays.recover) / workers
@@ -88,17 +83,14 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
          pools: str = "FCSE", step: float = 0.05, layers: int = 1, estimate: Estimate = makespan) -> CachePlan:
     """The division of a budget with the least expected time a layer (ZipMoE Algorithm 4).
 
-    For pools of each layer (scope "layer"), `budget_bytes` is a layer's. For pools that all layers share (scope
-    "model"), it is theirs together and `layers` is their number: the division is found for one layer's equal share,
-    with f averaged over the layers rank by rank, and applied to the whole budget.
+    For pools of each layer (scope "layer"), `budget_bytes` is a layer's. For pools that `layers` share (scope "model"),
+    it is theirs together: the division is found for one layer's equal share and applied to the whole budget.
 
     f : [E], share of steps that need the expert of each rank, falling, summing to k: a row of
         `moelab.calibration.inclusion_probabilities`, or the mean of its rows. See `selection.whole` for batches.
-    sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks).
-    k : experts a step.
+    sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
     delays : seconds of one expert. workers : decode workers.
-    pools : which pools may be used, letters of "FCSE".
-    step : of the ratios; 1 / step must be whole.
+    pools : which pools may be used, letters of "FCSE". step : of the ratios; 1 / step must be whole.
     estimate : `makespan` or `algorithm_3`, or another function like these.
 
     Raises ValueError: no pool could hold even one expert a layer; unknown pools; an impossible step; unfit f.
@@ -138,7 +130,6 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
     return CachePlan(*next(c for c in table if c.seconds <= limit), tuple(table))
 
 
-# ------------------------------------------------------------------------------------------------ patterns of hits
 
 def interval_hits(q: np.ndarray, k: int) -> np.ndarray:
     """Φ of Algorithm 2 for every interval of ranks: [u, v, h] = P(h hits among the ranks u … v−1), h ≤ k, u ≤ v."""

@@ -1,9 +1,8 @@
 """Eviction policies: which expert leaves when a pool is full.
 
 A policy is told which experts are used and is asked for a victim; it never sees bytes, threads or time, so the same
-object decides in the engine and in the simulator. The classics are those of ZipMoE's ablation (Fig. 10), with the
-paper's own rule ("zipmoe", §3.4), a policy that knows the order of layers, and Belady's optimum, which knows the
-future. All are deterministic, and none walks the whole pool for a victim. All experts of a pool are of one size.
+object decides in the engine and in the simulator. The classics are those of ZipMoE's ablation (Fig. 10). All are
+deterministic, and none walks the whole pool for a victim.
 
 A policy of your own is a class with the two methods of `CachePolicy` and a line in `POLICIES`. It may also have
 
@@ -112,8 +111,7 @@ class LFU(_ByPriority):
 class Marking:
     """A random victim among the experts not used in this phase (Fiat et al. 1991, "Competitive paging algorithms").
 
-    What is used is marked. When every candidate is marked, a new phase begins: all marks but those of the current step
-    are removed.
+    Used experts are marked. When all are, a new phase begins: all marks but those of the current step are removed.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -144,9 +142,8 @@ class LeastStale:
     """Stale experts first, then those of the layers whose next turn is furthest away.
 
     After SpecMD (Hoang et al. 2026, arXiv 2602.03921). An expert is stale if it was not used the last time that its
-    layer ran: in the previous pass for layers still to come, in the current one for those already passed. Among the
-    stale, and then among the rest, the layer that ran last goes first; within a layer, the least recently used. The
-    paper's prefetching and its exact order among the stale are left out.
+    layer ran. Among the stale, and then among the rest, the layer that ran last goes first; within a layer, the least
+    recently used. The paper's prefetching and its exact order among the stale are left out.
     """
 
     def __init__(self) -> None:
@@ -162,9 +159,7 @@ class LeastStale:
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
         fresh = None
-        passed = [layer for layer in self._layers if layer <= self._latest]
-        ahead = [layer for layer in self._layers if layer > self._latest]
-        for layer in sorted(passed, reverse=True) + sorted(ahead, reverse=True):
+        for layer in sorted(self._layers, key=lambda layer: (layer <= self._latest, layer), reverse=True):
             order = self._layers[layer]
             key = next((key for key in order if key in resident), None)
             if key is not None and order[key] < self._ran[layer]:
@@ -191,8 +186,7 @@ class FewestTokens(_ByPriority):
 class Belady(_ByPriority):
     """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer included.
 
-    It needs the future, so it is a ceiling. Experts that a step uses are pinned, as for every policy;
-    `optimum.belady_hits` is the ceiling without that rule.
+    Experts that a step uses are pinned, as for every policy; `optimum.belady_hits` is the ceiling without that rule.
 
     steps : the steps that will be asked for, in order: (layer, {expert: tokens}).
     """
@@ -223,10 +217,7 @@ POLICIES: dict[str, type | Entry] = {
 
 
 def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
-    """A maker of policies, one for each pool, from a name of `POLICIES`, a class, or an instance (shared by all pools).
-
-    Raises ValueError: no such name, or not a policy.
-    """
+    """A maker of policies, one for each pool: of a name of `POLICIES`, a class, or an instance (shared by all)."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise ValueError(f"unknown cache policy {policy!r}; known are {', '.join(POLICIES)}, and any object with "

@@ -1,8 +1,6 @@
 """The pools F ≺ C ≺ S ≺ E (ZipMoE §3.4): how many experts each holds, and how one of them makes room.
 
-F holds full tensors, C both compressed chunks, S sign-mantissa chunks, E exponent chunks. A pool asks its policy for a
-victim among those of its experts that the current step does not use; they are handed over as a view, since a pool may
-hold thousands and is asked hundreds of times a token.
+F holds full tensors, C both compressed chunks, S sign-mantissa chunks, E exponent chunks.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Pool:
         """The key that left so that `key` can enter, None if there was room, or `key` itself if it may not enter.
 
         used, found : the experts of the step, and those of them that were in memory before; a selective policy may
-            choose among the newcomers too, as none of them is loaded yet.
+            choose among the newcomers too.
 
         Raises ValueError: the policy chose a key that it was not offered.
         """
@@ -85,7 +83,7 @@ class Pool:
 
 
 class Candidates(Collection):
-    """The keys of a pool that may leave, without a copy: those not pinned, and perhaps a newcomer."""
+    """The keys of a pool that may leave, not pinned or a newcomer, without a copy: a pool may hold thousands."""
 
     def __init__(self, keys: dict[ExpertKey, None], pinned: set[ExpertKey], newcomer: ExpertKey | None = None) -> None:
         self._keys, self._pinned, self._newcomer = keys, pinned, newcomer

@@ -1,9 +1,8 @@
 """Residency: which experts are in memory in which state, and who is admitted and evicted (ZipMoE §3.2, §3.4).
 
-Memory is divided into the pools of `moelab.cache.pools`. An expert that is used goes to the first pool whose threshold
-its rank passes, where the rank counts the experts that got more tokens so far; a full pool evicts the victim of its
-policy; beyond all thresholds an expert leaves as soon as it has run. All of that is decided when a layer's step
-begins, from the sequence of steps alone and never from timing, so the engine and the simulator decide the same.
+An expert that is used goes to the first pool whose threshold its rank passes, where the rank counts the experts that
+got more tokens so far; a full pool evicts the victim of its policy; beyond all thresholds an expert leaves as soon as
+it has run. All is decided when a layer's step begins, never from timing, so engine and simulator decide the same.
 
     tokens   {expert: tokens routed to it}, one layer of one forward
     scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
@@ -36,8 +35,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer's step needs, by ascending expert id, and the experts that leave memory for it before anything is
-    read, with the state they had."""
+    """What a layer's step needs, by ascending expert id; the experts that leave memory first, with their states."""
 
     layer: int
     requests: list[Request]
@@ -48,10 +46,8 @@ class Step:
 class CacheCounters:
     """Exact counts of what the steps found.
 
-    hits : requests by the state they were found in. misses : requests with nothing in memory.
-    rereads : misses of experts that had been in memory before.
-    evictions : residents that left, for another one or because their rank fell beyond all thresholds.
-    not_kept : missed requests that did not stay.
+    hits : requests by the state they were found in. rereads : misses of experts that had been in memory before.
+    evictions : residents that left. not_kept : missed requests that did not stay.
     """
 
     steps: int = 0
@@ -78,8 +74,6 @@ class Residency:
     scope : "model", one set of pools, or "layer", one for each layer; ranks count within the scope.
     margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter (several pools, or the
         policy "zipmoe"), and infinite for a single pool under another policy, which then admits everything.
-
-    Raises ValueError: unknown policy or scope, or numbers that make no sense.
     """
 
     def __init__(self, L: int, E: int, pools: Pools, policy: str | type | CachePolicy = "lru",
@@ -107,10 +101,7 @@ class Residency:
         self._thresholds = [(state, sum(sizes[:i + 1]) + margin) for i, state in enumerate(self._pools[0])]  # τ of §3.4
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
-        """Decide about one layer's step: in which states its experts are and stay, and which others are evicted.
-
-        Raises ValueError: the layer or an expert is out of range, or an expert has no token.
-        """
+        """Decide about one layer's step: in which states its experts are and stay, and which others are evicted."""
         if not 0 <= layer < self.L:
             raise ValueError(f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}")
         experts = sorted(tokens)
@@ -138,10 +129,7 @@ class Residency:
             self._seen.discard(key)
 
     def clear(self) -> None:
-        """Mark every expert as missed, as after `begin` was interrupted or a policy raised an error.
-
-        Policies that were not given as instances start anew; token counts stay.
-        """
+        """Mark every expert as missed; policies that were not given as instances start anew, token counts stay."""
         self._state: dict[ExpertKey, State] = {}
         groups = [{state: Pool(self.pools[state], self._make()) for state in HIERARCHY if self.pools[state]}
                   for _ in range(self.L if self.scope == "layer" else 1)]
@@ -157,7 +145,7 @@ class Residency:
         return [key for key, found in self._state.items() if found is state]
 
     def reset_counters(self) -> CacheCounters:
-        """Start counting anew and return the counts so far; the cache stays as it is."""
+        """Start counting anew and return the counts so far."""
         counters, self.counters = self.counters, CacheCounters()
         return counters
 
@@ -171,21 +159,19 @@ class Residency:
             return dict(zip(keys, before)), []
         used = set(keys)
         found = {key for key, state in zip(keys, before) if state is not State.MISSED}
-        keep, evicted, leaving = {}, [], []
-        moves = []                                                             # (key, where to), into a better pool
+        keep, evicted, leaving, moves = {}, [], [], []                         # moves: (key, its better pool)
         for key, state, goal in zip(keys, before, goals):
             if goal is State.MISSED:
                 keep[key] = goal
                 if state is not State.MISSED:
                     leaving.append((key, state))
                 continue
+            keep[key] = state
             if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):    # only upward
                 moves.append((key, goal))
-                goal_pool = group[goal]
+                group[goal].policy.touch(key, self._now)
             else:
-                goal_pool = group[state]
-            keep[key] = state
-            goal_pool.policy.touch(key, self._now)
+                group[state].policy.touch(key, self._now)
         if not math.isinf(self.margin):
             moves.sort(key=lambda move: -self._scores[move[0]])               # the best ranks choose first
         for key, goal in moves:

@@ -1,15 +1,13 @@
 """Selection probabilities: conditional Bernoulli sampling of k experts a step with given inclusion probabilities.
 
 Source: ZipMoE §3.4 and appendix D (eq. 15–24), after Chen, Dempster and Liu, "Weighted finite population sampling
-to maximize entropy", Biometrika 81 (1994). A layer uses exactly k experts, the one of rank r in a share f_r of the
-steps. Of all distributions over sets of k experts with those shares, the one of maximum entropy is that of
-independent Bernoulli variables with probabilities q_r, conditioned on their sum being k. Finding q from f is a concave
-problem in the log odds λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ).
+to maximize entropy", Biometrika 81 (1994). Of all distributions over sets of k experts of which rank r is in a share
+f_r, the one of maximum entropy is that of independent Bernoulli variables with probabilities q_r, given that their sum
+is k. Finding q from f is a concave problem in the log odds λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ).
 
-The paper solves it by iterative proportional fitting, w_r ← w_r · f_r / f_r(w) with w = e^λ. Its printed update,
-w_r ← w_r · f_r / R(k, N), is a misprint: f_r(w) of eq. 24 does not occur in it. The right one converges slowly where
-an f_r is near 1 (with 0.999 among seven experts, 400 rounds leave an error of 1e-3), so Newton's method is used here,
-in some five rounds; its Hessian is the covariance of the experts, from passes over the ranks that never subtract.
+The paper solves it by iterative proportional fitting, w_r ← w_r · f_r / f_r(w) with w = e^λ (its printed update,
+w_r ← w_r · f_r / R(k, N), is a misprint), which converges slowly where an f_r is near 1. Newton's method takes some
+five rounds; its Hessian is the covariance of the experts.
 
 Shapes: f, q [E], by rank. Steps with different numbers of experts are only approximated, by `whole`.
 """
@@ -28,9 +26,8 @@ def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
     """q with P(r selected | k selected in all) = f_r (ZipMoE eq. 24); float64 [E].
 
     Multiplying all odds q / (1 − q) by one number changes nothing given k; they are chosen so that q, too, sums to k.
-    q is 0 where f is 0, and 1 where f is 1.
 
-    f : [E], shares of steps that need the expert of each rank, in any order, from 0 to 1, summing to `k`.
+    f : [E], shares of steps that need the expert of each rank, in any order, summing to `k`.
 
     Raises ValueError: f is outside 0 … 1 or does not sum to k, within 1e-9.
     """
@@ -67,8 +64,8 @@ def _uncertain(f: np.ndarray, k: int, solve: Callable[[np.ndarray, int], np.ndar
 def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(f [E], pairs [E, E]): P(r selected | k selected) and P(r and s selected | k selected), s < r; 0 elsewhere.
 
-    One pass over the ranks: row i of `counts` is the distribution of the number selected so far, jointly with i being
-    one of them; the last row is without that condition. Sums of products of probabilities only.
+    Row i of `counts` is the distribution of the number selected so far, jointly with i being one of them; the last row
+    is without that condition. Sums of products of probabilities only.
     """
     E = len(q)
     after = np.zeros((E + 1, k + 1))                # [r, h]: P(h among the ranks from r on)
@@ -89,9 +86,7 @@ def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
     """n independent draws of k experts with the selection probabilities q: bool [n, E], k in each row.
 
-    By rejection. They have the popularity of a recorded run, but a step tells nothing about the next.
-
-    Raises ValueError: q does not sum to k, as `selection_probabilities` makes it.
+    They have the popularity of a recorded run, but a step tells nothing about the next.
     """
     if not abs(q.sum() - k) <= 1e-6:
         raise ValueError(f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "

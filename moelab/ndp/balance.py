@@ -1,9 +1,8 @@
 """The balance conditions of GPU-NDP §III-C and §III-D, Eqs. 1, 2 and 3, solved as they are written.
 
-Eqs. 1 and 2 say how many experts E_g go over the link to the GPU so that transfer and GPU work take as long as the
-units take for the other K − E_g; Eq. 3 says how many experts that are on the GPU already should run there. E_g stands
-on both sides: the GPU work that the transfer does not hide is E_g' expert times, "one N-th of the fractional part of
-E_g", or 1/N where E_g is an integer multiple of N.
+E_g experts go over the link to the GPU so that transfer and GPU work take as long as the units take for the other
+K − E_g; E_max experts that are on the GPU already should run there. E_g' is the GPU work that the transfer does not
+hide: "one N-th of the fractional part of E_g", or 1/N where E_g is an integer multiple of N.
 
     (1)  T_w·E_g + T_g·E_g'                 = (N+1)·T_a + T_n·(K − E_g)
     (2)  T_w·E_g + T_g·E_g' + (S−1)·T_a·N   = (N+1)·T_a + T_n·(K − E_g)
@@ -12,9 +11,8 @@ E_g", or 1/N where E_g is an integer multiple of N.
     T_w, T_g, T_n, T_a   seconds: an expert over the link, on the GPU, on N units together, a token over the link
     K, N, S              experts a token, units, tokens of the forward
 
-The left side of Eqs. 1 and 2 is a saw whose teeth overlap, so two E_g can balance, just below and just above a whole
-number; the smaller is taken, which keeps more work where the weights are. At whole numbers E_g' as printed is wrong (no
-unhidden work where N does not divide E_g); the solution is not looked for there.
+The left side is a saw whose teeth overlap, so two E_g can balance, just below and just above a whole number; the
+smaller is taken. At whole numbers E_g' as printed is wrong, so no solution is looked for there.
 """
 
 from __future__ import annotations
@@ -33,21 +31,18 @@ def unhidden(E_g: float, N: int) -> float:
 def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
     """E_g of Eq. 2, which is Eq. 1 at S = 1: experts to send to the GPU, a real number in [0, K].
 
-    The smallest solution that is no whole number; 0 where the GPU's side is the longer one without any expert, K where
-    it is the shorter one until all of them are sent.
+    0 where the GPU's side is the longer one without any expert, K where it is the shorter one with all of them.
 
-    Raises ValueError: K, N or S below 1, T_a below 0, or another time that is not above 0.
     """
     if min(K, N, S) < 1:
         raise ValueError(f"K = {K}, N = {N} and S = {S}, but experts, units and tokens are at least 1")
     if min(T_w, T_g, T_n) <= 0 or T_a < 0:
         raise ValueError(f"T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s must be above 0, and T_a = {T_a} s not below it")
     right = (N + 1) * T_a + T_n * K - (S - 1) * T_a * N         # the equation with all of E_g on the left
-    slope = T_w + T_n
     if right <= 0:
         return 0.0
     for whole in range(K):                                      # a tooth begins below the end of the one before it
-        fraction = (right - whole * slope) / (slope + T_g / N)
+        fraction = (right - whole * (T_w + T_n)) / (T_w + T_n + T_g / N)
         if fraction < 1:
             return whole + fraction
     return float(K)

@@ -1,13 +1,10 @@
 """GPU-NDP's published figures as data, and the assumptions fitted to half of them and judged by the others.
 
-Only figures that the text states are here; its bar charts give no numbers. "Slightly worse" and "not supported" are
-made checkable: a range that we chose, and the number of 32 GB modules that Table II's parameter counts need
-(our division).
+Only figures that the text states are here; its bar charts give no numbers. "Slightly worse" is a range that we chose,
+"not supported" the number of 32 GB modules that Table II's parameter counts need (our division).
 
-`fit` chooses what the paper leaves open by `FIT` alone and never sees `JUDGED`: coordinate descent over a handful of
-choices for every assumption, until a round changes nothing. It starts at its own last answer, and the first one started
-at a prototype that had been tuned with more of the numbers in view. `sensitivity` changes one assumption at a time. The
-error is the root mean square of log(found ÷ published), of words the distance from the range they allow.
+`fit` chooses what the paper leaves open by `FIT` alone and never sees `JUDGED`. It starts at its own last answer, and
+the first one started at a prototype that had been tuned with more of the numbers in view.
 """
 
 from __future__ import annotations
@@ -32,9 +29,7 @@ class NDPClaim:
 
     def agrees(self, found: float) -> bool:
         """Within the tolerance of the value, or inside the range."""
-        if isinstance(self.value, tuple):
-            return self.value[0] <= found <= self.value[1]
-        return abs(found - self.value) <= self.tolerance * self.value
+        return abs(self.error(found)) <= (0 if isinstance(self.value, tuple) else self.tolerance)
 
     @property
     def said(self) -> str:
@@ -84,7 +79,6 @@ FIT = ("prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE
        "Qwen3, N=2, decode NDP+TP")
 JUDGED = tuple(name for name in CLAIMS if name not in FIT and not name.startswith("modules"))
 
-#: what a figure was used to do → its names
 HALVES = {"fit": FIT, "judge": JUDGED}
 
 #: inconsistencies of the paper's text
@@ -135,18 +129,18 @@ def error(found: dict[str, float], names: Sequence[str] = FIT) -> float:
 
 def evaluate(assumptions: Assumptions, seed: int = 0, answer: int = 512) -> dict[str, float]:
     """All quantities under these assumptions, by the closed form."""
-    units = sorted({2, *assumptions.averaged})
-    return quantities(paper_sweep(assumptions, units=units, seeds=(seed,), answer=answer), seed)
+    sweep = paper_sweep(assumptions, units=sorted({2, *assumptions.averaged}), seeds=(seed,), answer=answer)
+    return quantities(sweep, seed)
 
 
-def fit(start: Assumptions = Assumptions(), choices: dict[str, tuple[Any, ...]] = CHOICES, rounds: int = 4,
-        measure: Callable[[Assumptions], dict[str, float]] = evaluate) -> tuple[Assumptions, list[dict[str, Any]]]:
-    """Coordinate descent from `start`; returns the best assumptions and every trial."""
+def fit(start: Assumptions = Assumptions(), measure: Callable[[Assumptions], dict[str, float]] = evaluate
+        ) -> tuple[Assumptions, list[dict[str, Any]]]:
+    """Coordinate descent from `start`, at most four rounds; returns the best assumptions and every trial."""
     best, least = start, error(measure(start))
     trials = [{"assumption": "start", "choice": "", "error": least}]
-    for _ in range(rounds):
+    for _ in range(4):
         before = best
-        for name, options in progress(list(choices.items()), "fitting assumptions", unit="assumption"):
+        for name, options in progress(list(CHOICES.items()), "fitting assumptions", unit="assumption"):
             for option in options:
                 if option != getattr(best, name):
                     trial = replace(best, **{name: option})

@@ -1,8 +1,7 @@
 """The time of one MoE layer as a formula: the two sides of GPU-NDP's balance conditions, evaluated for any plan.
 
-A layer ends when its slower side does. The units' side is Eq. 1's right: one token in, the busiest unit's experts, one
-token out of each unit. The GPU's side is its left: the activations that share the link, the weights, and the GPU work
-that the transfer does not hide, here by the exact rule for a pipeline of transfers and computations in pieces.
+A layer ends when its slower side does. The units' side is Eq. 1's right. The GPU's side is its left, with the GPU work
+that the transfer does not hide by the exact rule for a pipeline of transfers and computations in pieces.
 
 The formula is exact where only one side uses the link (MoE-OnDemand, tensor parallelism alone, MoNDE without a GPU
 share, a prefetch hit). Where weights and outputs meet on the link it lets outputs slip in at no cost, and weights wait
@@ -49,7 +48,7 @@ def gpu_side(plan: Plan, costs: Costs) -> float:
 
 
 def link_seconds(plan: Plan, costs: Costs) -> float:
-    """What the link needs for everything, activations and weights."""
+    """Of all activations and weights over the link."""
     return (plan.tokens_in + plan.tokens_out) * costs.activation + float(plan.moved.sum()) * costs.transfer()
 
 

@@ -1,6 +1,6 @@
 """The balance conditions (`moelab.ndp.balance`) on the paper's machine and models: sides, solutions, E_g of every cell.
 
-All times are seconds; experts are those on the GPU. "whole experts" is what the paper assigns.
+All times are seconds; experts are those on the GPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def times(model: str, N: int, assumptions: Assumptions = Assumptions(), tokens: 
 
 
 def stay(E_g: float, t: Times) -> float:
-    """The right side, seconds of the modules."""
+    """The right side."""
     return (t["N"] + 1) * t["T_a"] + t["T_n"] * (t["K"] - E_g)
 
 
-def _points(t: Times, points: int) -> np.ndarray:
+def _points(t: Times, points: int = 100) -> np.ndarray:
     return np.linspace(0, t["K"], points * int(t["K"]) + 1)
 
 
@@ -52,9 +52,9 @@ def solutions(t: Times, S: int = 1) -> Solutions:
     return _solved(balance(**t, S=S), t)
 
 
-def prefetched(t: Times, points: int = 100) -> tuple[Sides, Solutions]:
+def prefetched(t: Times) -> tuple[Sides, Solutions]:
     """Eq. 3: sides and solutions for experts that are on the GPU already."""
-    x = _points(t, points)
+    x = _points(t)
     most = most_on_gpu(**{name: value for name, value in t.items() if name != "T_w"})
     return {GPU: (x, t["T_g"] * x), STAY: (x, stay(x, t))}, _solved(most, t)
 

@@ -1,9 +1,7 @@
 """A check of the simulation that notebook 07 reports: every activated expert once, bytes as formulas, no overlap.
 
-A random configuration is a small model, a machine, a system and one layer's routing of a prompt and a few answer
-tokens. Its steps are planned and simulated, and the events are compared with the routing itself, counted by plain
-loops: the share of each expert's work that was done, the bytes that crossed the link, what each resource did when. The
-closed form is compared on the way, plans for which it is exact apart from the others.
+The steps of random models of one layer, machines, systems and routings are planned and simulated, and their events
+compared with the routing itself. The closed form is compared too, plans for which it is exact apart from the others.
 """
 
 from __future__ import annotations
@@ -80,11 +78,7 @@ def random_configuration(rng: random.Random) -> tuple[str, MoESpec, Hardware, Sy
 
 
 def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
-    """Check random configurations; exact counts, and the ratio of event simulation to closed form.
-
-    Returns "configurations", "layers" simulated, "problems" (a list), the ratio's largest distance from 1 over plans
-    for which the closed form is exact ("largest difference, exact plans"), and its mean and extremes over the others.
-    """
+    """Check random configurations: the problems found, and the ratio of event simulation to closed form."""
     rng, found, layers, ratios = random.Random(seed), [], 0, {True: [], False: []}
     for i in progress(range(configurations), "conservation", unit="configuration"):
         name, _, machine, system, routing = random_configuration(rng)
@@ -97,8 +91,8 @@ def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
             layers += 1
             found += [f"configuration {i} ({name}): {text}" for text in check(ids, plan, run.costs, events)]
             if len(step):
-                # Exact: one side alone, or one token and no weights on the link. Of a whole prompt all outputs but the
-                # last are taken to be hidden, which those of small experts on fast units are not.
+                # Exact: one side alone, or one token and no weights on the link. A prompt's outputs but the last are
+                # taken to be hidden, which those of small experts on fast units are not.
                 exact = not (plan.receivers.any() and (plan.moved.any() or plan.step.S > 1))
                 ratios[exact].append(seconds / layer_seconds(plan, run.costs))
     mixed = ratios[False]

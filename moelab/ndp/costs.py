@@ -1,14 +1,11 @@
 """T_w, T_g, T_n and T_a of GPU-NDP §III-C from a model's geometry and a machine's rates, and what does not fit.
 
-Every time is a roofline: bytes over a bandwidth or operations over a rate, whichever takes longer. Expert times are
-those of a whole expert on one device; a unit that computes a share of an expert's columns takes that share of the time,
-so the paper's T_n is `unit(n) / N`. A number of tokens n may be an array; times come back in its shape, in seconds.
+Every time is a roofline: bytes over a bandwidth or operations over a rate, whichever takes longer; in seconds. A number
+of tokens n may be an array.
 
-    transfer()   T_w  one expert's weights over the link
-    gpu(n)       T_g  one expert of n tokens on the GPU, from its own memory
-    unit(n)      T_n · N: one expert of n tokens on one unit
-    cpu(n)            one expert of n tokens on the host
-    activation   T_a  one token's hidden state over the link, one way
+    transfer()             T_w  one expert's weights over the link
+    gpu(n), unit(n), cpu(n)     one expert of n tokens on the GPU, T_g; on one unit, T_n · N; on the host
+    activation             T_a  one token's hidden state over the link, one way
 
 Not modelled: launch and message latencies, activation functions, columns that N does not divide (below 1 %).
 """
@@ -56,10 +53,9 @@ class Costs:
         return self.activation_bytes / self.hardware.link
 
     def balance_terms(self, n: float = 1.0) -> dict[str, float]:
-        """T_w, T_g, T_n, T_a, K and N for experts of n tokens: the arguments of `moelab.ndp.balance.balance`."""
-        N = self.hardware.units
-        return {"T_w": self.transfer(), "T_g": float(self.gpu(n)), "T_n": float(self.unit(n)) / N,
-                "T_a": self.activation, "K": self.spec.K, "N": N}
+        """The arguments of `moelab.ndp.balance.balance` for experts of n tokens."""
+        return {"T_w": self.transfer(), "T_g": float(self.gpu(n)), "T_n": float(self.unit(n)) / self.hardware.units,
+                "T_a": self.activation, "K": self.spec.K, "N": self.hardware.units}
 
     def _roofline(self, n: np.ndarray | float, bandwidth: float, flops: float) -> np.ndarray:
         n = np.asarray(n, float)
@@ -69,9 +65,8 @@ class Costs:
     @cached_property
     def dense_params(self) -> int:
         """Weights on the GPU that every token passes: attention, shared experts, dense layers, routers, LM head."""
-        s = self.spec
+        s, matrices = self.spec, 3 if self.spec.gated else 2
         attention = 2 * s.H * s.head_dim * (s.heads + s.kv_heads)
-        matrices = 3 if s.gated else 2
         moe = s.L * (matrices * s.H * s.shared_I + s.E * s.H)
         return s.num_layers * attention + moe + (s.num_layers - s.L) * matrices * s.H * s.dense_I + s.vocab * s.H
 
@@ -87,8 +82,7 @@ class Costs:
 
     def dense_prefill(self, S: int) -> float:
         """Seconds of everything but the routed experts for a prompt of S tokens; the LM head runs once."""
-        s, h = self.spec, self.hardware
-        head = s.vocab * s.H
+        s, h, head = self.spec, self.hardware, self.spec.vocab * self.spec.H
         flops = 2 * S * (self.dense_params - head) + 2 * head + 2 * s.num_layers * s.heads * s.head_dim * S * S
         return max(flops / h.gpu_flops, (self.dense_bytes + float(self.kv_bytes(S))) / h.gpu_bandwidth)
 
@@ -98,15 +92,13 @@ class Costs:
         return (weights + self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
 
     def free_gpu_bytes(self, tokens: int) -> float:
-        """GPU memory left for prefetched experts beside weights, keys and values of that many tokens, and buffers of
-        two experts for weights in transit."""
+        """Left beside weights, keys and values of that many tokens, and two experts' buffers for weights in transit."""
         return self.hardware.gpu_memory - self.dense_bytes - float(self.kv_bytes(tokens)) - 2 * self.spec.expert_bytes
 
     def check(self, tokens: int, home: str, fullest: int = 0) -> None:
         """Raise `NotSupported` where the experts do not fit their home ("units" or "host"), or the rest the GPU.
 
-        fullest : experts of all layers on the fullest unit, where units hold whole experts; 0 where each expert is
-            spread over all units.
+        fullest : whole experts of all layers on the fullest unit; 0 where each expert is spread over all units.
         """
         s, h = self.spec, self.hardware
         room = h.units * h.unit_memory if home == "units" else h.host_memory

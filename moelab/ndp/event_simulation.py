@@ -1,11 +1,10 @@
 """One MoE layer as a SimPy simulation: every transfer and every expert is an event, and the link is queued for.
 
 The link and the GPU do one thing at a time; activations go before weights that wait. Units start when the first token
-has arrived and send outputs back as they go, in as many rounds as they have tokens and at most one an expert; weights
-come in pieces, and the GPU computes each when it has arrived.
+has arrived and send outputs back in as many rounds as they have tokens, at most one an expert.
 
-Events are `moelab.specs.Event`: resources "gpu", "link", "host" and "unit 0" …; kinds "read activations" and
-"read weights" (the link; these carry bytes) and "expert".
+Events: resources "gpu", "link", "host" and "unit 0" …; kinds "read activations" and "read weights" (the link; these
+carry bytes) and "expert".
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
     experts, gpu_work = step.experts.tolist(), costs.gpu(step.tokens)
 
     def work(resource: str, kind: str, expert: int, seconds: float, bytes: int = 0) -> Iterator:
-        """Keep a resource, which the caller holds, busy, and record that."""
         began = start + env.now
         yield env.timeout(float(seconds))
         events.append(Event(resource, kind, layer, expert, began, start + env.now, bytes))
@@ -46,7 +44,6 @@ def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
                                  ACTIVATIONS)
 
     def on_gpu(a: int, seconds: float) -> Iterator:
-        """Expert a of the plan, or a share or piece of it, when the GPU is free."""
         with gpu.request() as turn:
             yield turn
             yield from work("gpu", "expert", experts[a], seconds)

@@ -1,9 +1,9 @@
 """GPU, host, PCIe and N units with compute in memory: the machine of GPU-NDP §III-A and Table I, and variants of it.
 
-A machine is put together from device cards, whose figures have their sources, and from what no source states: the
-address mapping (how much of a module's internal bandwidth a stream of weights gets) and the units' clock.
-
     GPU ── link (PCIe) ── host ── unit 0 … unit N−1       a unit: memory, bandwidth inside it, multipliers
+
+Figures are those of device cards; no source states the address mapping (how much of a module's internal bandwidth a
+stream of weights gets) and the units' clock.
 
 Not modelled: refresh, a host that reads a unit while the unit computes, and, unless `host_channels` is given, the
 memory channels between host and units (six modules on two channels of 25.6 GB/s each, below the link's 63).
@@ -26,9 +26,7 @@ MAPPINGS = ("MOP4CLXOR", "RoBaRaCoCh", "ChRaBaRoCo")
 class Hardware:
     """A GPU-NDP machine in bytes, bytes/s, operations/s and multiplications/s; rates that are reached, not peaks.
 
-    units : N. link : GPU to host and back; one transfer at a time.
-    host_… : of the CPU, for Fiddler and MoE-OnDemand.
-    unit_… : of one unit; the bandwidth is that of a stream of weights inside it.
+    units : N. link : GPU to host and back; one transfer at a time. unit_… : of one; its bandwidth is that of a stream.
     """
 
     name: str
@@ -55,14 +53,12 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
     """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change it.
 
     unit, gpu, host : device cards. pcie : generation of the link, a key of `PCIE`.
-    mapping : of `MAPPINGS`; counts for units whose card has streaming rates of a rank (the DDR4 module). Other
-        cards give their whole internal bandwidth.
+    mapping : of `MAPPINGS`; units whose card has no streaming rates of a rank give their whole internal bandwidth.
     clock_ghz : of the unit's multipliers; None is the card's.
     efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their arithmetic that
-        GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8). Units have the mapping and the clock instead.
+        GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
     host_channels : memory channels that the units share on their way to the link; None is no limit, as in the paper.
 
-    Raises ValueError: an unknown card, mapping or generation; a card that lacks a figure; a number out of range.
     """
     if pcie not in PCIE:
         raise ValueError(f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}")
@@ -83,9 +79,8 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
         if missing := [figure for figure in needed if figure not in card.figures]:
             raise ValueError(f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; add it to its "
                              "card or choose another one")
-    stream = mapping.lower() + "_gbs"
+    stream, link = mapping.lower() + "_gbs", PCIE[pcie]
     bandwidth = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
-    link = PCIE[pcie]
     if host_channels and "channel_bandwidth_gbs" in u.figures:
         link = min(link, u["channel_bandwidth_gbs"] * min(host_channels, units))
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]

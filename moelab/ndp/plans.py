@@ -1,8 +1,7 @@
 """What a schedule sees of one MoE layer, and what it decides. Closed form and event simulation run the same plan.
 
-A `LayerStep` is the experts that one layer must compute in one forward. A `Plan` says for each of them which share of
-its columns is computed where, and how its weights get there. A whole expert is share 1 in one place; tensor
-parallelism over N units is share 1/N on each; every row of a plan adds up to 1.
+A `Plan` gives each expert of a `LayerStep` as shares of its columns: 1 in one place is a whole expert, 1/N on each of N
+units is tensor parallelism; every row adds up to 1.
 
     units [A, N]   computed on unit u from its own memory        host [A]    computed on the CPU from its own memory
     resident [A]   computed on the GPU from its own memory       moved [A]   sent over the link, computed on the GPU
@@ -19,9 +18,8 @@ import numpy as np
 class LayerStep:
     """The A experts that one layer must compute in one forward of S tokens (1 when decoding), hottest first.
 
-    experts, tokens : int [A], ids and the tokens each gets.
+    experts, tokens : int [A], ids and the tokens each gets. resident : bool [A], prefetched into GPU memory.
     home : int [A], the unit that holds an expert where units hold whole experts.
-    resident : bool [A], whether an expert was prefetched into GPU memory.
     """
 
     experts: np.ndarray
@@ -43,10 +41,8 @@ class Plan:
     """Where each expert of a step is computed, as shares of its columns.
 
     step : its experts in the order in which they are sent and computed; a system may reorder them.
-    broadcast : one transfer of a token's hidden state serves all units (tensor parallelism); otherwise each unit that
-        needs it is sent its own.
-    pieces : parts in which an expert comes over the link, each computed while the next arrives: N where N units hold
-        its columns.
+    broadcast : one transfer of a token's hidden state serves all units; otherwise each that needs it is sent its own.
+    pieces : parts in which an expert comes over the link, each computed while the next arrives.
     """
 
     step: LayerStep
@@ -61,8 +57,8 @@ class Plan:
     def receivers(self) -> np.ndarray:
         """Tokens that each unit, and last the host, must be sent: int [N + 1].
 
-        Exact when decoding, and for a prompt if every unit has a share of all experts; otherwise an upper bound, since
-        two experts of one unit may share tokens, which counts per expert do not tell.
+        Exact when decoding and if every unit has a share of all experts; otherwise an upper bound, since two experts of
+        one unit may share tokens.
         """
         busy = np.column_stack([self.units, self.host]) > 0
         return np.minimum(self.step.tokens @ busy, self.step.S)
@@ -92,7 +88,7 @@ def problems(plan: Plan, asked: LayerStep | None = None, N: int | None = None,
              held: tuple[np.ndarray | float, float] = (1.0, 1.0)) -> list[str]:
     """What is wrong with a plan, in words; nothing if every expert is computed exactly once, from where it is.
 
-    asked : the step that was to be planned, whose experts the plan must have, in any order. N : units.
+    asked : the step that was to be planned, in any order of its experts. N : units.
     held : the share of each of the plan's experts that each unit ([A, N] or one for all) and the host has.
     """
     if not isinstance(plan, Plan):

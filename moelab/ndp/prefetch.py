@@ -1,13 +1,10 @@
 """Dataset-free prefetching (GPU-NDP §III-D, Fig. 7): the prompt says which experts its answer will need.
 
-Count the experts of every layer during prefill; between prefill and decode load the x most used of each layer into GPU
-memory; decode. x is as many as fit; the paper's own ablation stops at TopK (§IV-D). Beyond the paper, `places` tells
-from the prompt alone what x would have been worth: each of its tokens is compared with the experts that the *other*
-tokens would have prefetched.
+Between prefill and decode the x most used experts of each layer are loaded into GPU memory: as many as fit, in the
+paper's own ablation at most TopK (§IV-D). Beyond the paper, `places` tells from the prompt alone what x would have been
+worth. Not modelled: the "remaining critical experts" (§III-D, 2), of which nothing more is said.
 
     counts [L, E] → resident, bool [L, E]       decode ids [D, L, K]
-
-Not modelled: the "remaining critical experts" of the intermediate step (§III-D, 2), of which nothing more is said.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ from moelab.ndp.costs import Costs
 
 def experts_that_fit(costs: Costs, tokens: int, limit: int | None = None) -> int:
     """x, the most experts of each layer, at most `limit`, that fit beside keys and values of prompt and answer."""
-    spec = costs.spec
-    fit = int(costs.free_gpu_bytes(tokens) // (spec.L * spec.expert_bytes))
-    return max(0, min(fit, spec.E if limit is None else limit, spec.E))
+    E, fit = costs.spec.E, int(costs.free_gpu_bytes(tokens) // (costs.spec.L * costs.spec.expert_bytes))
+    return max(0, min(fit, E if limit is None else limit, E))
 
 
 def most_used(counts: np.ndarray, x: int) -> np.ndarray:
@@ -34,8 +30,8 @@ def most_used(counts: np.ndarray, x: int) -> np.ndarray:
 def places(ids: np.ndarray, E: int) -> np.ndarray:
     """Rank of each choice [T, L, K] among its layer's experts, by how often the other T − 1 tokens use them.
 
-    int [T, L, K]; the most used expert has rank 0, equal counts go to the lower id, "no expert" has rank E. A choice
-    would have hit if more experts were prefetched than its rank.
+    Int [T, L, K]: 0 is the most used, equal counts go to the lower id, "no expert" has rank E. A choice would have hit
+    if more experts were prefetched than its rank.
     """
     found = np.empty(ids.shape, np.int64)
     for layer in range(ids.shape[1]):

@@ -1,9 +1,8 @@
 """The routing of one prompt and its answer, from a recorded trace or from a popularity model with two parameters.
 
-Experts of a layer have Zipf popularity, the same for every prompt, in an order drawn per layer; each prompt multiplies
-it by a log-normal bias of its own, the same in its prefill and its decode, which makes a prompt's prefill a better
-predictor of its decode than other prompts are (GPU-NDP §III-D, Fig. 6). Tokens choose K different experts with these
-weights, independently of each other; in recorded traces neighbouring tokens and layers choose alike.
+Experts of a layer have Zipf popularity in an order drawn per layer; each prompt multiplies it by a log-normal bias of
+its own, which makes its prefill a better predictor of its decode than other prompts are (GPU-NDP §III-D, Fig. 6).
+Tokens choose independently of each other; in recorded traces neighbouring tokens and layers choose alike.
 
     weight[l, e] = rank(l, e)^(−zipf) · exp(bias · normal[l, e])        K a token, without replacement
 """
@@ -60,18 +59,15 @@ class PromptRouting:
 
 def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512, zipf: float = 0.2,
                       bias: float = 0.3) -> PromptRouting:
-    """One prompt of the popularity model; the same seed gives the same routing.
+    """One prompt of the popularity model.
 
     zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's log-weights; 0 is none.
-
-    Raises ValueError: one of the two is negative, or the prompt or the answer has no token.
     """
     if min(zipf, bias) < 0:
         raise ValueError(f"zipf is {zipf} and bias {bias}; both are 0 or more")
     if min(prompt, answer) < 1:
         raise ValueError(f"a prompt of {prompt} and an answer of {answer} tokens; both have at least one")
-    rng = np.random.default_rng(seed)
-    L, E, K = spec.L, spec.E, spec.K
+    rng, L, E, K = np.random.default_rng(seed), spec.L, spec.E, spec.K
     popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))      # [L, E]
     weights = (popularity + bias * rng.standard_normal((L, E))).astype(np.float32)
     ids = np.empty((prompt + answer, L, K), np.int16)
@@ -81,8 +77,8 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
     return PromptRouting(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
 
 
-def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray | None = None) -> PromptRouting:
-    """One sequence of a recorded trace. history : counts [L, E] of other data; None counts the other sequences.
+def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
+    """One sequence of a recorded trace; its history are the other sequences.
 
     Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a decode.
     """
@@ -91,6 +87,4 @@ def recorded_routing(trace: RoutingTrace, sequence: int = 0, history: np.ndarray
     if not all(map(len, parts)):
         raise ValueError(f"sequence {sequence} of the trace has {len(parts[0])} prefill and {len(parts[1])} decode "
                          f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}")
-    if history is None:
-        history = trace.select(~mine).counts().numpy()
-    return PromptRouting(trace.spec, *parts, history=np.asarray(history, float))
+    return PromptRouting(trace.spec, *parts, history=trace.select(~mine).counts().numpy().astype(float))

@@ -1,11 +1,8 @@
 """A prompt and its answer on one machine under one system: prefill, the intermediate step and decode, layer by layer.
 
-A system plans each layer of each forward, and the closed form or the event simulation times the plan; attention and
-everything else runs on the GPU before it, from the geometry. A prefetching system loads its experts between prefill and
-decode. `simulate` adds up seconds, planning each distinct situation once; `timeline` emits the events of chosen
-forwards. Tokenizer and sampling are not modelled; layers do not overlap, as each needs the one before.
-
-    result.prefill, .decode, .end_to_end   seconds      .moe_prefill, .moe_decode   those of the experts alone
+A system plans each layer of each forward, and the closed form or the event simulation times the plan; everything else
+runs on the GPU before it. A prefetching system loads its experts between prefill and decode. Tokenizer and sampling are
+not modelled; layers do not overlap, as each needs the one before.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ class Result:
     """Simulated seconds of one prompt and its answer.
 
     moe_… : of the experts alone. dense_… : of all else, on the GPU. intermediate : loading the prefetched experts.
-    prefetched : experts of each layer that were loaded (x). hit_rate : share of decode's experts found among them; nan
-        without prefetching.
+    prefetched : experts of each layer (x). hit_rate : share of decode's found among them; nan without prefetching.
     """
 
     moe_prefill: float
@@ -62,8 +58,6 @@ class NDPRun:
     """One machine and system under the routing of one model: its steps, by phase and layer.
 
     x : experts of each layer that are prefetched. resident : bool [L, E], which. home : int [L, E], the units.
-
-    Raises NotSupported: the experts do not fit where the system keeps them.
     """
 
     def __init__(self, hardware: Hardware, system: System, routing: PromptRouting, placement: str = "id") -> None:
@@ -118,15 +112,14 @@ class NDPRun:
         return np.array(times)[which].reshape(T, L)
 
     def loading(self, x: int) -> float:
-        """Seconds of the intermediate step, which brings x experts of each layer to the GPU."""
+        """Seconds of bringing x experts of each layer to the GPU."""
         return x * self.costs.spec.L * self.costs.transfer()
 
     def experts_that_pay(self, usual: int, most: int) -> int:
         """x from 0 to `most` that is predicted to gain most over the `usual` x, which stays if none gains for sure.
 
-        The gain is predicted from the prompt: each of its S tokens is decoded with those experts resident that its
-        others use most. D such tokens gain D times the mean, less two standard errors of that prediction; what loading
-        gains or costs is certain.
+        Each of the prompt's S tokens is decoded with those experts resident that its others use most; D such tokens
+        gain D times the mean, less two standard errors of that prediction.
         """
         ids, place, D = self.routing.prefill_by_popularity, self.routing.prefill_places, len(self.routing.decode)
         as_usual = self.decode_seconds(ids, place < usual).sum(1)                           # [S]
@@ -142,18 +135,15 @@ def simulate(hardware: Hardware, system: System, routing: PromptRouting, *, plac
              seconds: Callable[[Plan, Costs], float] = layer_seconds) -> Result:
     """Time one prompt and its answer by the model that the routing is of.
 
-    placement : which unit holds an expert where units hold whole experts: cyclic by "id" or by "popularity" on other
-        data.
-    seconds : `closed_form.layer_seconds` or `event_simulation.event_seconds`.
+    placement : see `place`. seconds : `closed_form.layer_seconds` or `event_simulation.event_seconds`.
 
     Raises NotSupported: the experts do not fit where the system keeps them, or the rest not the GPU.
     ValueError: the system plans a step wrongly.
     """
-    run = NDPRun(hardware, system, routing, placement)
+    run, ids = NDPRun(hardware, system, routing, placement), routing.decode_by_popularity
     costs, S, D = run.costs, len(routing.prefill), len(routing.decode)
     prefill = np.array([seconds(run.plan(run.prefill_step(layer, counts)), costs)
                         for layer, counts in enumerate(routing.counts())])
-    ids = routing.decode_by_popularity
     decode = run.decode_seconds(ids, hits(run.resident, ids), seconds).sum(1)
     return Result(float(prefill.sum()), float(decode.sum()), costs.dense_prefill(S),
                   float(costs.dense_decode(S + np.arange(D)).sum()), run.loading(run.x), run.x,
@@ -172,21 +162,20 @@ def numbered(rows: np.ndarray) -> np.ndarray:
     return names
 
 
-def timeline(hardware: Hardware, system: System, routing: PromptRouting, forwards: Iterable[int] = (1,), *,
-             placement: str = "id") -> tuple[list[Event], list[tuple[float, float, int, str]]]:
+def timeline(hardware: Hardware, system: System, routing: PromptRouting, forwards: Iterable[int] = (1,)
+             ) -> tuple[list[Event], list[tuple[float, float, int, str]]]:
     """(events, forwards) of chosen forwards by the event simulation, one after the other from time 0.
 
     forwards : 0 is the prefill, with loading the prefetched experts after it; 1, 2 … the decode steps. Returned as
         (start, end, tokens, "prefill" or "decode"), which `metrics` takes.
 
-    Raises ValueError: a forward that the answer does not have, or a step that is planned wrongly.
-    NotSupported: the experts do not fit where the system keeps them, or the rest not the GPU.
+    Raises ValueError: a forward that the answer does not have. Others as `simulate`.
     """
     forwards = list(forwards)
     if any(not 0 <= forward <= len(routing.decode) for forward in forwards):
         raise ValueError(f"forwards are {forwards}; there are 0, the prefill, and 1 to {len(routing.decode)}, decode")
-    run, spec = NDPRun(hardware, system, routing, placement), routing.spec
-    costs, S, counts = run.costs, len(routing.prefill), routing.counts()
+    run, spec = NDPRun(hardware, system, routing), routing.spec
+    costs, S = run.costs, len(routing.prefill)
     events, done, now = [], [], 0.0
     for forward in forwards:
         began = now
@@ -195,7 +184,7 @@ def timeline(hardware: Hardware, system: System, routing: PromptRouting, forward
             steps = [run.decode_step(layer, ids) for layer, ids in enumerate(routing.decode[forward - 1])]
         else:
             dense = costs.dense_prefill(S)
-            steps = [run.prefill_step(layer, of_layer) for layer, of_layer in enumerate(counts)]
+            steps = [run.prefill_step(layer, counts) for layer, counts in enumerate(routing.counts())]
         for layer, step in enumerate(steps):
             before, now = now, now + dense / spec.L
             events.append(Event("gpu", "other", layer, -1, before, now))
@@ -211,10 +200,7 @@ def timeline(hardware: Hardware, system: System, routing: PromptRouting, forward
 
 
 def place(history: np.ndarray, N: int, placement: str = "id") -> np.ndarray:
-    """The unit of each expert where units hold whole experts: int [L, E], round-robin by id or by popularity.
-
-    Raises ValueError: an unknown placement.
-    """
+    """The unit of each expert where units hold whole experts: int [L, E], round-robin by "id" or "popularity"."""
     if placement not in PLACEMENTS:
         raise ValueError(f"unknown placement {placement!r}; known are {', '.join(PLACEMENTS)}")
     L, E = history.shape

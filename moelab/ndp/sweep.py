@@ -1,13 +1,12 @@
 """The paper's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of Figs. 8 to 11 from it.
 
-`Assumptions` holds everything that the paper does not state and that a simulation must choose; `paper_sweep` runs the
-closed form under them, and `quantities` computes what `claims` lists. Routing depends on model and seed alone, and
-MoE-OnDemand and Fiddler not on N, so both are computed once.
+Routing depends on model and seed alone, and MoE-OnDemand and Fiddler not on N, so both are computed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import mean
@@ -35,9 +34,7 @@ class Assumptions:
 
     mapping, clock_ghz, efficiency : see `hardware`. zipf, bias : see `simulated_routing`.
     monde_rounding : of MoNDE's GPU share in decode. placement : see `simulation.place`.
-    rounding : of E_g in the literal versions. eq2_tokens : the tokens of an expert in Eq. 2's T_n and T_g: the layer's
-        "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens chose the same experts.
-    limit : of the literal versions' prefetching, "K" (§IV-D) or "memory" (§III-D).
+    rounding, eq2_tokens, limit : of the literal versions, see `systems.GPUNDP`.
     averaged : numbers of units that the paper's averages run over.
     """
 
@@ -55,8 +52,8 @@ class Assumptions:
 
     def hardware(self, N: int, **changes: Any) -> Hardware:
         """The paper's machine under these assumptions; `changes` are other arguments of `hardware`."""
-        options = {"mapping": self.mapping, "clock_ghz": self.clock_ghz, "efficiency": self.efficiency}
-        return hardware(N, **(options | changes))
+        return hardware(N, **{"mapping": self.mapping, "clock_ghz": self.clock_ghz, "efficiency": self.efficiency}
+                        | changes)
 
     def variant(self, name: str, N: int) -> Hardware:
         """Another machine, of `moelab.ndp.hardware.VARIANTS`; its units have their own clock."""
@@ -77,12 +74,10 @@ class Assumptions:
         return system
 
     def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> PromptRouting:
-        return _routing(model, seed, prompt, answer, self.zipf, self.bias)
+        return _routing(load_model(model), seed, prompt, answer, self.zipf, self.bias)
 
 
-@lru_cache(maxsize=16)
-def _routing(model: str, seed: int, prompt: int, answer: int, zipf: float, bias: float) -> PromptRouting:
-    return simulated_routing(load_model(model), seed, prompt, answer, zipf, bias)
+_routing = lru_cache(maxsize=16)(simulated_routing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +108,7 @@ class Sweep:
     def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
         """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as "moe_decode".
 
-        Only where both are supported, and numbers of units that the assumptions average over.
+        Only where both are supported, and for numbers of units that the assumptions average over.
         """
         pairs = {(model, N): (own, self.cells[model, N, over, seed]) for (model, N, name, s), own in self.cells.items()
                  if (name, s) == (system, seed) and N in self.assumptions.averaged}
@@ -141,12 +136,9 @@ def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] 
     jobs = [(model, seed, N, name) for model in models for seed in seeds for N in units for name in systems]
     for model, seed, N, name in progress(jobs, "GPU-NDP sweep", unit="run"):
         routing, system = assumptions.routing(model, seed, prompt, answer), assumptions.system(name)
-        result = by_host.get((model, seed, name))
-        if result is None:
-            try:
+        if (result := by_host.get((model, seed, name))) is None:
+            with suppress(NotSupported):
                 result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
-            except NotSupported:
-                pass
             if system.home == "host":
                 by_host[model, seed, name] = result
         sweep.cells[model, N, name, seed] = result
@@ -154,7 +146,6 @@ def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] 
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """(mean, least, most), None if there are no values."""
     return (mean(values), min(values), max(values)) if values else None
 
 
@@ -175,17 +166,14 @@ def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
     for other in PAPER[:3]:
         found[f"end to end ÷ {other}"] = max(sweep.speedups(PAPER[-1], other, "end_to_end", seed).values())
     alone = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", seed)
-    found["DeepSeek, N=2, decode NDP+TP"] = alone["DeepSeek-MoE-16B", 2]
-    found["Qwen3, N=2, decode NDP+TP"] = alone["Qwen3-30B-A3B", 2]
-    return found
+    return found | {"DeepSeek, N=2, decode NDP+TP": alone["DeepSeek-MoE-16B", 2],
+                    "Qwen3, N=2, decode NDP+TP": alone["Qwen3-30B-A3B", 2]}
 
 
 def modules_needed(model: str, assumptions: Assumptions = Assumptions()) -> int:
     """The smallest number of units that hold the model's experts (exact): the end of the N.S. cells."""
     for N in range(1, 1000):
-        try:
+        with suppress(NotSupported):
             Costs(load_model(model), assumptions.hardware(N)).check(0, "units")
             return N
-        except NotSupported:
-            pass
     raise NotSupported(f"{model} fits no machine of this kind")

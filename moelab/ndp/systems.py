@@ -1,20 +1,15 @@
 """The schedules that GPU-NDP compares: MoE-OnDemand, Fiddler, MoNDE, and tensor parallelism, balancing, prefetching.
 
-A system turns the `LayerStep` of a layer into a `Plan`. `situations` names steps that it plans alike, so that a sweep
-plans each kind of decode step once. Where the paper is ambiguous `GPUNDP` has two versions:
+A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has two versions:
 
     literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
     improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are balanced too, as
-              many experts move in prefill as pay, and so many are prefetched, of those that fit (§III-D), as save the
-              answer more time than loading them takes; none if none does. The split is the one that ends both sides at
-              once, found by bisection on the closed form instead of on Eqs. 1 to 3.
+              many experts move in prefill as pay, and as many of those that fit are prefetched as are predicted to pay
+              (`simulation.experts_that_pay`). The split ends both sides at once, by bisection on the closed form.
 
-What prefetching saves is predicted from the answer's length limit and from the prompt (`simulation.experts_that_pay`);
-an answer unlike its prompt, or one that ends before its limit, can still lose what loading took.
-
-Without tensor parallelism (combinations that the paper does not show) experts stay whole on their home unit, and what
-moves is taken from the busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
+Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves is taken from the
+busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
 """
 
 from __future__ import annotations
@@ -58,8 +53,7 @@ class System(ABC):
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         """Decode steps as integers [n, c]: equal rows take equally long.
 
-        homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran, at the end.
-        resident : bool [n, K].
+        homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran. resident : bool [n, K].
         """
 
 
@@ -87,9 +81,8 @@ class Fiddler(OnDemand):
 class MoNDE(System):
     """MoNDE: whole experts on their units; when decoding, a share of them by ratio of bandwidths goes to the GPU.
 
-    The share is K · link ÷ (link + units' bandwidth), `rounding` makes it whole, and it is the most popular experts'
-    (its §3: hot experts move, cold ones stay). With a long prompt nothing moves: on this machine the units are then
-    short of multipliers, not of bandwidth, which the ratio does not know.
+    The share is K · link ÷ (link + units' bandwidth), `rounding` makes it whole; hot experts move (its §3). Of a prompt
+    nothing moves: the units are then short of multipliers, not of bandwidth, which the ratio does not know.
     """
 
     rounding: str = "round"
@@ -115,10 +108,10 @@ class MoNDE(System):
 class GPUNDP(System):
     """The paper's framework, each technique switched on or off.
 
-    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE.
-    version : "literal" or "improved", see the file's docstring.
+    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE. version : "literal" or "improved", see above.
     rounding : of E_g in the literal version: "floor", "round" or "ceil".
-    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt".
+    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt", as E_n + E_g = TopK
+        reads if all tokens chose the same experts.
     limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or what of it will "pay".
     """
 
@@ -151,12 +144,11 @@ class GPUNDP(System):
         literal = self._literal(step, here, costs)
         if self.version == "literal" or not (self.load_balance or self.prefetch):
             return literal
-        return min(literal, self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
+        return min(literal, *self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
 
     def _first(self, u: float, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         """The first u experts on the GPU, where u need not be whole; the others on the units."""
-        N = costs.hardware.units
-        share = np.clip(u - np.arange(len(step)), 0, 1)
+        N, share = costs.hardware.units, np.clip(u - np.arange(len(step)), 0, 1)
         return make_plan(step, N, resident=share * here, moved=share * ~here, split=self.tensor_parallel,
                          pieces=N if self.tensor_parallel else 1)
 
@@ -171,8 +163,8 @@ class GPUNDP(System):
             E_g = ROUND[self.rounding](balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
 
-    def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
-        """The u where both sides end at once, by bisection: the units' falls with u, the GPU's rises."""
+    def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
+        """Plans around the u where both sides end at once, by bisection: the units' falls with u, the GPU's rises."""
         most = len(step) if self.load_balance else int(here.sum())
         low, high = 0.0, float(most)
         while high - low > 1e-6 * most:
@@ -180,8 +172,7 @@ class GPUNDP(System):
             plan = self._first(u, step, here, costs)
             near = max(gpu_side(plan, costs), link_seconds(plan, costs))
             low, high = (u, high) if near < far_side(plan, costs) else (low, u)
-        plans = [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low))]
-        return min(plans, key=lambda plan: layer_seconds(plan, costs))
+        return [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low))]
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         held = resident & self.prefetch

@@ -1,12 +1,10 @@
 """GPU-NDP's tensor parallelism executed in torch (§III-B, Fig. 4): columns, columns, rows over N units, partial sums.
 
-Gate and up are cut by columns, down by the matching rows, so each unit ends with a partial sum of the whole output,
-which the GPU adds up. A unit's message is one hidden state in and one out: it sums its experts first.
+Gate and up are cut by columns, down by the matching rows, so each unit ends with a partial sum of the whole output.
 
     x [T, H] ids [T, K] weights [T, K]  →  partial sums [N, T, H]  →  [T, H]
 
-Experts may be gated or not, with biases (down's counts once), with an I that N does not divide; those whose output
-passes a norm raise ValueError.
+Experts whose output passes a norm raise ValueError.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The neural expert estimator: from the quasi-hidden state of a layer to the router logits of the next one.
 
-Source: Speculating Experts §6.1, §6.2, appendix A (Fig. 11). One small network serves all layers: a projection into a
-narrower space, to which a learned vector of the layer is added, one residual block, a norm and a head. It takes the
-place of the next router's linear layer; what follows that (softmax, groups, renormalisation) is the architecture's own.
+Source: Speculating Experts §6.1, §6.2, appendix A (Fig. 11). One small network serves all layers and takes the place of
+the next router's linear layer; what follows that (softmax, groups, renormalisation) is the architecture's own.
 
     x = A q + p_l        x = x + C silu(B x)        θ = W_head LayerNorm(x)
 
@@ -46,43 +45,35 @@ class Estimator(nn.Module):
         self.head = nn.Linear(width, E)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
-        """Router logits of layer + ahead [T, E], float32; layer : the predicting layer, one for all rows of q or [T].
-        """
+        """Router logits of layer + ahead, float32 [T, E]; `layer` is one for all rows of q, or [T]."""
         x = self.A(q.float()) + self.layer.weight[layer]
         x = x + self.C(F.silu(self.B(x)))
         return self.head(self.norm(x))
 
     @classmethod
-    def sized(cls, H: int, E: int, L: int, parameters: int, *, expansion: int = 4, ahead: int = 1) -> Estimator:
+    def sized(cls, H: int, E: int, L: int, parameters: int, *, ahead: int = 1) -> Estimator:
         """The estimator whose parameters come nearest to a budget; its width is a multiple of 8.
 
         §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
-
-        Raises ValueError: a budget below a width of 8.
         """
-        # 2n·w² + (H + E + L − ahead + n + 5)·w + E parameters: solved for w
-        a, b = 2 * expansion, H + E + L - ahead + expansion + 4
+        a, b = 8, H + E + L - ahead + 8             # 8·w² + (H + E + L − ahead + 8)·w + E parameters: solved for w
         width = 8 * round((math.sqrt(b * b + 4 * a * max(parameters - E, 0)) - b) / (2 * a) / 8)
         if width < 8:
             raise ValueError(f"{parameters:,} parameters are too few for H={H}, E={E}; the smallest estimator has "
                              f"{a * 64 + b * 8 + E:,}")
-        return cls(H, E, L, width, expansion, ahead)
+        return cls(H, E, L, width, ahead=ahead)
 
     @property
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file atomically; returns its path."""
-        return save_tensors(path, self.state_dict(), {"format": FORMAT, "model_id": self.model_id,
-                                                      "config": json.dumps(self.config)})
+        about = {"format": FORMAT, "model_id": self.model_id, "config": json.dumps(self.config)}
+        return save_tensors(path, self.state_dict(), about)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
-        """Read the estimator of `model`, onto its device.
-
-        Raises FileNotFoundError, ValueError: no such file; not a readable estimator, or another model's.
-        """
+        """Read the estimator of `model`, onto its device; ValueError if it is not readable or another model's."""
         tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
         check_model(model, about["model_id"], f"{path} was trained for",
                     "moelab.speculate.train trains one for this model")

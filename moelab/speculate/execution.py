@@ -3,10 +3,7 @@
 Source: Speculating Experts §4, §5.1 (Algorithm 1), §6.4. At each MoE layer, before its experts run, the predictor says
 what a later layer will choose; an executor with a method `prefetch(layer, ids)` is told and can load while it computes.
 In hint mode the true experts run, so no bit of the output changes; in speculative mode the later layer executes what
-was predicted for it, so nothing is read twice; router-free, its router does not run at all.
-
-Shapes: s and r [T, H], ids and weights [T, K]. It hooks the call of the experts, around the executor that is in place,
-so a recording sees what is executed.
+was predicted for it; router-free, its router does not run at all. Shapes: s and r [T, H], ids and weights [T, K].
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ class Speculation(AbstractContextManager):
     model : any model that moelab can plug; whatever runs its experts stays in place.
     predictor : `registry.make("predictor", name, model, …)` or your own; it belongs to one `Speculation`.
     mode : "hint", "speculative" or "router-free".
-    prefill : whether predictions are executed in prefill too; by default in decode steps only. They are announced in
-        both.
+    prefill : whether predictions are executed in prefill too; they are announced in both phases.
 
     requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers chose where there was a
         prediction, and how many of them were predicted. Padding does not count; nor do routers that did not run.
@@ -83,43 +79,34 @@ class Speculation(AbstractContextManager):
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
 
     def reset(self) -> None:
-        """Set the counts to 0."""
-        device = getattr(self.model, "device", "cpu")
-        self.requests, self.hits = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device).unbind(0)
+        self.requests, self.hits = torch.zeros(2, 2, len(self.layers), dtype=torch.long,
+                                               device=getattr(self.model, "device", "cpu"))
 
     def recall(self, phase: int | None = None) -> Tensor:
-        """Share of the true experts that had been predicted, [L]; NaN for layers without predictions.
-
-        phase : `PREFILL`, `DECODE` or None for both.
-        """
+        """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without predictions."""
         pick = slice(None) if phase is None else slice(phase, phase + 1)
         return self.hits[pick].sum(0).double() / self.requests[pick].sum(0)
 
     def close(self) -> None:
-        """Restore the model."""
         self._patches.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -------------------------------------------------------------------------------------------- one forward pass
 
     def _begin(self, first: bool, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A stack (the model, the encoder or the decoder) is called."""
         self._end()
         inputs = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-        S, cache = inputs.shape[1], kwargs.get("past_key_values")
+        S, cache, mask = inputs.shape[1], kwargs.get("past_key_values"), kwargs.get("attention_mask")
         cached = int(cache.get_seq_length()) if cache is not None else 0
         if first and not cached:
             self.predictor.begin()
         self._phase = DECODE if cached and S == 1 else PREFILL
-        mask = kwargs.get("attention_mask")
         if self._phase == PREFILL and mask is not None and mask.dim() == 2:
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
 
     def _end(self) -> None:
-        """A stack has run, or failed: forget what belongs to its forward pass."""
         self._running, self._phase = False, PREFILL
         self._real: Tensor | None = None                        # which of the T tokens are no padding; None: all
         self._residuals: dict[int, Tensor] = {}                 # r and the router's input of each layer
@@ -132,7 +119,7 @@ class Speculation(AbstractContextManager):
 
     @torch.no_grad()
     def _before(self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the experts of a layer are to run with  (Algorithm 1)."""
+        """What the experts of a layer are to run with (Algorithm 1)."""
         if not self._running or layer.index not in self._residuals:         # a part of the model was called by itself
             return s, ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)

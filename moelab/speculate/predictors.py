@@ -1,9 +1,7 @@
 """Predictors: which experts a later layer will choose, asked before this layer's experts have run.
 
 Source: Speculating Experts §3.3 (router, quasi), §4 (executing predictions, hence the weights), §6.1, §6.3 (estimator,
-hybrid), §8 (several layers ahead); GPU-NDP §III-D (frequency, dataset-free). The first four read a signal of the token
-itself; frequency, static and previous only remember what was chosen; oracle and random are controls, which must score
-100 % and K/E.
+hybrid), §8 (several layers ahead); GPU-NDP §III-D (frequency).
 
     s, r [T, H]    ids, weights [T, K]    →    ids, weights [T, K] of layer + ahead
 
@@ -67,8 +65,7 @@ class _GivenLogits(TorchFunctionMode):
 def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Prediction:
     """What the router of `layer` would choose for inputs x [T, H]: (ids, weights), [T, K] each.
 
-    logits : [T, E] that take the place of the router's own; its own code makes weights of them (softmax, sigmoid,
-        groups, correction bias, renormalisation).
+    logits : [T, E] that take the place of the router's own; its own code makes weights of them.
 
     Raises ValueError: logits for a router whose code computes its own in another way than by one linear layer.
     """
@@ -128,18 +125,14 @@ class Predictor(ABC):
         """A new prompt, or a new batch of prompts, starts."""
 
     def observe(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """What the true router of `layer` chose for a forward pass's T tokens, [T, K] each; E where nothing ran.
-
-        The tokens of a batch stand sequence after sequence: T = B·S.
-        """
+        """What the true router of `layer` chose for the T = B·S tokens of a pass, [T, K] each; E where nothing ran."""
 
     @abstractmethod
     def predict(self, layer: int, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Prediction | None:
         """(ids [T, K], weights [T, K]) of `targets[layer]`; None where there is nothing to say.
 
-        layer : one of `targets`. s : its router input [T, H].
+        layer : one of `targets`. s : its router input [T, H]. ids, weights : what it executes, [T, K].
         r : residual before its norm [T, H]; undefined for a predictor that does not say `reads_residual`.
-        ids, weights : what `layer` executes, [T, K].
         """
 
     def _needs(self, **ingredients: Any) -> None:
@@ -171,7 +164,6 @@ class Quasi(Predictor):
         self.vectors, self.streams = vectors.to(self.device), streams(model)
 
     def quasi(self, layer: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """q [T, H]."""
         path = self.streams[layer:self.targets[layer].index + 1]
         return quasi_hidden(path, r, self.vectors.layer_default(layer, ids, weights))
 
@@ -182,7 +174,7 @@ class Quasi(Predictor):
 class Hybrid(Quasi):
     """Per layer the estimator or the next router on q, whichever was better on validation (§6.3, Hybrid-PF).
 
-    choice : for each of the L layers, whether the estimator predicts there; `moelab.speculate.scoring.choose` finds it.
+    choice : bool for each of the L layers; `moelab.speculate.scoring.choose` finds it.
     """
 
     def __init__(self, model: nn.Module, *, vectors: DefaultVectors | None = None, estimator: Estimate | None = None,
@@ -215,10 +207,7 @@ class EstimatorPredictor(Hybrid):
 
 
 class Frequency(Predictor):
-    """The experts that this prompt's own prefill chose most often (GPU-NDP §III-D, dataset-free).
-
-    Each with the mean weight it had there. Nothing is predicted during prefill.
-    """
+    """The experts that this prompt's own prefill chose most often, with their mean weights (GPU-NDP §III-D)."""
 
     def begin(self) -> None:
         self.prefill: dict[int, Prediction] = {}            # layer → ids and weights [B·S, K]
@@ -234,8 +223,7 @@ class Frequency(Predictor):
             seen = self.prefill.get(target)
             if seen is None or len(seen[0]) % len(ids):
                 return None
-            known = popular(*(t.reshape(len(ids), -1) for t in seen), self.spec.E, self.spec.K)
-            self.popular[target] = known
+            self.popular[target] = known = popular(*(t.reshape(len(ids), -1) for t in seen), self.spec.E, self.spec.K)
         return known
 
 
@@ -270,10 +258,7 @@ class Previous(Predictor):
 
 
 class Oracle(Predictor):
-    """The truth, from a trace of the very same prompts run one by one in the same order: a control, 100 %.
-
-    It checks at every layer that what it is shown is what the trace has. After the last prompt the first comes again.
-    """
+    """The truth, from a trace of the very same prompts run one by one in the same order, over and over: a control."""
 
     def __init__(self, model: nn.Module, *, trace: RoutingTrace | None = None, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
@@ -319,7 +304,6 @@ class Random(Predictor):
 
 
 def of_model(trace: RoutingTrace, model: nn.Module) -> RoutingTrace:
-    """The trace; ValueError if it is another model's."""
     check_model(model, trace.model_id, f"this trace ({trace.spec.name}) was recorded from",
                 "moelab.record(model, prompts) records one of this model")
     return trace

@@ -1,12 +1,10 @@
 """Training examples of an estimator from a trace on disk, a buffer at a time.
 
-Source: Speculating Experts §6.1. The quasi-hidden state q_l is computed from the residual and the experts of layer l,
-the teacher's logits from the router input of layer l + ahead, by its own router. A buffer is filled with short
-stretches of tokens from random places of the trace; files are read, not mapped, since mapped pages count as memory.
+Source: Speculating Experts §6.1. A row (R of them) is a token at a predicting layer that passed both layers and was
+dropped in neither. A buffer is filled with short stretches of tokens from random places of the trace; files are read,
+not mapped, since mapped pages count as memory.
 
     residuals [T, L, H], ids and weights [T, L, K]  →  q [R, H]      router inputs [T, L, H]  →  logits [R, E]
-
-A row (R of them) is a token at a predicting layer that passed both layers and was dropped in neither.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ BUFFER = 32 * 2**20     # bytes of hidden states that are shuffled together
 
 
 class Rows:
-    """Training examples from a trace, a buffer at a time.
-
-    trace : the trace or its path; hidden states that lie on disk stay there.
-    """
+    """Training examples from a trace or its path; hidden states that lie on disk stay there."""
 
     def __init__(self, trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, ahead: int) -> None:
         trace = trace if isinstance(trace, RoutingTrace) else RoutingTrace.load(trace)
@@ -44,8 +39,7 @@ class Rows:
         self.quasi = Quasi(model, vectors=vectors, ahead=ahead)
         if not self.quasi.targets:
             raise ValueError(f"ahead is {ahead}, and no MoE layer has another one so far ahead")
-        self.spec, self.model_id, self.T = trace.spec, trace.model_id, len(trace)
-        self.H = trace.residuals.shape[-1]
+        self.spec, self.model_id, self.T, self.H = trace.spec, trace.model_id, len(trace), trace.residuals.shape[-1]
         if not self.T:
             raise ValueError("this trace has no tokens; record some prompts")
         home = trace._hidden_home
@@ -118,7 +112,6 @@ class FileRows:
 
 
 def seed_of(*parts: Any) -> int:
-    """A seed that depends on all its parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
 
 

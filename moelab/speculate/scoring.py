@@ -1,9 +1,8 @@
 """How well signals and predictors predict routing, from a trace that was recorded with `hidden=True`.
 
 Source: Speculating Experts §3.3: cosine similarity to the true router input (Fig. 3), recall@K (Fig. 4) and rank
-alignment (Fig. 5), per layer; exact counts. A trace is walked as a run would be, prompt by prompt, a prefill at once
-and, for predictors with a memory, decode token by token. Entry l of a result, [L − ahead], is about what layer l says
-of layer l + ahead; what executing a prediction does to later layers is not seen here (`moelab.speculate.execution`).
+alignment (Fig. 5). Entry l of a result, [L − ahead], is about what layer l says of layer l + ahead; what executing a
+prediction does to later layers is not seen here (`moelab.speculate.execution`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Score:
 
     @property
     def recall(self) -> Tensor:
-        """Recall@K, float64 [L − ahead]  (Fig. 4); NaN where nothing was predicted."""
+        """Recall@K, float64 [L − ahead] (Fig. 4); NaN where nothing was predicted."""
         return self.hits.sum(0).double() / self.requests.sum(0)
 
     @property
@@ -63,15 +62,11 @@ class Score:
 
 @torch.no_grad()
 def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -> Score:
-    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in both.
-
-    Raises ValueError: a trace without hidden states.
-    """
+    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in both."""
     n, E, K = trace.spec.L - predictor.ahead, trace.spec.E, trace.spec.K
-    requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long).unbind(0)
-    aligned, tokens = torch.zeros(2, n, K, dtype=torch.long).unbind(0)
-    remembers = type(predictor).observe is not Predictor.observe
-    for prompt, passes in walk(trace, token_by_token=remembers):
+    requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long)
+    aligned, tokens = torch.zeros(2, n, K, dtype=torch.long)
+    for prompt, passes in walk(trace, token_by_token=type(predictor).observe is not Predictor.observe):
         predictor.begin()
         for one in passes:
             for layer in one.layers:
@@ -93,13 +88,13 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
 
 
 @torch.no_grad()
-def similarity(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, phase: int | None = None,
-               ahead: int = 1) -> dict[str, Tensor]:
-    """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + ahead, float64 [L − ahead] each
+def similarity(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, phase: int | None = None
+               ) -> dict[str, Tensor]:
+    """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + 1, float64 [L − 1] each
     (§3.3, Fig. 3); NaN for layers without a target, such as an encoder's last. phase : as for `score`."""
-    quasi = Quasi(model, vectors=vectors, ahead=ahead)
-    total = {name: torch.zeros(trace.spec.L - ahead, dtype=torch.double) for name in ("s", "q")}
-    count = torch.zeros(trace.spec.L - ahead, dtype=torch.long)
+    quasi = Quasi(model, vectors=vectors)
+    total = {name: torch.zeros(trace.spec.L - 1, dtype=torch.double) for name in ("s", "q")}
+    count = torch.zeros(trace.spec.L - 1, dtype=torch.long)
     of_model(trace, model)
     for _, passes in walk(trace):
         for one in passes:
@@ -130,7 +125,6 @@ def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:
     return ids.gather(-1, order)
 
 
-# --------------------------------------------------------------------------------------------------- walking a trace
 
 @dataclass(frozen=True)
 class TracedPass:
@@ -143,18 +137,13 @@ class TracedPass:
 
     def at(self, layer: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """s [T, H], r [T, H], ids [T, K], weights [T, K] of a layer."""
-        t = self.trace
-        s, r, ids, weights = (column[self.rows, layer].to(device)
-                              for column in (t.router_inputs, t.residuals, t.ids, t.weights))
+        columns = self.trace.router_inputs, self.trace.residuals, self.trace.ids, self.trace.weights
+        s, r, ids, weights = (column[self.rows, layer].to(device) for column in columns)
         return s, r, ids.long(), weights
 
 
 def walk(trace: RoutingTrace, token_by_token: bool = False) -> Iterator[tuple[int, list[TracedPass]]]:
-    """(prompt, its forward passes in order): the prefill, an encoder's before its decoder's, then the decode steps,
-    one by one or all at once.
-
-    Raises ValueError: a trace without hidden states.
-    """
+    """(prompt, its forward passes in order): encoder's prefill, decoder's, then decode steps, one by one or at once."""
     if trace.router_inputs is None or trace.residuals is None:
         raise ValueError("this trace has no hidden states, so signals cannot be computed from it; "
                          "moelab.record(model, prompts, hidden=True) records them")

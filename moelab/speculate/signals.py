@@ -1,16 +1,12 @@
 """Default vectors and quasi-hidden states: the next router's input, predicted before this layer's experts have run.
 
-Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual stream is replaced by its average, a
-vector that was measured beforehand; the sum over the chosen experts, the layer default, is added to the residual, and
-the next layer's norm is applied.
+Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual stream is replaced by its average.
 
     d_l = Σ_k g_{l,k} d_{l,e_k} + shared_l        q_l = norm_{l+1}(d_l + r_l)
 
-That is a plain pre-norm block. Where a model scales or norms what the block adds (`moelab.models.stream`), d_l
-estimates v_l, what is added before that norm, and is put through it.
-
-Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H]. What attention of layer l + 1, or a dense
-layer in between, adds to the stream is missing from q; that is the predictors' error.
+Where a model scales or norms what the block adds (`moelab.models.stream`), d_l estimates what is added before that and
+is put through it. What attention of layer l + 1, or a dense layer in between, adds to the stream is missing from q.
+Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H].
 """
 
 from __future__ import annotations
@@ -43,10 +39,9 @@ class DefaultVectors:
 
     d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight, but by the factor κ
         that the model may have for all (`moelab.models.stream`). One never chosen has the mean of its layer's experts.
-    shared : float32 [L, H], mean of what is added beside the routed experts; 0 where there is nothing.
+    shared : float32 [L, H], mean of what is added beside the routed experts.
     counts : int64 [L, E], tokens behind each mean.
     weighted : whether `d` includes the routing weight, as it must where that scales the expert's input.
-    model_id : identity of the model, see `moelab.models.identity`.
     """
 
     d: Tensor
@@ -56,8 +51,8 @@ class DefaultVectors:
     model_id: str
 
     def __post_init__(self) -> None:
-        # A last row of zeros for the id E, "no expert".
-        object.__setattr__(self, "_tables", F.pad(self.d, (0, 0, 0, 1)).unbind(0))         # L × [E + 1, H]
+        # L × [E + 1, H], with a last row of zeros for the id E, "no expert"
+        object.__setattr__(self, "_tables", F.pad(self.d, (0, 0, 0, 1)).unbind(0))
 
     def layer_default(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
         """d_l of tokens whose experts are `ids` [T, K] with `weights` [T, K]: float32 [T, H]  (§3.1)."""
@@ -68,21 +63,16 @@ class DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
 
     def check(self, model: nn.Module) -> None:
-        """ValueError if these are another model's."""
         check_model(model, self.model_id, "these default vectors were measured on",
                     "moelab.speculate.default_vectors(model, prompts) measures its own")
 
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file atomically; returns its path."""
-        return save_tensors(path, {name: getattr(self, name) for name in ("d", "shared", "counts")}, {
+        return save_tensors(path, {"d": self.d, "shared": self.shared, "counts": self.counts}, {
             "format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)})
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
-        """Read the default vectors of `model`.
-
-        Raises FileNotFoundError, ValueError: no such file; not readable default vectors, or another model's.
-        """
+        """Read the default vectors of `model`; ValueError if they are not readable or another model's."""
         tensors, about = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
         vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
         vectors.check(model)
@@ -90,7 +80,6 @@ class DefaultVectors:
 
 
 def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
-    """ValueError, which says what is of another model, unless a model has this identity."""
     if (mine := identity(model)) != model_id:
         raise ValueError(f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}")
 
@@ -98,8 +87,7 @@ def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     """q = norm(d + r), with the norm of the layer that is predicted: [T, H] in r's dtype  (§3.2).
 
-    path : the residual stream around this layer, those in between and the one that is predicted; what an architecture
-        does to d before it is added, and to the stream in between, is done here too.
+    path : the residual stream around this layer, those in between and the one that is predicted.
     r, d : residual stream before this layer's norm, and this layer's default, [T, H] each.
     """
     here, *between, following = path
@@ -114,7 +102,6 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
                     tokenizer: Any = None) -> DefaultVectors:
     """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
 
-    model : any model that moelab can plug; whatever computes its experts goes on doing so.
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
     max_new_tokens : tokens generated greedily after each prompt, which count too.
 
@@ -122,9 +109,8 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
         an architecture whose residual stream is of an unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
-    training = model.training
     with Patches() as patches:
-        patches.callback(model.train, training)
+        patches.callback(model.train, model.training)
         patches.enter_context(plugged(model))
         weighted = type(discover(model)[0].experts).weighted is not SeamExperts.weighted
         sums = _Sums(spec.L, spec.E, streams(model), weighted)
@@ -143,8 +129,7 @@ class _Sums:
     def __init__(self, L: int, E: int, streams: list[Stream], weighted: bool) -> None:
         self.streams, self.weighted = streams, weighted
         self.counts, self.tokens = torch.zeros(L, E, dtype=torch.long), torch.zeros(L, dtype=torch.long)
-        self.sums: Tensor | None = None                 # float64 [L, E, H]
-        self.shared: Tensor | None = None               # float64 [L, H]
+        self.sums = self.shared = None                  # float64 [L, E, H] and [L, H]
         self.routed: dict[int, Tensor] = {}
 
     def attach(self, patches: Patches) -> None:

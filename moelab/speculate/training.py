@@ -1,12 +1,11 @@
 """Training the expert estimator from activations on disk, in memory that does not grow with their number.
 
 Source: Speculating Experts §6.1, §6.2 (Fig. 9), appendix A: distillation, the loss is KL(true router ‖ estimator).
-Rows (`moelab.speculate.rows`) from random places of a trace are shuffled in a buffer, trained on, and the next buffer
-is read. A softmax router is matched in that distribution; a sigmoid router expert by expert, because a softmax would
-leave open a constant that its weights depend on. Our choices: Muon for the inner matrices, which on the shipped model
-learns more from the same tokens than AdamW; AdamW for the rest; a warm-up and a cosine. One device.
+A softmax router is matched in that distribution; a sigmoid router expert by expert, because a softmax would leave open
+a constant that its weights depend on. Our choices: Muon for the inner matrices, which on the shipped model learns more
+from the same tokens than AdamW; AdamW for the rest; a warm-up and a cosine. One device.
 
-Shapes: R rows, a row is a token at a predicting layer; q [R, H], logits [R, E].
+Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ WARMUP = 0.02           # of all tokens
 
 @dataclass(frozen=True)
 class Point:
-    """Where training was after a number of tokens, measured on the validation trace.
+    """Where training was after a number of tokens, repetitions included, measured on the validation trace.
 
-    tokens : training tokens seen, repetitions included. loss : mean KL divergence, nats.
+    loss : mean KL divergence, nats.
     hit_rate : recall@K of each predicting layer 0 … L − ahead − 1; NaN where nothing is predicted.
     """
 
@@ -48,15 +47,13 @@ class Point:
 
     @property
     def mean_hit_rate(self) -> float:
-        """Mean over the layers that are predicted."""
         rates = [rate for rate in self.hit_rate if not math.isnan(rate)]
         return sum(rates) / len(rates)
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A trained estimator; `history` is Fig. 9, its first point before training. The estimator has the weights of
-    `best`, the point with the lowest validation loss."""
+    """A trained estimator with the weights of `best`, the point of lowest loss; `history` is Fig. 9."""
 
     estimator: Estimator
     history: tuple[Point, ...]
@@ -79,12 +76,10 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     learning_rate, muon_rate : highest rates, of AdamW (embedding, norm, head, biases) and Muon (matrices A, B, C).
     every : tokens between validations and checkpoints, about; by default a twentieth of `tokens`.
     patience : validations in a row without a lower loss, after which training stops.
-    seed : decides the first weights and the order; the same arguments give the same weights on the same machine.
     checkpoint : a file that is rewritten at every validation; if it exists, training resumes from it, with the same
         result as without the interruption.
 
-    Raises ValueError: a trace without hidden states or of another model, no rows to train on, or a checkpoint made with
-        other arguments.
+    Raises ValueError: a trace without hidden states or of another model, or a checkpoint made with other arguments.
     """
     data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
     settings = {"parameters": parameters, "tokens": tokens, "batch": batch, "learning_rate": learning_rate,
@@ -120,10 +115,9 @@ class _Run:
             torch.manual_seed(settings["seed"])
             self.estimator = Estimator.sized(data.H, spec.E, spec.L, settings["parameters"], ahead=settings["ahead"])
         self.estimator.model_id = data.model_id
-        self.estimator.to(device)
-        e = self.estimator
+        e = self.estimator.to(device)
         inner = [e.A.weight, e.B.weight, e.C.weight]
-        rest = [p for p in e.parameters() if all(p is not matrix for matrix in inner)]
+        rest = [p for name, p in e.named_parameters() if name not in ("A.weight", "B.weight", "C.weight")]
         self.optimizers = [torch.optim.AdamW(rest, lr=0, weight_decay=0.01),
                            torch.optim.Muon(inner, lr=0, weight_decay=0.01)]
         self.seen = self.buffers = self.worse = 0
