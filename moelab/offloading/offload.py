@@ -41,14 +41,12 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
 
     store : an `ExpertStore` or its folder, see `moelab.convert`; or a checkpoint's folder or hub id, whose experts are
         then read from its own files (`moelab.models.direct`), or None for the small model.
-    budget : memory for experts: bytes, a fraction of what all of them take, "2GB", "50%" or "auto" (`parse_budget`).
-        It is allocated at once and never exceeded.
+    budget : memory for experts, see `parse_budget`; allocated at once and never exceeded.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`; `policy` is a name of
         `moelab.cache.policies.POLICIES` or your own.
     plan : how the budget is divided into pools; None keeps whole experts only. `moelab.cache.planning.plan` makes one.
-    workers : decode workers: threads that decompress.
-    staging : loads that may be in flight beyond the experts that are kept; by default workers + 2, fewer if the budget
-        is small.
+    workers : threads that decompress.
+    staging : loads in flight beyond the experts that are kept; by default workers + 2, fewer if the budget is small.
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's, in decode those that
         are announced (`moelab.speculate.Speculation`); None for K, fewer if the budget is small. Their memory is part
         of the budget.
@@ -59,14 +57,9 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         None: transformers' own operations, bit for bit.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
-    Returns
-    -------
-    The model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`, `close()`.
-
-    Raises
-    ------
-    FileNotFoundError, StoreError : no store, or a damaged one.
-    ValueError : a budget that is too small (the message says the least), a plan beyond the budget, unknown options.
+    Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`, `close()`.
+    Raises FileNotFoundError or StoreError without a store or for a damaged one; ValueError for a budget that is too
+    small (the message says the least), a plan beyond the budget, or unknown options.
     """
     model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
     if not isinstance(store, ExpertStore):
@@ -100,8 +93,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
                         same_bits_on_one_thread(store, model))
         unless_open.callback(engine.close)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
-        cast = stored != {NAMES[model.dtype]}
-        source = EngineSource(engine, model.dtype, cast)
+        source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
         plug(model, executor=engine, source=source if executor else None)
         Session(model, engine, source, store, room)
         unless_open.pop_all()

@@ -31,7 +31,7 @@ class EngineSettings:
     """How an engine is set up: with the steps of a run, all that a simulation of it needs.
 
     pools, policy, scope, margin : of its `Residency`.
-    workers, staging, ahead : decode workers, loads in flight beyond what is kept, and of those prefetched.
+    staging, ahead : loads in flight beyond what is kept, and of those prefetched.
     delays : of one expert on this machine; None for a resident model.
     dense_bytes : of all weights but the routed experts.
     """
@@ -102,11 +102,8 @@ class Timeline:
 class EngineRun:
     """Everything since the last `reset`.
 
-    settings : of the engine.
-    timeline : the `Event`s.
-    forwards : start, end, tokens and phase of each forward pass.
-    steps : what they routed: for each forward a list of (layer, {expert: tokens}).
-    guesses : what was announced for prefetching: for each forward a list of (layer, experts).
+    steps : what each forward routed: a list of (layer, {expert: tokens}).
+    guesses : what was announced in each forward for prefetching: a list of (layer, experts).
     fetched : what became of prefetched experts.
     """
 
@@ -117,7 +114,6 @@ class EngineRun:
 
     @property
     def counters(self) -> CacheCounters:
-        """Hits, misses and evictions."""
         return self._residency.counters
 
     def reset(self) -> None:

@@ -100,15 +100,12 @@ class Batch:
         self.ready(error)
 
     def admitted(self) -> list[Load]:
-        """The loads that have slots."""
         return [load for load in (*self.loaded.values(), *self.loads.values()) if load.phase is not Phase.WAITING]
 
 
 class LoadQueue:
     """All loads in flight, who holds which slot, and what disk and workers shall do next.
 
-    Parameters
-    ----------
     count : slots of each kind.
     ahead : prefetched experts that may hold slots at the same time.
     held : slots of the experts that are in memory already.
@@ -117,11 +114,6 @@ class LoadQueue:
     separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     check : whether an expert that was read in place has its checksums compared.
-
-    Attributes
-    ----------
-    free : slots that nobody holds, by kind.
-    running, prefetched : the running layer's loads; those of layers to come, by layer.
     admitted : how many loads have got their slots so far: when it grows, there may be something new to do.
     """
 
@@ -137,15 +129,13 @@ class LoadQueue:
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS}
         self.running = Batch()
-        self.prefetched: dict[int, Batch] = {}
+        self.prefetched: dict[int, Batch] = {}                  # by layer
         self.admitted = self._ahead = 0                         # _ahead: prefetched loads that hold slots
 
     @property
     def busy(self) -> bool:
         """Whether anything is being loaded; may be asked without the lock."""
         return any(batch.loads for batch in self._batches())
-
-    # ------------------------------------------------------------------------------------------- what is to be loaded
 
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey],
               ready: Callable[[Any], object]) -> list[Any]:
@@ -178,15 +168,15 @@ class LoadQueue:
 
     def demand(self, requests: Iterable[Any], order: Order) -> None:
         """Load experts for the running layer, in this order; ValueError if the order is of other experts."""
-        self._put(self.running, [(request, request.keep, self.held.setdefault(request.key, {}))
-                                 for request in requests], order)
+        wanted = [(request, request.keep, self.held.setdefault(request.key, {})) for request in requests]
+        self._put(self.running, wanted, order)
 
     def prefetch(self, layer: int, requests: Iterable[Any], order: Order) -> None:
         """Load experts for a layer to come, behind everything that the running layer needs."""
         if layer not in self.prefetched:
+            wanted = [(request, None, dict(self.held.get(request.key, ()))) for request in requests]
             self.prefetched[layer] = Batch()
-            self._put(self.prefetched[layer], [(request, None, dict(self.held.get(request.key, ())))
-                                               for request in requests], order)
+            self._put(self.prefetched[layer], wanted, order)
 
     def drop_prefetched(self) -> None:
         """Drop all prefetched loads: the forward pass that wanted them is over."""
@@ -203,8 +193,6 @@ class LoadQueue:
             if not slots:
                 del self.held[request.key]
         self._admit()
-
-    # ------------------------------------------------------------------------------------ what disk and workers do next
 
     def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
         """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must follow."""
@@ -234,7 +222,6 @@ class LoadQueue:
         return None
 
     def read_done(self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None) -> None:
-        """A read has ended, with an error or with so many bytes."""
         load.nbytes += nbytes
         self.counts.nbytes += nbytes * load.ahead
         self.counts.wasted += nbytes * (load.phase is Phase.DROPPED)
@@ -243,12 +230,9 @@ class LoadQueue:
         self._done(load, error)
 
     def decode_done(self, load: Load, tensor: str, operation: str, error: BaseException | None = None) -> None:
-        """A decode operation has ended."""
         if operation == "decompress":
             load.todo[tensor] = "recover"
         self._done(load, error)
-
-    # --------------------------------------------------------------------------------------------------- transitions
 
     def _batches(self) -> list[Batch]:
         return [batch for batch in (self.running, *self.prefetched.values()) if not batch.failed]
@@ -297,9 +281,8 @@ class LoadQueue:
         self.admitted += 1
 
     def _release(self, slots: dict[str, int], kinds: Iterable[str]) -> None:
-        for kind in kinds:
-            if kind in slots:
-                self.free[kind].append(slots.pop(kind))
+        for kind in slots.keys() & set(kinds):
+            self.free[kind].append(slots.pop(kind))
 
     def _adopt(self, load: Load, keep: State, batch: Batch) -> None:
         """The running layer wants a prefetched expert."""
