@@ -217,8 +217,9 @@ def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, 
     for row, (sequence, phase) in enumerate(zip(trace.sequence.tolist(), trace.phase.tolist())):
         rows.setdefault(sequence, ([], []))[phase != PREFILL].append(row)
     passes: list[tuple[list[int], str]] = []                    # rows and phase of each forward
+    sequences = [rows[sequence] for sequence in sorted(rows)]
     for first in range(0, len(rows), batch):
-        group = [rows[sequence] for sequence in sorted(rows)[first:first + batch]]
+        group = sequences[first:first + batch]
         passes.append(([row for prompt, _ in group for row in prompt], "prefill"))
         passes += [([decoded[n] for _, decoded in group if n < len(decoded)], "decode")
                    for n in range(max(len(decoded) for _, decoded in group))]
