@@ -40,8 +40,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                **options: Any) -> Any:
     """Open a mixture-of-experts model for inference: everything in memory or, with `memory`, its experts on disk.
 
-    source : a hub id, the folder of a checkpoint or of an expert store, an `ExpertStore`, or None for the small model
-        that is shipped.
+    source : hub id, folder of a checkpoint or an expert store, `ExpertStore`, or None for the small model shipped.
     memory : for routed experts: bytes, a share of what all of them take (0.5, "50%"), "8GB", or "auto" for what this
         machine has left. It is allocated at once and never exceeded. None loads everything.
     cache : with `memory`, who is evicted: a name of `moelab.names("cache")` or a policy of your own.
@@ -51,9 +50,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     prefetch : with `memory`, which experts of the next layer are loaded ahead: a name of `moelab.names("predictor")`, a
         predictor, or what makes one of the model. No bit of the output changes.
     calibration : counts of this very model, for executors with static capacities.
-    dtype : to compute in; "auto" takes what config.json says, or else the checkpoint's.
-    device : where to; the CPU by default.
-    workers : with `memory`, decode workers: threads that decompress.
+    dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's); where to, or the CPU.
+    workers : with `memory`, threads that decompress.
     experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
         slowly, until another source is plugged in (`moelab.models.plug`).
     options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …

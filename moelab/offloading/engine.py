@@ -1,9 +1,7 @@
 """The offloading engine: an executor for the seam whose experts come from disk while others are being computed.
 
-Source: ZipMoE §3.3, §3.4, §4; the on-demand engine of Speculating Experts §5.1. For each layer's step `Residency`
-decides what is kept, Algorithm 1 in which order to read, the pipeline's threads load experts, and the caller's thread
-computes them as they arrive, hits first. The results are added up in transformers' own order, so the output is that of
-`eager`, bit for bit, whatever the timing.
+Source: ZipMoE §3.3, §3.4, §4; the on-demand engine of Speculating Experts §5.1. The caller's thread computes experts as
+they arrive, hits first; the results are added up in transformers' own order.
 
 Ctrl-C may come at any line, and an error at many. Nothing tidies up then: a layer that did not reach its last line
 leaves `_sound` False, and the next one begins by making everything anew from what is certain (`_recover`).

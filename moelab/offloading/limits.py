@@ -61,14 +61,11 @@ def layer_records(events: Iterable[Event], forwards: Sequence[tuple]) -> tuple[l
 
 
 def on_demand_limit(records: Iterable[LayerRecord], read_rate: float, steps: int = 1, workers: int = 1) -> float:
-    """Seconds per decode step of an ideal engine that reads a layer's experts when its router has chosen them.
+    """Seconds per decode step of an ideal engine that reads a layer's experts when its router has chosen them:
+    Σ over layers of (other + max(read, decompress, expert)).
 
-    Σ over layers of (other + max(read, decompress, expert)): within a layer reading, decompression and expert
-    compute overlap perfectly; attention and router come before, because they decide what is read.
-
-    records : of all layers of all `steps` forwards, from the run's own bytes and times: `layer_records`.
+    records : of all layers of all `steps` forwards: `layer_records`.
     read_rate : bytes/s that the disk was measured to deliver.
-    workers : decompression threads; their work is shared perfectly.
     """
     if read_rate <= 0 or steps < 1 or workers < 1:
         raise ValueError("the rate must be positive, and steps and workers at least 1: "

@@ -161,11 +161,8 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
 
 
 def process() -> dict[str, int | None]:
-    """Peak memory and page faults of this process since it began; None where the system does not tell.
-
-    peak_rss_bytes is VmHWM of /proc/self/status, file-backed pages included (on Linux, ru_maxrss would include the
-    parent's memory before exec); major_faults are those that had to wait for a disk.
-    """
+    """Peak memory and page faults of this process since it began; None where the system does not tell. Peak memory is
+    VmHWM, file-backed pages included: on Linux, ru_maxrss would include the parent's memory before exec."""
     peak = faults = None
     try:
         peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1])

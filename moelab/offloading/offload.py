@@ -1,7 +1,7 @@
 """A transformers model whose experts stay on disk, all but what a budget holds: what `open_model(memory=…)` builds.
 
 Source: ZipMoE §3.1 (real-time inference). Everything of the model but its routed experts is loaded; the experts'
-modules hand each call to the engine. `generate`, streaming, batches, sampling and padding are transformers' own.
+modules hand each call to the engine.
 
     budget = pools (F, C, S, E: what is kept) + staging (in-flight loads) + ahead (prefetched experts)
 """
@@ -39,11 +39,10 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
             **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
-    store : an `ExpertStore` or its folder, see `moelab.convert`; or a checkpoint's folder or hub id, whose experts are
-        then read from its own files (`moelab.models.direct`), or None for the small model.
+    store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts are then read from
+        (`moelab.models.direct`); None for the small model.
     budget : memory for experts, see `parse_budget`; allocated at once and never exceeded.
-    policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`; `policy` is a name of
-        `moelab.cache.policies.POLICIES` or your own.
+    policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
     plan : how the budget is divided into pools; None keeps whole experts only. `moelab.cache.planning.plan` makes one.
     workers : threads that decompress.
     staging : loads in flight beyond the experts that are kept; by default workers + 2, fewer if the budget is small.

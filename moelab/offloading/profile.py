@@ -63,13 +63,11 @@ def _timed(seconds: dict[str, list[float]], name: str, function: Callable[..., A
 class Profile:
     """What was measured; `profile` makes one.
 
-    seconds : name of the measurement → all samples, in seconds.
+    seconds : name of the measurement → all samples.
     nbytes : bytes of an expert's "full" tensors, and the mean over all experts of its "e" and "sm" reads.
     experts_bytes : [L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks].
     K, N : exponent shards a tensor, tensors an expert.
-    model, codec, dtype : whose experts; the type that they are computed in.
-    mode, workers, threads : how it was read; threads that decode, threads of torch.
-    when, machine : in words.
+    dtype, mode, workers, threads : computed in, how it was read, threads that decode, threads of torch.
     """
 
     seconds: dict[str, list[float]]
@@ -126,7 +124,6 @@ class Profile:
         """A device card of this machine, its figures "measured", with when and how in their source."""
         def figure(value: float, unit: str, how: str) -> Figure:
             return Figure(value, unit, "measured", f"{how}; `moelab profile` of {self.model}, {self.when}")
-
         both, reads, copies = self.nbytes["e"] + self.nbytes["sm"], self.seconds["read both"], self.seconds["copy"]
         figures = {
             "storage_read_gbs": figure(
@@ -301,11 +298,8 @@ class Microbenchmarks:
         layer, dtype = self.full[slot], self.model.dtype
         x, w = torch.randn(tokens, self.store.spec.H).to(dtype), torch.ones(tokens, dtype=dtype)
         rows = torch.arange(tokens)
-
-        def compute() -> torch.Tensor:
-            weights = _cast(self.slots.tensors(slot, layer), dtype)
-            return self.experts[layer].contribution(x, rows, w, weights)
-        self.timed(f"expert {tokens}", compute)
+        self.timed(f"expert {tokens}", lambda: self.experts[layer].contribution(
+            x, rows, w, _cast(self.slots.tensors(slot, layer), dtype)))
 
     def _forward(self, tokens: int) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings

@@ -47,11 +47,6 @@ class EngineSettings:
     delays: Delays | None
     dense_bytes: int
 
-    @classmethod
-    def resident(cls, spec: MoESpec, dense_bytes: int) -> EngineSettings:
-        """Of a model with all its experts in memory, where nothing is read."""
-        return cls(spec, Pools(F=spec.L * spec.E), "lru", "model", None, 1, spec.K, 0, None, dense_bytes)
-
 
 class Timeline:
     """Events in the order in which they were reported; iterating gives `Event`s.

@@ -70,8 +70,12 @@ class Session:
         self.engine, self.source, self.store, self.budget = engine, source, store, budget
         self.speculation = None
         if engine is None:
-            self.residency = Residency(model.spec.L, model.spec.E, Pools(F=model.spec.L * model.spec.E))
-            self.run = EngineRun(EngineSettings.resident(model.spec, _dense_bytes(model)), self.residency)
+            spec, pools = model.spec, Pools(F=model.spec.L * model.spec.E)
+            self.residency = Residency(spec.L, spec.E, pools)
+            experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
+            dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
+            settings = EngineSettings(spec, pools, "lru", "model", None, 1, spec.K, 0, None, dense_bytes)
+            self.run = EngineRun(settings, self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
             mine = weakref.WeakMethod(self._is_cancelled)               # else an engine would keep its model alive
@@ -199,8 +203,3 @@ class Session:
     def _note(self, layer: MoELayer, ids: Any) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself
             self._routed.append((layer, ids))
-
-
-def _dense_bytes(model: Any) -> int:
-    experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
-    return sum(p.nbytes for p in model.parameters() if id(p) not in experts)

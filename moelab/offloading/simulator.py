@@ -52,20 +52,10 @@ class Simulation:
     fetched: PrefetchCounts = field(default_factory=PrefetchCounts)
     kind: str = "simulated"
 
-    @property
-    def tpot(self) -> float | None:
-        """Median seconds of a decode forward."""
-        return self.metrics().tpot
-
-    @property
-    def ttft(self) -> float | None:
-        """Median seconds of a prefill."""
-        return self.metrics().ttft
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of the requests found whole in memory."""
-        return self.metrics().hit_rate
+    #: median seconds of a decode forward; of a prefill; share of the requests found whole in memory
+    tpot = property(lambda self: self.metrics().tpot)
+    ttft = property(lambda self: self.metrics().ttft)
+    hit_rate = property(lambda self: self.metrics().hit_rate)
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""

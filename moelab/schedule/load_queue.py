@@ -1,8 +1,7 @@
 """The life of an expert that is being loaded: one state machine, without threads, locks, files or clock.
 
-Source: ZipMoE §3.2 (what a state leaves to do), §3.3 (an order of reads and of decoding), §4 (preallocated memory);
-Speculating Experts Algorithm 1 (the next layer's experts are loaded while this one's are computed). The engine's
-threads call it under one lock, the simulator from its event loop, so both follow the same rules.
+Source: ZipMoE §3.2, §3.3, §4; Speculating Experts Algorithm 1. The engine's threads call it under one lock, the
+simulator from its event loop, so both follow the same rules.
 
     WAITING ── slots ──▶ LOADING ── last read and decode ──▶ LOADED: computed, or prefetched for a layer to come
                             ├────── error ──▶ FAILED
@@ -64,8 +63,7 @@ class Load:
     """An expert in flight.
 
     keep : the state in which it will stay; None while it is prefetched.
-    slots : kind → slot that it holds.    lacks : kinds that it did not hold from the start.
-    reads : kinds that are still to be read.
+    slots : kind → slot that it holds.    lacks : kinds that it did not hold from the start.    reads : kinds still to read.
     todo : tensor → what is left: "check", "decode", "recover", or "decompressing" while that is under way.
     busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
     """
@@ -81,19 +79,15 @@ class Load:
 
 
 class Batch:
-    """The loads of one layer: the running one, or one to come.
-
-    ready : called with each expert that can be computed, or with the error that ends the layer.
-    loads : not yet loaded, the most urgent first.    loaded : of a layer to come, those that are.
-    waiting : for slots.    reads : not yet begun: (load, kinds).
-    """
+    """The loads of one layer: the running one, or one to come. `ready` is called with each expert that can be computed,
+    or with the error that ends the layer."""
 
     def __init__(self, ready: Callable[[Any], object] | None = None) -> None:
         self.ready, self.failed = ready, False
-        self.loads: dict[ExpertKey, Load] = {}
-        self.loaded: dict[ExpertKey, Load] = {}
-        self.waiting: list[Load] = []
-        self.reads: list[tuple[Load, tuple[str, ...]]] = []
+        self.loads: dict[ExpertKey, Load] = {}                  # not yet loaded, the most urgent first
+        self.loaded: dict[ExpertKey, Load] = {}                 # of a layer to come
+        self.waiting: list[Load] = []                           # for slots
+        self.reads: list[tuple[Load, tuple[str, ...]]] = []     # not yet begun
 
     def fail(self, error: BaseException) -> None:
         self.failed = True
@@ -109,7 +103,6 @@ class LoadQueue:
     count : slots of each kind.
     ahead : prefetched experts that may hold slots at the same time.
     held : slots of the experts that are in memory already.
-    counts : to go on counting in.
     tensors : of an expert, which are decoded one by one; by default it is decoded as one.
     separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.

@@ -1,8 +1,7 @@
 """Delays, tasks and the graph of operations that an expert's state leaves to do: ZipMoE §3.2, Fig. 6.
 
-A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one SM-chunk. When
-all shards are decompressed and the SM-chunk is there, the tensor is recovered; when all N tensors of an expert are, the
-expert runs. What is in memory already need not be read.
+A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one SM-chunk. When all N
+tensors of an expert are recovered, it runs. What is in memory already need not be read.
 
     read E 0 → decompress 0 ┐
     read E 1 → decompress 1 ┼→ recover → expert

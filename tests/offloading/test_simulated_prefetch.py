@@ -13,7 +13,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.offload import offload
-from moelab.offloading.simulator import flat, simulate, steps_of
+from moelab.offloading.simulator import flat, simulate
 from moelab.registry import make
 from moelab.schedule.affinity import default_order
 from moelab.schedule.execution import execute
@@ -21,7 +21,6 @@ from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.speculate import Speculation
 from tests.offloading.test_offload import DELAYS, generate
-from tests.offloading.test_simulator import trace
 from tests.timelines import check
 
 seconds = st.integers(0, 4).map(float) | st.floats(0.01, 4)
