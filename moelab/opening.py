@@ -3,7 +3,7 @@
     with moelab.open_model("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router") as lm: …
     with moelab.using(lm, executor="gemv"): …
 
-Names are those of the registry (`moelab.names`, `moelab.describe`); in place of a name, an object of your own will do.
+In place of a name of the registry (`moelab.names`, `moelab.describe`), an object of your own will do.
 """
 
 from __future__ import annotations

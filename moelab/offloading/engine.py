@@ -92,13 +92,9 @@ class Engine:
         return out
 
     def _recover(self) -> None:
-        """After a layer that did not come to its end: hold only what is certain to be loaded, with new threads.
-
-        Certain is what the steps before it left behind: the threads have it all, and no slot of it is given away as
-        long as `residency` keeps it. Interrupted here, too, the next attempt finds the step unknown and keeps nothing.
-        """
-        step, self._step = self._step, None
-        old = self.pipeline
+        """After a layer that did not come to its end: hold only what the steps before it left behind, with new threads.
+        Interrupted here, too, the next attempt finds the step unknown and keeps nothing."""
+        step, self._step, old = self._step, None, self.pipeline
         old.stop()
         self._widen()
         if step is None:

@@ -34,9 +34,7 @@ class Forward(NamedTuple):
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a run cost, by definitions that hold for a real clock and for a simulated one.
-
-    Times are in seconds; None for what the run does not define (no decode, nothing read …).
+    """What a run cost; times in seconds, None for what it does not define (no decode, nothing read …).
 
     ttft : median duration of a prefill: the time to the first token, without sampling.
     tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives each sequence of

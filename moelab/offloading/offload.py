@@ -49,11 +49,10 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's, in decode those that
         are announced (`moelab.speculate.Speculation`); None for K, fewer if the budget is small. Their memory is part
         of the budget.
-    delays : of an expert's parts on this machine; measured within a second if not given (`moelab.offloading.profile`).
+    delays : of an expert's parts on this machine; measured within a second if not given (`quick_delays`).
     device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
     dtype : to compute in; "auto" takes what config.json says. Experts stored in another are cast when they are used.
-    executor : computes the experts: a registered name or your own; equal to `eager` within the dtype's tolerance only.
-        None: transformers' own operations, bit for bit.
+    executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None: bit for bit.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`, `close()`.

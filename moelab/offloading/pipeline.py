@@ -52,8 +52,6 @@ class Pipeline:
     `change` only, waits only on queues, and rings only bells: so no lock stays taken and nobody waits for what it would
     have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
 
-    ahead : slots of each kind that are there for prefetching.
-    counts : of prefetched experts, to go on counting in.
     before : the pipeline whose memory this one takes over, and `held`, the slots there that are certain to be filled.
     """
 
@@ -116,7 +114,6 @@ class Pipeline:
         return self.slots.tensors(self.queue.held[key]["full"], key[0])
 
     def wake(self) -> None:
-        """Let the engine look again whether to go on."""
         self._ready.put(None)
 
     def halt(self) -> None:

@@ -52,7 +52,6 @@ COPY, MATMUL = 64 << 20, 512
 
 
 def _timed(seconds: dict[str, list[float]], name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function and add to the samples how long it took."""
     start = time.perf_counter()
     result = function(*args)
     seconds.setdefault(name, []).append(time.perf_counter() - start)
@@ -85,7 +84,6 @@ class Profile:
     machine: str
 
     def median(self, name: str) -> float:
-        """Seconds of one measurement; KeyError for an unknown name."""
         if name not in self.seconds:
             raise KeyError(f"nothing called {name!r} was measured; there are {', '.join(self.seconds)}")
         return statistics.median(self.seconds[name])
@@ -105,7 +103,6 @@ class Profile:
         return max(once - token * first, 0.0), token            # rounding can leave less than nothing
 
     def fit_error(self, kind: str) -> float:
-        """Its largest relative error."""
         base, token = self.fit(kind)
         return max(abs((base + token * n) / seconds - 1) for n, seconds in self.points(kind).items())
 
@@ -142,7 +139,6 @@ class Profile:
         return DeviceSpec(self.machine, figures)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row a measurement: name, median and quartiles in milliseconds, samples."""
         return [{"what": name, "median, ms": 1e3 * self.median(name), "quartiles, ms": "{:.3f} … {:.3f}".format(
             *np.quantile(samples, (0.25, 0.75)) * 1e3), "samples": len(samples)}
                 for name, samples in self.seconds.items()]
@@ -154,7 +150,6 @@ class Profile:
                 f"one expert on one token {1e3 * self.median('expert 1'):.2f} ms)")
 
     def save(self, path: str | Path) -> Path:
-        """Write atomically to `path` as JSON; returns the path."""
         return write_json(path, {"format": FORMAT, **asdict(self)})
 
     @classmethod
@@ -237,7 +232,6 @@ class Microbenchmarks:
         self.experts = [layer.experts for layer in discover(model)]
 
     def once(self) -> None:
-        """Every measurement once."""
         self.done += 1
         (self._read_in_place if self.slots.sizes.in_place else self._read_and_decode)()
         for size in self.sizes:
@@ -287,7 +281,7 @@ class Microbenchmarks:
             list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
 
     def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
-        """What the engine's workers do: check what they use, then use it."""
+        """As the engine's workers do: check, then use."""
         for chunks in {"decompress": [e], "recover": [sm]}.get(name, [e] if e is sm else [e, sm]):
             if self.reader.verify:
                 self.reader.check(chunks)
@@ -343,7 +337,7 @@ def _decompress(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
 
 
 def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
-    """The rest: what cannot be decoded in two stages is decoded when both parts are there."""
+    """Also decodes at once what cannot be decoded in two stages."""
     for name in out:
         if separable(e, name):
             recover(sm, name, out[name])

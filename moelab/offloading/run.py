@@ -67,7 +67,6 @@ class Timeline:
         self._all.append(event)
 
     def compact(self) -> None:
-        """Pack what is new, if it is much."""
         with self._packing: self._compact()          # one line: see `Pipeline._locked`
 
     def _compact(self) -> None:
@@ -112,7 +111,6 @@ class EngineRun:
         return self._residency.counters
 
     def reset(self) -> None:
-        """Forget events, forwards and counts; what is in memory stays."""
         self.timeline.clear()
         self._residency.reset_counters()
         self.fetched.reset()

@@ -252,9 +252,8 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
               ) -> tuple[Delays, Linear]:
     """Delays of an expert and seconds of everything else in a layer, from the figures of a device card.
 
-    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Reading runs at the rate of
-    the card's link or disk; recovery reads and writes B at the memory's rate; computing reads the weights once and
-    then multiplies, without overlap of the two, which is at most twice too slow.
+    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Recovery reads and writes B;
+    computing reads the weights once and then multiplies, without overlap, which is at most twice too slow.
 
     rho : compressed over raw size of the exponents: 1 if they are not compressed.
     dense_bytes : of all weights that every token uses, spread evenly over the L layers.

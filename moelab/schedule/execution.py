@@ -91,10 +91,9 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
 class SimulatedMachine:
     """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
 
-    The disk reads one thing at a time. A worker takes an expert's stages, "decompress" and "recover", or both as one,
-    "decode". Compute runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes
-    in `run` and `spend` only, and what is under way goes on from layer to layer, so the disk reads for the next layer
-    while this one is computed. Left out: that reads and decompression slow each other down, and threads' handshakes.
+    Compute runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run`
+    and `spend` only, and what is under way goes on from layer to layer. Left out: that reads and decompression slow
+    each other down, and threads' handshakes.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
     prefetched.    read_s, reads : seconds and number of the reads that have ended.

@@ -63,7 +63,7 @@ class Load:
     """An expert in flight.
 
     keep : the state in which it will stay; None while it is prefetched.
-    slots : kind → slot that it holds.    lacks : kinds that it did not hold from the start.    reads : kinds still to read.
+    slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
     todo : tensor → what is left: "check", "decode", "recover", or "decompressing" while that is under way.
     busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
     """
@@ -134,9 +134,8 @@ class LoadQueue:
               ready: Callable[[Any], object]) -> list[Any]:
         """Begin a layer's step: free what is evicted, adopt what was prefetched and is wanted, drop what is not.
 
-        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`.
-        ready : called with each `ExpertKey` that can be computed, or with an error that ends the layer.
-        Returns the requests that are left for `demand`.
+        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`; what `demand` must load of
+        them is returned.    ready : see `Batch`.
         """
         batch, wanted = Batch(ready), {request.key: request for request in requests}
         if (before := self.prefetched.pop(layer, None)) is not None:

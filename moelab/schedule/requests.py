@@ -40,7 +40,6 @@ class Task(NamedTuple):
 
     @property
     def reads_e(self) -> bool:
-        """Whether the E-chunks must be read."""
         return self.state is State.MISSED or self.state is State.SM
 
     @property
@@ -60,8 +59,7 @@ class Operation(NamedTuple):
 
 
 def operations(task: Task) -> dict[Operation, tuple[Operation, ...]]:
-    """What a task leaves to do (Fig. 6): every operation with those that must end before it starts, in an order that
-    respects them. The last is the expert itself, which waits for all its tensors' tasks."""
+    """What a task leaves to do (Fig. 6): each operation with those that must end before it starts, in such an order."""
     where = task.expert, task.tensor
     expert, recover, sm = Operation("expert", task.expert), Operation("recover", *where), Operation("read SM", *where)
     if task.state is State.FULL:
