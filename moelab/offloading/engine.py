@@ -93,7 +93,8 @@ class Engine:
 
     def _recover(self) -> None:
         """After a layer that did not come to its end: hold only what the steps before it left behind, with new threads.
-        Interrupted here, too, the next attempt finds the step unknown and keeps nothing."""
+        No slot of that is given away as long as `residency` keeps it. Interrupted here, too, the next attempt finds the
+        step unknown and keeps nothing."""
         step, self._step, old = self._step, None, self.pipeline
         old.stop()
         self._widen()
