@@ -3,7 +3,7 @@
     with moelab.open_model("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router") as lm: …
     with moelab.using(lm, executor="gemv"): …
 
-Names are those of the registry (`moelab.names`, `moelab.describe`); in place of a name, an object of your own will do.
+In place of a name of the registry (`moelab.names`, `moelab.describe`), an object of your own will do.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                **options: Any) -> Any:
     """Open a mixture-of-experts model for inference: everything in memory or, with `memory`, its experts on disk.
 
-    Parameters
-    ----------
-    source : a hub id, the folder of a checkpoint or of an expert store, an `ExpertStore`, or None for the small model
-        that is shipped.
+    source : hub id, folder of a checkpoint or an expert store, `ExpertStore`, or None for the small model shipped.
     memory : for routed experts: bytes, a share of what all of them take (0.5, "50%"), "8GB", or "auto" for what this
         machine has left. It is allocated at once and never exceeded. None loads everything.
     cache : with `memory`, who is evicted: a name of `moelab.names("cache")` or a policy of your own.
@@ -53,23 +50,18 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     prefetch : with `memory`, which experts of the next layer are loaded ahead: a name of `moelab.names("predictor")`, a
         predictor, or what makes one of the model. No bit of the output changes.
     calibration : counts of this very model, for executors with static capacities.
-    dtype : to compute in; "auto" takes what config.json says, or else the checkpoint's.
-    device : where to; the CPU by default.
-    workers : with `memory`, decode workers: threads that decompress.
+    dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's); where to, or the CPU.
+    workers : with `memory`, threads that decompress.
     experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
         slowly, until another source is plugged in (`moelab.models.plug`).
     options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …
 
-    Returns
-    -------
-    A transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the checkpoint
-    has none), `.spec`, and `.moelab`: metrics, run, `cancel()`, `close()` (`moelab.offloading.session.Session`).
+    Returns a transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the
+    checkpoint has none), `.spec`, and `.moelab`: metrics, run, `cancel()`, `close()` (`offloading.session.Session`).
 
-    Raises
-    ------
-    FileNotFoundError : no such folder, or a hub id that can be had neither from the cache nor the network.
-    ValueError : a dense model, an unknown architecture, a damaged or incomplete checkpoint, a budget that is too small,
-        an unknown name or option, another model's calibration or predictor.
+    Raises FileNotFoundError for no such folder, or a hub id that can be had neither from the cache nor the network;
+    ValueError for a dense model, an unknown architecture, a damaged or incomplete checkpoint, a budget that is too
+    small, an unknown name or option, another model's calibration or predictor.
     """
     if memory is None:
         wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
@@ -101,11 +93,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
 @contextmanager
 def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration: Calibration | None = None,
           **options: Any) -> Iterator[Any]:
-    """Within the block the model runs on another executor or predictor, afterwards as before.
+    """Within the block an opened model runs on another executor or predictor, afterwards as before.
 
-    Parameters
-    ----------
-    model : an opened model, resident or offloaded.
     executor, prefetch, calibration : as of `open_model`; None leaves what is there.
     options : of the executor, if it is a name.
     """
@@ -148,16 +137,10 @@ def make_executor(model: Any, name: str, calibration: Calibration | None = None,
         options = {"overflow": "pad"} | ({"capacities": [of.capacity for of in tiers]} if name == "tiered" else {
             "groups": [form_groups(of, layer, size=4) for of, layer in zip(tiers, counts)]})
     if name == "gemv_planes" and not options:
-        options = {"planes": _planes(model)}
+        layers, store = discover(model), model.moelab.store
+        options = {"planes": StorePlanes(store) if store is not None else lambda layer, expert: {
+            name: tuple(split(weight.contiguous())) for name, weight in layers[layer].experts.weights(expert).items()}}
     return registry.make("executor", name, **options)
-
-
-def _planes(model: Any) -> Any:
-    if model.moelab.store is not None:
-        return StorePlanes(model.moelab.store)
-    layers = discover(model)
-    return lambda layer, expert: {name: tuple(split(weight.contiguous()))
-                                  for name, weight in layers[layer].experts.weights(expert).items()}
 
 
 @contextmanager

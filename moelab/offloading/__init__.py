@@ -1,5 +1,1 @@
-"""Where models meet stores: conversion and restoring now, the offloading engine on top of them.
-
-`convert` makes a store of any checkpoint, gives the checkpoint back, and opens a model on a store; `synthesize`
-writes checkpoints of any geometry for benchmarks.
-"""
+"""The offloading engine and what belongs to it: memory, threads, what was measured, and the simulator."""

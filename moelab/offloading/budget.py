@@ -21,13 +21,11 @@ _CGROUPS = (("memory.max", "memory.current", "memory.stat"),
 
 
 def parse_budget(budget: str | float | int, everything: int, others: int) -> int:
-    """A budget in bytes.
+    """A budget in bytes; ValueError for what is none.
 
     budget : bytes (a number above 1), a fraction of `everything` (0 < f ≤ 1), "2GB", "800 MiB", "50%", or "auto":
         what is available now less the other weights and `RESERVE`.
     everything, others : bytes that keeping all experts takes, and bytes of the model's other weights.
-
-    Raises ValueError: none of these.
     """
     if isinstance(budget, str):
         budget = budget.strip().lower()

@@ -1,8 +1,8 @@
 """What a worker does to a tensor: on the CPU in one or two stages, or on a GPU with ZipMoE's recovery kernel.
 
 Source: ZipMoE §3.3 and §4 (E-chunks are decompressed by the CPU, recovery is a kernel of the GPU; SM-chunks are read
-into pinned memory). A decoder belongs to one worker and returns when the tensor is in its place. The CUDA path has been
-written for a GPU and not been run on one; it decompresses on the CPU.
+into pinned memory). A decoder belongs to one worker and returns when the tensor is in its place. The CUDA path has not
+been run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The offloading engine: an executor for the seam whose experts come from disk while others are being computed.
 
-Source: ZipMoE §3.3, §3.4, §4; the on-demand engine of Speculating Experts §5.1. For each layer's step `Residency`
-decides what is kept, Algorithm 1 in which order to read, the pipeline's threads load experts, and the caller's thread
-computes them as they arrive, hits first. The results are added up in transformers' own order, so the output is that of
-`eager`, bit for bit, whatever the timing.
+Source: ZipMoE §3.3, §3.4, §4; the on-demand engine of Speculating Experts §5.1. The caller's thread computes experts as
+they arrive, hits first; the results are added up in transformers' own order.
 
 Ctrl-C may come at any line, and an error at many. Nothing tidies up then: a layer that did not reach its last line
 leaves `_sound` False, and the next one begins by making everything anew from what is certain (`_recover`).
@@ -26,7 +24,7 @@ from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
 from moelab.schedule.affinity import default_order, given_order
 from moelab.schedule.requests import Delays
-from moelab.specs import Event, State
+from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
@@ -34,7 +32,7 @@ PREFILL = 2
 
 
 class Cancelled(RuntimeError):
-    """A generation was ended by `cancel()`; the model can be used again."""
+    """A generation was ended by `cancel()`."""
 
     def __init__(self) -> None:
         super().__init__("the generation was cancelled; the model can be used again")
@@ -43,20 +41,14 @@ class Cancelled(RuntimeError):
 class Engine:
     """An executor: `(x [T, H], ids [T, K], weights [T, K], experts) → [T, H]`, equal to `eager` bit for bit.
 
-    Parameters
-    ----------
     residency : decides what is kept; the engine keeps exactly that.
     slots : memory for what residency may keep and for loads in flight.
     reader : of the store; closed with the engine.
-    delays : seconds that an expert's parts take on this machine, for the order of reading.
+    delays : of an expert's parts on this machine, for the order of reading.
     run : records what happens.
-    workers : decode workers.
     ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
-
-    Attributes
-    ----------
     cancelled : asked before every expert whether to end this thread's forward pass with `Cancelled`.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
         on-demand engine of Speculating Experts, to compare with.
@@ -73,8 +65,7 @@ class Engine:
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
         self.cancelled: Callable[[], bool] | None = None
         self.serial = False
-        self._nothing = Ready()
-        self.gate, self._announced = PrefetchGate(), None     # (layer, experts)
+        self.gate, self._announced = PrefetchGate(), None       # (layer, experts)
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before a layer took one
 
@@ -101,13 +92,10 @@ class Engine:
         return out
 
     def _recover(self) -> None:
-        """After a layer that did not come to its end: hold only what is certain to be loaded, with new threads.
-
-        Certain is what the steps before it left behind: the threads have it all, and no slot of it is given away as
-        long as `residency` keeps it. Interrupted here, too, the next attempt finds the step unknown and keeps nothing.
-        """
-        step, self._step = self._step, None
-        old = self.pipeline
+        """After a layer that did not come to its end: hold only what the steps before it left behind, with new threads.
+        No slot of that is given away as long as `residency` keeps it. Interrupted here, too, the next attempt finds the
+        step unknown and keeps nothing."""
+        step, self._step, old = self._step, None, self.pipeline
         old.stop()
         self._widen()
         if step is None:
@@ -134,8 +122,8 @@ class Engine:
             for request in self._as_ready(ready, step):
                 expert, start = request.key.expert, clock()
                 choice, tokens = parts[expert]
-                contributions.append((expert, tokens, experts.contribution(
-                    x, tokens, weights[tokens, choice], self.weights(*request.key, x.dtype))))
+                out = experts.contribution(x, tokens, weights[tokens, choice], self.weights(*request.key, x.dtype))
+                contributions.append((expert, tokens, out))
                 self._executed([request], start)
         finally:
             self._widen()
@@ -149,7 +137,10 @@ class Engine:
 
     def weights(self, layer: int, expert: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The tensors of an expert that is loaded, in `dtype`, which a store usually has them in already."""
-        return _cast(self.pipeline.tensors((layer, expert)), dtype)
+        tensors = self.pipeline.tensors((layer, expert))
+        if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
+            return tensors
+        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
@@ -204,8 +195,7 @@ class Engine:
     def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
                        step: Step, ready: Ready) -> Tensor:
         """The layer by `executor`: experts in memory together, then each as it is loaded; [T, H]."""
-        E, there = experts.num_experts, [request for request in step.requests if request.state is State.FULL]
-        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+        E, (there, loads) = experts.num_experts, _split(step)
         if there:
             self._check()
             start, chosen = clock(), ids
@@ -242,7 +232,7 @@ class Engine:
         loads = [request for request in step.requests if request.state is not State.FULL]
         pipeline, queue = self.pipeline, self.pipeline.queue
         if not (loads or step.evicted or self._announced or queue.prefetched):      # nothing for the threads to do
-            return step, self._nothing
+            return step, Ready()
         ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
             pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
@@ -250,23 +240,22 @@ class Engine:
             (later, predicted), self._announced = self._announced, None
             self.run.guess(later, predicted)
             read = pipeline.reader.counters
-            requests = self.gate.requests(self.residency, later, predicted, read.seconds / max(1, read.requests))
-            if requests:
+            read_s = read.seconds / max(1, read.requests)
+            if requests := self.gate.requests(self.residency, later, predicted, read_s):
                 pipeline.change(queue.prefetch, later, requests, given_order(requests))
         return step, ready
 
     def _as_ready(self, ready: Ready, step: Step) -> Iterator[Request]:
         """The step's requests as they can be computed: hits first, in ascending order."""
-        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
+        there, loads = _split(step)
         if self.serial and not self.pipeline.queue.running.waiting:     # all have slots, so all of them will come
-            for _ in range(len(loads)):
+            while loads:
                 loads.pop(self.pipeline.next_ready(ready, self._check))
             yield from step.requests
         else:
-            for request in step.requests:
-                if request.state is State.FULL:
-                    self._check()
-                    yield request
+            for request in there:
+                self._check()
+                yield request
         while loads:
             yield loads.pop(self.pipeline.next_ready(ready, self._check))
 
@@ -283,8 +272,7 @@ class Engine:
 
 
 class EngineSource:
-    """An engine's experts as a source of the seam: `(layer, expert)` → tensors of `dtype`; `cast` if stored in another.
-    """
+    """An engine's experts as a source of the seam: tensors of `dtype`; `cast` if they are stored in another."""
 
     def __init__(self, engine: Engine, dtype: torch.dtype, cast: bool) -> None:
         self.engine, self.dtype, self.cast = engine, dtype, cast
@@ -298,10 +286,10 @@ class EngineSource:
 
     def addresses(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, np.ndarray] | None:
         """Addresses of the CPU's tensors of loaded experts: name → int64 [experts]; None if not of this dtype."""
-        pipeline = self.engine.pipeline
-        if self.cast or dtype != self.dtype or pipeline.slots.device.type != "cpu":
+        slots, held = self.engine.pipeline.slots, self.engine.pipeline.queue.held
+        if self.cast or dtype != self.dtype or slots.device.type != "cpu":
             return None
-        return pipeline.slots.addresses([pipeline.queue.held[layer, expert]["full"] for expert in experts], layer)
+        return slots.addresses([held[layer, expert]["full"] for expert in experts], layer)
 
 
 def counts(ids: Tensor, E: int) -> dict[int, int]:
@@ -314,12 +302,12 @@ def counts(ids: Tensor, E: int) -> dict[int, int]:
     return {expert: n for expert, n in enumerate(counts[:E]) if n}
 
 
+def _split(step: Step) -> tuple[list[Request], dict[ExpertKey, Request]]:
+    """The requests for experts that are FULL, and the others by their key."""
+    return ([request for request in step.requests if request.state is State.FULL],
+            {request.key: request for request in step.requests if request.state is not State.FULL})
+
+
 def _parts(ids: Tensor, E: int) -> dict[int, tuple[Tensor, Tensor]]:
     """{expert: (which choice, which token) of each of its rows}."""
     return {expert: (choice, tokens) for expert, choice, tokens in assignments(ids, E)}
-
-
-def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
-        return tensors
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}

@@ -1,8 +1,6 @@
-"""Limits of offloading: what no engine, policy or schedule can beat. Bounds, not predictions: a run below one is
-counted wrongly.
+"""Limits of offloading, which no engine, policy or schedule can beat: a run below one is counted wrongly.
 
-The ceilings of caching that need the whole trace are in `moelab.cache.optimum`. Left out: contention between disk,
-decompression and compute for the same memory, which makes real runs slower than every limit here.
+The ceilings of caching that need the whole trace are in `moelab.cache.optimum`.
 """
 
 from __future__ import annotations
@@ -16,11 +14,8 @@ from moelab.specs import Event, MoESpec
 
 
 def lru_cliff(spec: MoESpec) -> int:
-    """A global LRU of so many experts or fewer never hits while decoding a single sequence.
-
-    Between two visits to a layer a token demands K different experts of each of the L − 1 others, so an LRU of
-    (L − 1)·K has replaced everything. At L·K experts a whole token fits for the first time.
-    """
+    """A global LRU of so many experts or fewer never hits while decoding a single sequence: between two visits to a
+    layer a token demands K different experts of each of the L − 1 others."""
     return (spec.L - 1) * spec.K
 
 
@@ -35,10 +30,8 @@ def kv_bytes(spec: MoESpec, tokens: int, itemsize: float = 2.0) -> int:
 
 
 class LayerRecord(NamedTuple):
-    """What one layer of one forward did: bytes read, and seconds of work of each kind, waiting left out.
-
-    decompress_s sums the work of all workers (decompression and recovery), however it overlapped.
-    """
+    """What one layer of one forward did: bytes read, and seconds of work of each kind without waiting; decompress_s
+    sums the decompression and recovery of all workers."""
 
     bytes: int = 0
     other_s: float = 0.0
@@ -49,8 +42,8 @@ class LayerRecord(NamedTuple):
 def layer_records(events: Iterable[Event], forwards: Sequence[tuple]) -> tuple[list[LayerRecord], int]:
     """The records of the decode forwards of a run, and how many such forwards there were.
 
-    forwards : (start, end, tokens, phase), in order of time. An event belongs to the last one that began before it;
-    what belongs to no layer (layer −1: embedding, final norm, head) is one record a forward.
+    forwards : (start, end, tokens, phase), in order of time. An event belongs to the last one that began before it.
+    What belongs to no layer (layer −1: embedding, final norm, head) is one record a forward.
     """
     starts = [forward[0] for forward in forwards]
     sums = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
@@ -68,14 +61,11 @@ def layer_records(events: Iterable[Event], forwards: Sequence[tuple]) -> tuple[l
 
 
 def on_demand_limit(records: Iterable[LayerRecord], read_rate: float, steps: int = 1, workers: int = 1) -> float:
-    """Seconds per decode step of an ideal engine that reads a layer's experts when its router has chosen them.
+    """Seconds per decode step of an ideal engine that reads a layer's experts when its router has chosen them:
+    Σ over layers of (other + max(read, decompress, expert)).
 
-    Σ over layers of (other + max(read, decompress, expert)): within a layer reading, decompression and expert
-    compute overlap perfectly; attention and router come before, because they decide what is read.
-
-    records : of all layers of all `steps` forwards, from the run's own bytes and times: `layer_records`.
+    records : of all layers of all `steps` forwards: `layer_records`.
     read_rate : bytes/s that the disk was measured to deliver.
-    workers : decompression threads; their work is shared perfectly.
     """
     if read_rate <= 0 or steps < 1 or workers < 1:
         raise ValueError("the rate must be positive, and steps and workers at least 1: "

@@ -1,9 +1,4 @@
-"""Metrics of a timeline, real or simulated: one piece of code turns `Event`s and forwards into TTFT, TPOT, stall …
-
-A run is a list of events (who did what, when) and a list of forwards (when the model ran, on how many tokens).
-Everything here follows from those two lists, so a simulated run and a measured one are compared by the same
-definitions. What a process costs beyond its timeline (peak memory, page faults) is `process()`, apart, because a
-simulation has none of it.
+"""Metrics of a timeline, real or simulated, by the same definitions: from `Event`s and forwards to TTFT, TPOT, stall …
 
 An event belongs to the last forward that began no later than it did; what came before every forward belongs to none
 and counts in the totals only. Left out: time to convert or open a store, and energy.
@@ -15,7 +10,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,34 +32,9 @@ class Forward(NamedTuple):
     phase: str      # prefill | decode
 
 
-def check(events: Iterable[Event]) -> list[str]:
-    """What is impossible about a timeline, in words; [] for a sound one.
-
-    No event ends before it starts, reads carry bytes and nothing else does, only compute waits, and no resource
-    does two things at once. Events that touch do not overlap; an event of no duration overlaps nothing.
-    """
-    problems, by_resource = [], defaultdict(list)
-    for event in events:
-        if not (np.isfinite(event.start) and np.isfinite(event.end) and event.start <= event.end):
-            problems.append(f"{event} does not end after it starts")
-        if (event.bytes > 0) != event.kind.startswith("read"):
-            problems.append(f"{event}: reads have bytes, other events have none")
-        if event.kind == "wait" and event.resource != "compute":
-            problems.append(f"{event}: only compute waits")
-        if event.end > event.start:
-            by_resource[event.resource].append(event)
-    for found in by_resource.values():
-        found.sort(key=lambda event: event.start)
-        problems += [f"{after} begins before {before} ends" for before, after in pairwise(found)
-                     if after.start < before.end]
-    return problems
-
-
 @dataclass(frozen=True)
 class Metrics:
-    """What a run cost, by definitions that hold for a real clock and for a simulated one.
-
-    Times are in seconds; None for what the run does not define (no decode, nothing read …).
+    """What a run cost; times in seconds, None for what it does not define (no decode, nothing read …).
 
     ttft : median duration of a prefill: the time to the first token, without sampling.
     tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives each sequence of
@@ -126,10 +96,9 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
     """The `Metrics` of a run.
 
     events : in any order; an event's bytes count where its kind is a read.
-    forwards : (start, end, tokens, phase), in order of time; a prompt that is run in chunks is one prefill here.
+    forwards : (start, end, tokens, phase), in order of time; ValueError for other phases than "prefill" and "decode",
+        or forwards that overlap or end before they start.
     counters, prefetched, process : of the residency, of prefetching, and `process()`, where there are any.
-
-    Raises ValueError: a phase other than "prefill" and "decode", or forwards that overlap or end before they start.
     """
     forwards = [Forward(*forward) for forward in forwards]
     for forward in forwards:
@@ -139,12 +108,10 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
         raise ValueError("the forwards overlap or are out of order; give them in order of time")
 
     starts = [forward.start for forward in forwards]
-    tokens, took, read, stall, steps = (defaultdict(float) for _ in range(5))
+    tokens, took, read, stall, busy, kinds, compute = (defaultdict(float) for _ in range(7))
     for forward in forwards:
         tokens[forward.phase] += forward.tokens
         took[forward.phase] += forward.end - forward.start
-        steps[forward.phase] += 1
-    busy, kinds, compute = defaultdict(float), defaultdict(float), defaultdict(float)
     for event in events:
         duration = event.end - event.start
         at = bisect_right(starts, event.start) - 1
@@ -171,17 +138,16 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
     counts = {}
     if counters is not None:
         hits = {str(state.value): n for state, n in counters.hits.items()}
-        requests, found = counters.requests, sum(hits.values())
         counts = {"hits": hits, "misses": counters.misses, "evictions": counters.evictions,
-                  "rereads": counters.rereads, "hit_rate": _ratio(hits["F"], requests),
-                  "any_hit_rate": _ratio(found, requests)}
+                  "rereads": counters.rereads, "hit_rate": _ratio(hits["F"], counters.requests),
+                  "any_hit_rate": _ratio(sum(hits.values()), counters.requests)}
     return Metrics(
         ttft=median(prefill) if prefill else None, tpot=median(decode) if decode else None, tpot_p10=low, tpot_p90=high,
         throughput=_ratio(tokens["decode"], decoding), between_forwards=wall - inside, wall=wall,
         prefill_tokens=int(tokens["prefill"]), decode_tokens=int(tokens["decode"]), read_bytes=int(total),
         read_bytes_per_prefill_token=_ratio(read["prefill"], tokens["prefill"]),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
-        stall=sum(stall.values()), stall_per_step=_ratio(stall["decode"], steps["decode"]),
+        stall=sum(stall.values()), stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
         utilisation={name: _ratio(seconds, inside) for name, seconds in sorted(busy.items())},
         read_rate=_ratio(total, busy.get("disk", 0)),
@@ -193,11 +159,8 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
 
 
 def process() -> dict[str, int | None]:
-    """Peak memory and page faults of this process since it began; None where the system does not tell.
-
-    peak_rss_bytes is VmHWM of /proc/self/status, file-backed pages included (on Linux, ru_maxrss would include the
-    parent's memory before exec); major_faults are those that had to wait for a disk.
-    """
+    """Peak memory and page faults of this process since it began; None where the system does not tell. Peak memory is
+    VmHWM, file-backed pages included: on Linux, ru_maxrss would include the parent's memory before exec."""
     peak = faults = None
     try:
         peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1])

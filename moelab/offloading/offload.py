@@ -1,7 +1,7 @@
 """A transformers model whose experts stay on disk, all but what a budget holds: what `open_model(memory=…)` builds.
 
 Source: ZipMoE §3.1 (real-time inference). Everything of the model but its routed experts is loaded; the experts'
-modules hand each call to the engine. `generate`, streaming, batches, sampling and padding are transformers' own.
+modules hand each call to the engine.
 
     budget = pools (F, C, S, E: what is kept) + staging (in-flight loads) + ahead (prefetched experts)
 """
@@ -39,34 +39,25 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
             **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
-    store : an `ExpertStore` or its folder, see `moelab.convert`; or a checkpoint's folder or hub id, whose experts are
-        then read from its own files (`moelab.models.direct`), or None for the small model.
-    budget : memory for experts: bytes, a fraction of what all of them take, "2GB", "50%" or "auto" (`parse_budget`).
-        It is allocated at once and never exceeded.
-    policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`; `policy` is a name of
-        `moelab.cache.policies.POLICIES` or your own.
+    store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts are then read from
+        (`moelab.models.direct`); None for the small model.
+    budget : memory for experts, see `parse_budget`; allocated at once and never exceeded.
+    policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
     plan : how the budget is divided into pools; None keeps whole experts only. `moelab.cache.planning.plan` makes one.
-    workers : decode workers: threads that decompress.
-    staging : loads that may be in flight beyond the experts that are kept; by default workers + 2, fewer if the budget
-        is small.
+    workers : threads that decompress.
+    staging : loads in flight beyond the experts that are kept; by default workers + 2, fewer if the budget is small.
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's, in decode those that
         are announced (`moelab.speculate.Speculation`); None for K, fewer if the budget is small. Their memory is part
         of the budget.
-    delays : of an expert's parts on this machine; measured within a second if not given (`moelab.offloading.profile`).
+    delays : of an expert's parts on this machine; measured within a second if not given (`quick_delays`).
     device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
     dtype : to compute in; "auto" takes what config.json says. Experts stored in another are cast when they are used.
-    executor : computes the experts: a registered name or your own; equal to `eager` within the dtype's tolerance only.
-        None: transformers' own operations, bit for bit.
+    executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None: bit for bit.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
-    Returns
-    -------
-    The model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`, `close()`.
-
-    Raises
-    ------
-    FileNotFoundError, StoreError : no store, or a damaged one.
-    ValueError : a budget that is too small (the message says the least), a plan beyond the budget, unknown options.
+    Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`, `close()`.
+    Raises FileNotFoundError or StoreError without a store or for a damaged one; ValueError for a budget that is too
+    small (the message says the least), a plan beyond the budget, or unknown options.
     """
     model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
     if not isinstance(store, ExpertStore):
@@ -100,8 +91,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
                         same_bits_on_one_thread(store, model))
         unless_open.callback(engine.close)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
-        cast = stored != {NAMES[model.dtype]}
-        source = EngineSource(engine, model.dtype, cast)
+        source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
         plug(model, executor=engine, source=source if executor else None)
         Session(model, engine, source, store, room)
         unless_open.pop_all()

@@ -52,10 +52,6 @@ class Pipeline:
     `change` only, waits only on queues, and rings only bells: so no lock stays taken and nobody waits for what it would
     have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
 
-    slots, reader, timeline : memory, the store's files, where events are reported.
-    workers : threads that decode.
-    ahead : slots of each kind that are there for prefetching.
-    counts : of prefetched experts, to go on counting in.
     before : the pipeline whose memory this one takes over, and `held`, the slots there that are certain to be filled.
     """
 
@@ -78,7 +74,6 @@ class Pipeline:
                         for name, loop in loops.items()]
 
     def open(self) -> None:
-        """Start the threads."""
         for thread in self.threads:
             thread.start()
 
@@ -119,11 +114,10 @@ class Pipeline:
         return self.slots.tensors(self.queue.held[key]["full"], key[0])
 
     def wake(self) -> None:
-        """Let the engine look again whether to go on."""
         self._ready.put(None)
 
     def halt(self) -> None:
-        """Tell everybody to end, without waiting: the threads do when they have done what they are at."""
+        """Tell the threads to end when they have done what they are at; does not wait for it."""
         self.closed = True
         self._io.ring()
         self._work.ring()
@@ -140,13 +134,11 @@ class Pipeline:
                 thread.join()
 
     def free(self) -> None:
-        """Let go of files and memory, after `stop`, when no layer runs any more."""
+        """Let go of files and memory, after `stop`."""
         self.reader.close()
         self.queue.held.clear()
         self.chunks.clear()
         self.slots = None
-
-    # --------------------------------------------------------------------------------------------- what threads do
 
     def _run(self, loop: Callable[..., None], *args: str) -> None:
         """The life of a thread; if it ends too early, because a change was left half done, so does everything else."""
@@ -195,7 +187,9 @@ class Pipeline:
         return *found, {kind: self.chunks[kind, load.slots[kind]] for kind in USES[operation]}
 
     def _work_loop(self, me: str) -> None:
-        _yield_to_compute()
+        with contextlib.suppress(AttributeError, OSError):      # only on Linux has a thread a priority of its own
+            # An OpenMP team that lost a core to this thread would make all its threads wait.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         decode = decoder(self.slots.device)
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, name, operation, chunks = found
@@ -212,11 +206,3 @@ class Pipeline:
             else:
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
             self.change(self.queue.decode_done, load, name, operation, error)
-
-
-def _yield_to_compute() -> None:
-    """Give this thread a lower priority: an OpenMP team that loses a core to it would make all its threads wait."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-    except (AttributeError, OSError):
-        pass                                    # not on Linux, where a thread has a priority of its own

@@ -7,8 +7,7 @@ seconds a, n predictions and t seconds a read, prefetching pays if
 
     n·t ≤ a    or    p · a  ≥  (1 − p) · t/2
 
-On a saturated disk a is small beside t, and only good predictions pass. p, a and t are running means of what was
-measured. Left out: the processor time and memory bandwidth that needless reads take from computing.
+p, a and t are running means. Left out: processor time and memory bandwidth that needless reads take from computing.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ class PrefetchGate:
         self.idle = seconds if self.idle is None else KEEP * self.idle + (1 - KEEP) * seconds
 
     def worth(self, layer: int, experts: Iterable[int], read_s: float) -> bool:
-        """Note that these are predicted for a layer, and say whether to prefetch them.
-
-        read_s : seconds that reading an expert takes; 0 if that is not known yet, and then everything is worth it.
-        """
+        """Note that these are predicted for a layer, and say whether to prefetch them: always while the seconds that
+        reading an expert takes, `read_s`, are not known and so 0."""
         self.announced[layer] = set(experts)
         p, idle = self.precision.get(layer, FIRST), read_s if self.idle is None else self.idle
         return len(self.announced[layer]) * read_s <= idle or p * idle >= (1 - p) * read_s / 2
@@ -55,7 +52,6 @@ class PrefetchGate:
 
     def came(self, layer: int, experts: Iterable[int]) -> None:
         """A layer wants these experts: learn from what was predicted."""
-        guessed = self.announced.pop(layer, None)
-        if guessed:
+        if guessed := self.announced.pop(layer, None):
             right = len(guessed.intersection(experts)) / len(guessed)
             self.precision[layer] = KEEP * self.precision.get(layer, FIRST) + (1 - KEEP) * right

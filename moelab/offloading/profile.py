@@ -1,16 +1,14 @@
 """What reading, decoding and computing an expert costs on this machine, measured and never assumed.
 
 Source: ZipMoE §3.3 and appendix C, whose scheduler and planner take "offline-profiled decompression and I/O delays".
-`profile` times everything that a decode step is made of on the store's own experts, in rounds: each runs every
-measurement once on other experts, so that a busy moment or a warm cache favours none of them. Reads find the system's
-cache dropped, products find the expert gone from the processor's cache, and the model's other parts run in real forward
-passes whose experts answer nothing. Medians are used, all samples are kept. `quick_delays` takes a moment instead.
+`profile` works in rounds, each of which runs every measurement once on other experts of the store. Reads find the
+system's cache dropped, products find the expert gone from the processor's cache, and the model's other parts run in
+real forward passes whose experts answer nothing. Medians are used. `quick_delays` takes a moment instead.
 
 Samples are seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a random
 place), "decompress", "recover", "decode" (both in one), "expert 4" (one expert on 4 tokens), "other 4" (what comes
 before a layer's experts, in a forward of 4 tokens without a past), "head 4" (what comes after the last layer), "copy",
-"matmul float32". Left out: contention, for each is timed with the others at rest, except that as many threads decode as
-will; attention to a long past; other devices than the CPU.
+"matmul float32". Left out: contention, but of the threads that decode; attention to a long past; devices but the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +52,6 @@ COPY, MATMUL = 64 << 20, 512
 
 
 def _timed(seconds: dict[str, list[float]], name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function and add to the samples how long it took."""
     start = time.perf_counter()
     result = function(*args)
     seconds.setdefault(name, []).append(time.perf_counter() - start)
@@ -65,13 +62,11 @@ def _timed(seconds: dict[str, list[float]], name: str, function: Callable[..., A
 class Profile:
     """What was measured; `profile` makes one.
 
-    seconds : name of the measurement → all samples, in seconds.
+    seconds : name of the measurement → all samples.
     nbytes : bytes of an expert's "full" tensors, and the mean over all experts of its "e" and "sm" reads.
     experts_bytes : [L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks].
     K, N : exponent shards a tensor, tensors an expert.
-    model, codec, dtype : whose experts; the type that they are computed in.
-    mode, workers, threads : how it was read; threads that decode, threads of torch.
-    when, machine : in words.
+    dtype, mode, workers, threads : computed in, how it was read, threads that decode, threads of torch.
     """
 
     seconds: dict[str, list[float]]
@@ -89,7 +84,6 @@ class Profile:
     machine: str
 
     def median(self, name: str) -> float:
-        """Seconds of one measurement; KeyError for an unknown name."""
         if name not in self.seconds:
             raise KeyError(f"nothing called {name!r} was measured; there are {', '.join(self.seconds)}")
         return statistics.median(self.seconds[name])
@@ -109,22 +103,14 @@ class Profile:
         return max(once - token * first, 0.0), token            # rounding can leave less than nothing
 
     def fit_error(self, kind: str) -> float:
-        """Its largest relative error."""
         base, token = self.fit(kind)
         return max(abs((base + token * n) / seconds - 1) for n, seconds in self.points(kind).items())
 
-    @property
-    def other(self) -> tuple[float, float]:
-        """Seconds before a layer's experts: (base, per token)."""
-        return self.fit("other")
-
-    @property
-    def head(self) -> tuple[float, float]:
-        """Seconds after the last layer's experts: (base, per token)."""
-        return self.fit("head")
+    #: seconds before a layer's experts, and after the last layer's: (base, per token)
+    other = property(lambda self: self.fit("other"))
+    head = property(lambda self: self.fit("head"))
 
     def delays(self) -> Delays:
-        """What the scheduler, the planner and the simulator want to know of one expert."""
         base, token = self.fit("expert")
         return Delays(
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
@@ -135,26 +121,24 @@ class Profile:
         """A device card of this machine, its figures "measured", with when and how in their source."""
         def figure(value: float, unit: str, how: str) -> Figure:
             return Figure(value, unit, "measured", f"{how}; `moelab profile` of {self.model}, {self.when}")
-        both = self.nbytes["e"] + self.nbytes["sm"]
-        names = {"bfloat16": "bf16_tflops", "float16": "fp16_tflops", "float32": "fp32_tflops"}
+        both, reads, copies = self.nbytes["e"] + self.nbytes["sm"], self.seconds["read both"], self.seconds["copy"]
         figures = {
-            "storage_read_gbs": figure(both / self.median("read both") / 1e9, "GB/s", "whole experts of "
-                                       f"{both / 1e6:.2f} MB at random places, {self.mode}, median of "
-                                       f"{len(self.seconds['read both'])}"),
-            "memory_bandwidth_gbs": figure(2 * COPY / min(self.seconds["copy"]) / 1e9, "GB/s", f"a copy of "
-                                           f"{COPY >> 20} MiB, read and written, the fastest of "
-                                           f"{len(self.seconds['copy'])}, {self.threads} threads"),
-            **{names[dtype]: figure(2 * MATMUL ** 3 / min(samples) / 1e12, "TFLOPS", f"a product of {MATMUL} × {MATMUL}"
-                                    f" matrices, the fastest of {len(samples)}, {self.threads} threads")
-               for name, samples in self.seconds.items() for begin, _, dtype in (name.partition(" "),)
-               if begin == "matmul" and dtype in names}}
+            "storage_read_gbs": figure(
+                both / self.median("read both") / 1e9, "GB/s",
+                f"whole experts of {both / 1e6:.2f} MB at random places, {self.mode}, median of {len(reads)}"),
+            "memory_bandwidth_gbs": figure(
+                2 * COPY / min(copies) / 1e9, "GB/s",
+                f"a copy of {COPY >> 20} MiB, read and written, the fastest of {len(copies)}, {self.threads} threads")}
+        for dtype, name in (("bfloat16", "bf16_tflops"), ("float16", "fp16_tflops"), ("float32", "fp32_tflops")):
+            if samples := self.seconds.get(f"matmul {dtype}"):
+                figures[name] = figure(2 * MATMUL ** 3 / min(samples) / 1e12, "TFLOPS", f"a product of {MATMUL} × "
+                                       f"{MATMUL} matrices, the fastest of {len(samples)}, {self.threads} threads")
         if hasattr(os, "sysconf"):
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             figures["memory_gb"] = figure(memory / 1e9, "GB", "what the system reports")
         return DeviceSpec(self.machine, figures)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row a measurement: name, median and quartiles in milliseconds, samples."""
         return [{"what": name, "median, ms": 1e3 * self.median(name), "quartiles, ms": "{:.3f} … {:.3f}".format(
             *np.quantile(samples, (0.25, 0.75)) * 1e3), "samples": len(samples)}
                 for name, samples in self.seconds.items()]
@@ -166,7 +150,6 @@ class Profile:
                 f"one expert on one token {1e3 * self.median('expert 1'):.2f} ms)")
 
     def save(self, path: str | Path) -> Path:
-        """Write atomically to `path` as JSON; returns the path."""
         return write_json(path, {"format": FORMAT, **asdict(self)})
 
     @classmethod
@@ -186,9 +169,8 @@ class Profile:
 
 def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1, seconds: float = 10.0, seed: int = 0,
             **reading: Any) -> Profile:
-    """Measure this machine with a store's experts and the model's other weights.
+    """Measure this machine with a store's experts, chosen at random, and the model's other weights.
 
-    store : whose experts are read, decoded and computed; chosen at random.
     model : a live model of the store, which is plugged and whose experts are left out meanwhile; opened if not given.
     workers : threads that decode at the same time; ValueError below 1.
     seconds : about how long to measure; at least three rounds are made, after a first that does not count.
@@ -250,7 +232,6 @@ class Microbenchmarks:
         self.experts = [layer.experts for layer in discover(model)]
 
     def once(self) -> None:
-        """Every measurement once."""
         self.done += 1
         (self._read_in_place if self.slots.sizes.in_place else self._read_and_decode)()
         for size in self.sizes:
@@ -274,7 +255,7 @@ class Microbenchmarks:
         return self.timed(name, function, layer, *args)
 
     def _read_in_place(self) -> None:
-        """What there is to do for an expert of a raw store: one read, and checking it; the rest is nothing."""
+        """What there is to do for an expert of a raw store: one read, and checking it."""
         whole = []
         for i in range(self.workers):
             key, slot = self._pick(), (self.done * self.workers + i) % self.kept
@@ -300,7 +281,7 @@ class Microbenchmarks:
             list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
 
     def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
-        """What the engine's workers do: check what they use, then use it."""
+        """As the engine's workers do: check, then use."""
         for chunks in {"decompress": [e], "recover": [sm]}.get(name, [e] if e is sm else [e, sm]):
             if self.reader.verify:
                 self.reader.check(chunks)
@@ -311,12 +292,8 @@ class Microbenchmarks:
         layer, dtype = self.full[slot], self.model.dtype
         x, w = torch.randn(tokens, self.store.spec.H).to(dtype), torch.ones(tokens, dtype=dtype)
         rows = torch.arange(tokens)
-
-        def compute() -> torch.Tensor:
-            weights = {name: t.to(dtype) if t.is_floating_point() else t
-                       for name, t in self.slots.tensors(slot, layer).items()}
-            return self.experts[layer].contribution(x, rows, w, weights)
-        self.timed(f"expert {tokens}", compute)
+        self.timed(f"expert {tokens}", lambda: self.experts[layer].contribution(
+            x, rows, w, _cast(self.slots.tensors(slot, layer), dtype)))
 
     def _forward(self, tokens: int) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings
@@ -360,7 +337,7 @@ def _decompress(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
 
 
 def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
-    """The rest: what cannot be decoded in two stages is decoded when both parts are there."""
+    """Also decodes at once what cannot be decoded in two stages."""
     for name in out:
         if separable(e, name):
             recover(sm, name, out[name])
@@ -368,19 +345,20 @@ def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
             decode_tensor(e, sm, name, out[name])
 
 
-def same_bits_on_one_thread(store: ExpertStore, model: Any, tokens: int = 8) -> bool:
-    """Whether one thread computes a token's expert to the same bits as all threads do, tried on `tokens` tokens.
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
-    Kernels divide the rows of a matrix-vector product among threads; no library promises it, so it is tried.
-    """
+
+def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
+    """Whether one thread computes a token's expert to the same bits as all threads do: no library promises it, so it is
+    tried on 8 tokens."""
     threads, experts = torch.get_num_threads(), discover(model)[0].experts
     if threads == 1 or model.device.type != "cpu":
         return False                                            # nothing to gain
     with Reader(store) as reader, torch.inference_mode():
         chunks = reader.read(0, 0)
-        weights = {name: t.to(model.dtype) if t.is_floating_point() else t
-                   for name, t in decode(chunks, chunks).items()}
-        x, results = torch.randn(tokens, 1, store.spec.H, generator=torch.Generator().manual_seed(0)), []
+        weights = _cast(decode(chunks, chunks), model.dtype)
+        x, results = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)), []
         try:
             for n in (1, threads):
                 torch.set_num_threads(n)
@@ -396,25 +374,24 @@ def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
             for i, layer in enumerate(store.layers)]
 
 
-def quick_delays(store: ExpertStore, model: Any, reader: Reader | None = None, samples: int = 5) -> Delays:
-    """Medians of a few reads, decodings and computations of the store's first experts: the scheduler that orders reads
+def quick_delays(store: ExpertStore, model: Any) -> Delays:
+    """Medians of five reads, decodings and computations of the store's first experts: the scheduler that orders reads
     by them needs their ratios, not their last digit."""
-    experts, tried = discover(model)[0].experts, range(min(samples, len(store.layers[0].experts)))
+    experts, tried = discover(model)[0].experts, range(min(5, len(store.layers[0].experts)))
     in_place, out, took = lies_as_in_memory(store), None, {}    # in place, only checksums are left to do
     timed = partial(_timed, took)
-    with Reader(store) if reader is None else nullcontext(reader) as reader, torch.inference_mode():
+    with Reader(store) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
-        for i in range(samples):
+        for i in range(5):
             e, sm = (timed(part, reader.read, 0, tried[i % len(tried)], part, buffers[part]) for part in buffers)
             out = out or empty_tensors(e.entries)
             timed("decompress", _decompress, e, sm, out)
             timed("recover", _recover, e, sm, {name: tensor for name, tensor in out.items() if separable(e, name)})
             timed("decode", *((reader.check, e) if in_place else (decode, e, sm, out)))
-            weights = {name: t.to(model.device, model.dtype if t.is_floating_point() else None)
-                       for name, t in out.items()}
+            weights = {name: t.to(model.device) for name, t in _cast(out, model.dtype).items()}
             for tokens in (1, 16):
-                timed(str(tokens), experts.ffn, torch.zeros(tokens, store.spec.H, dtype=model.dtype,
-                                                            device=model.device), weights)
+                x = torch.zeros(tokens, store.spec.H, dtype=model.dtype, device=model.device)
+                timed(str(tokens), experts.ffn, x, weights)
     seconds = {name: statistics.median(values) for name, values in took.items()}
     token = max(0.0, (seconds["16"] - seconds["1"]) / 15)
     every = experts_bytes(store)

@@ -31,7 +31,7 @@ class EngineSettings:
     """How an engine is set up: with the steps of a run, all that a simulation of it needs.
 
     pools, policy, scope, margin : of its `Residency`.
-    workers, staging, ahead : decode workers, loads in flight beyond what is kept, and of those prefetched.
+    staging, ahead : loads in flight beyond what is kept, and of those prefetched.
     delays : of one expert on this machine; None for a resident model.
     dense_bytes : of all weights but the routed experts.
     """
@@ -46,11 +46,6 @@ class EngineSettings:
     ahead: int
     delays: Delays | None
     dense_bytes: int
-
-    @classmethod
-    def resident(cls, spec: MoESpec, dense_bytes: int) -> EngineSettings:
-        """Of a model with all its experts in memory, where nothing is read."""
-        return cls(spec, Pools(F=spec.L * spec.E), "lru", "model", None, 1, spec.K, 0, None, dense_bytes)
 
 
 class Timeline:
@@ -72,7 +67,6 @@ class Timeline:
         self._all.append(event)
 
     def compact(self) -> None:
-        """Pack what is new, if it is much."""
         with self._packing: self._compact()          # one line: see `Pipeline._locked`
 
     def _compact(self) -> None:
@@ -102,11 +96,8 @@ class Timeline:
 class EngineRun:
     """Everything since the last `reset`.
 
-    settings : of the engine.
-    timeline : the `Event`s.
-    forwards : start, end, tokens and phase of each forward pass.
-    steps : what they routed: for each forward a list of (layer, {expert: tokens}).
-    guesses : what was announced for prefetching: for each forward a list of (layer, experts).
+    steps : what each forward routed: a list of (layer, {expert: tokens}).
+    guesses : what was announced in each forward for prefetching: a list of (layer, experts).
     fetched : what became of prefetched experts.
     """
 
@@ -117,11 +108,9 @@ class EngineRun:
 
     @property
     def counters(self) -> CacheCounters:
-        """Hits, misses and evictions."""
         return self._residency.counters
 
     def reset(self) -> None:
-        """Forget events, forwards and counts; what is in memory stays."""
         self.timeline.clear()
         self._residency.reset_counters()
         self.fetched.reset()

@@ -60,20 +60,28 @@ class Session:
     """What an opened model does, and with what.
 
     run : what happened since the last `reset`, see `EngineRun`; `moelab.simulate` replays it.
-    timeline, forwards, steps, guesses : of the run.
     engine, source, store, budget : of an offloaded model: what loads and computes its experts, what hands them to
         executors, where they are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
     """
 
+    timeline: Timeline = property(lambda self: self.run.timeline)
+    forwards: list[Forward] = property(lambda self: self.run.forwards)
+    steps: list[list[tuple[int, dict[int, int]]]] = property(lambda self: self.run.steps)
+    guesses: list[list[tuple[int, list[int]]]] = property(lambda self: self.run.guesses)
+
     def __init__(self, model: Any, engine: Engine | None = None, source: EngineSource | None = None,
                  store: ExpertStore | None = None, budget: int | None = None) -> None:
         self.engine, self.source, self.store, self.budget = engine, source, store, budget
         self.speculation = None
         if engine is None:
-            self.residency = Residency(model.spec.L, model.spec.E, Pools(F=model.spec.L * model.spec.E))
-            self.run = EngineRun(EngineSettings.resident(model.spec, _dense_bytes(model)), self.residency)
+            spec, pools = model.spec, Pools(F=model.spec.L * model.spec.E)
+            self.residency = Residency(spec.L, spec.E, pools)
+            experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
+            dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
+            settings = EngineSettings(spec, pools, "lru", "model", None, 1, spec.K, 0, None, dense_bytes)
+            self.run = EngineRun(settings, self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
             mine = weakref.WeakMethod(self._is_cancelled)               # else an engine would keep its model alive
@@ -103,22 +111,6 @@ class Session:
         self._forward: tuple[int, float, int, str] | None = None        # module, since when, tokens, phase
         self._routed: list[tuple[MoELayer, Any]] = []                   # ids [T, K] of the layers of a forward pass
 
-    @property
-    def timeline(self) -> Timeline:
-        return self.run.timeline
-
-    @property
-    def forwards(self) -> list[Forward]:
-        return self.run.forwards
-
-    @property
-    def steps(self) -> list[list[tuple[int, dict[int, int]]]]:
-        return self.run.steps
-
-    @property
-    def guesses(self) -> list[list[tuple[int, list[int]]]]:
-        return self.run.guesses
-
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see `moelab.offloading.metrics`."""
         return metrics(list(self.timeline), self.forwards, self.run.counters, asdict(self.run.fetched), **process())
@@ -147,10 +139,8 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --------------------------------------------------------------------------------------- what the model reports
-
-    # Each of these may be interrupted, and what would come after it is then not called. So nothing is counted up and
-    # down: what begins takes the place of whatever was left.
+    # What the model reports. Each of these may be interrupted, and what would come after it is then not called. So
+    # nothing is counted up and down: what begins takes the place of whatever was left.
 
     def _is_cancelled(self) -> bool:
         return bool(self._cancelled) and self._calls.get(threading.get_ident()) in self._cancelled
@@ -205,10 +195,8 @@ class Session:
         if self._calls.get(threading.get_ident()) is self._alone:
             self._calls[threading.get_ident()] = None
 
-    # ------------------------------------------------------------------------- experts in memory: no engine counts them
-
     def _listen(self, layer: MoELayer, patches: Patches) -> None:
-        """Note which experts a resident layer is asked for."""
+        """Note which experts a resident layer is asked for: no engine counts them."""
         if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
             patches.hook(layer.router.register_forward_hook,
                          lambda _m, _args, out: self._note(layer, layer.routing(out)[0]))
@@ -219,9 +207,3 @@ class Session:
     def _note(self, layer: MoELayer, ids: Any) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself
             self._routed.append((layer, ids))
-
-
-def _dense_bytes(model: Any) -> int:
-    """Of all weights but the routed experts."""
-    experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
-    return sum(p.nbytes for p in model.parameters() if id(p) not in experts)

@@ -1,17 +1,9 @@
 """The simulator: a recorded run, played with the engine's own cache, scheduler, load queue and slots in simulated time.
 
 `Residency` decides from the sequence of steps alone, so whatever the engine hits, evicts and reads on these steps, the
-simulator does too; only the clock differs. A layer costs what comes before its experts (attention, norms, router), then
-its reads, decompression and computation under given delays (`schedule.execution.SimulatedMachine`), which are measured
-on this machine, or follow from the figures of a device card. Numbers that come out are *simulated*.
-
-    steps     forwards, each a list of (layer, {expert: tokens}) in the order of execution: `EngineRun.steps`
-    forwards  tokens and phase ("prefill", "decode") of each of them: `EngineRun.forwards`
-    guesses   forwards, each a list of (layer, experts that are announced for it, in this order)
-
-`guesses=steps` is a run that executes what it has predicted, or one whose predictions are all right. Left out:
-contention of disk, decompression and compute for the same memory, sampling between two forwards, and padding tokens of
-a batch, which a trace doesn't have.
+simulator does too; only the clock differs. Delays are measured on this machine, or follow from the figures of a device
+card. Left out: contention of disk, decompression and compute for the same memory, sampling between two forwards, and
+padding tokens of a batch, which a trace doesn't have.
 """
 
 from __future__ import annotations
@@ -19,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -52,7 +44,7 @@ Guesses = Sequence[Iterable[tuple[int, Iterable[int]]]]
 
 @dataclass
 class Simulation:
-    """A simulated run: the same records as an `EngineRun`'s; `fetched` counts what became of prefetched experts."""
+    """A simulated run: the same records as an `EngineRun`'s."""
 
     events: list[Event]
     forwards: list[Forward]
@@ -60,20 +52,10 @@ class Simulation:
     fetched: PrefetchCounts = field(default_factory=PrefetchCounts)
     kind: str = "simulated"
 
-    @property
-    def tpot(self) -> float | None:
-        """Median seconds of a decode forward."""
-        return self.metrics().tpot
-
-    @property
-    def ttft(self) -> float | None:
-        """Median seconds of a prefill."""
-        return self.metrics().ttft
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of the requests found whole in memory."""
-        return self.metrics().hit_rate
+    #: median seconds of a decode forward; of a prefill; share of the requests found whole in memory
+    tpot = property(lambda self: self.metrics().tpot)
+    ttft = property(lambda self: self.metrics().ttft)
+    hit_rate = property(lambda self: self.metrics().hit_rate)
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
@@ -88,22 +70,19 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
 
     steps : a run's, or those of a trace (`steps_of`).
     forwards : (…, tokens, phase) of each forward.
-    residency : the cache; the run goes on from what is in it, and its counters start anew. Made like the engine's, it
-        decides like the engine's.
+    residency : the cache; the run goes on from what is in it, and its counters start anew.
     delays : what the parts of an expert cost; with `e_bytes` and `sm_bytes`, the timeline says what is read.
-    workers, staging : decode workers; loads in flight beyond what is kept (None: any number).
-    other : seconds per layer before its experts can be read.
-    head : seconds per forward after the last layer.
+    staging : loads in flight beyond what is kept (None: any number).
+    other, head : seconds per layer before its experts can be read; per forward after the last layer.
     scheduler : one of `moelab.schedule.affinity.SCHEDULERS` or your own; by default the engine's.
-    guesses : of every forward; they change when experts are read, never what is kept or computed.
+    guesses : of every forward; they change when experts are read, never what is kept or computed. `guesses=steps` is
+        a run whose predictions are all right.
     ahead : experts that may be prefetched, in memory beyond `staging`; without guesses there is none of it.
     distance : how many layers before its own an expert is announced.
     gate : throttles prefetching and learns; None for a new one.
 
-    Raises
-    ------
-    ValueError : not as many forwards and guesses as steps; a layer or an expert that the residency doesn't have; a
-        distance or staging below 1.
+    Raises ValueError for other numbers of forwards or guesses than of steps, a layer or an expert that the residency
+    doesn't have, and a distance or staging below 1.
     """
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
     if len(kinds) != len(steps):
@@ -158,10 +137,8 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None
     pools, workers, staging : in place of the run's.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
-    Raises
-    ------
-    ValueError : an unknown policy, a card without the figures that are needed, or a run whose policy is an instance;
-        the run of a model in memory without a device.
+    Raises ValueError for an unknown policy, a card without the figures that are needed, a run whose policy is an
+    instance, and the run of a model in memory without a device.
     """
     settings = run.settings
     policy = cache or settings.policy
@@ -224,39 +201,26 @@ def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, 
     Sequences run in groups of `batch`, in order: one forward for the prompts of a group, then one for each further
     token of all its sequences in lockstep; one that has ended drops out. ValueError for a batch below 1.
     """
-    E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
-    for members, phase in _passes(trace, batch):
-        counts = [Counter(e for row in members for e in ids[row][layer] if e != E) for layer in range(trace.spec.L)]
-        steps.append([(layer, dict(sorted(count.items()))) for layer, count in enumerate(counts) if count])
-        forwards.append((len(members), phase))
-    return steps, forwards
-
-
-def guesses_of(trace: RoutingTrace, batch: int = 1) -> list[list[tuple[int, list[int]]]]:
-    """Guesses, for the forwards of `steps_of`, from a trace whose ids are those predicted for each layer, E for none;
-    in the engine's order, all tokens' first choices first."""
-    E, found = trace.spec.E, []
-    for members, _ in _passes(trace, batch):
-        first = trace.ids[members].permute(1, 2, 0).flatten(1).tolist()                 # [L, K · tokens]
-        found.append([(layer, experts) for layer, ids in enumerate(first)
-                      if (experts := [e for e in dict.fromkeys(ids) if e != E])])
-    return found
-
-
-def _passes(trace: RoutingTrace, batch: int) -> Iterator[tuple[list[int], str]]:
-    """Rows of the trace, and phase, of each forward."""
     if batch < 1:
         raise ValueError(f"the batch is {batch} sequences; it must be at least 1")
     rows: dict[int, tuple[list[int], list[int]]] = {}           # sequence → its prompt's rows, its decoded rows
     for row, (sequence, phase) in enumerate(zip(trace.sequence.tolist(), trace.phase.tolist())):
         rows.setdefault(sequence, ([], []))[phase != PREFILL].append(row)
-    order_of = sorted(rows)
-    for first in range(0, len(order_of), batch):
-        group = [rows[sequence] for sequence in order_of[first:first + batch]]
-        passes = [([row for prompt, _ in group for row in prompt], "prefill")]
+    passes: list[tuple[list[int], str]] = []                    # rows and phase of each forward
+    sequences = [rows[sequence] for sequence in sorted(rows)]
+    for first in range(0, len(rows), batch):
+        group = sequences[first:first + batch]
+        passes.append(([row for prompt, _ in group for row in prompt], "prefill"))
         passes += [([decoded[n] for _, decoded in group if n < len(decoded)], "decode")
                    for n in range(max(len(decoded) for _, decoded in group))]
-        yield from ((members, phase) for members, phase in passes if members)
+
+    E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
+    for members, phase in passes:
+        if members:
+            counts = [Counter(e for row in members for e in ids[row][layer] if e != E) for layer in range(trace.spec.L)]
+            steps.append([(layer, dict(sorted(count.items()))) for layer, count in enumerate(counts) if count])
+            forwards.append((len(members), phase))
+    return steps, forwards
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:
@@ -274,10 +238,8 @@ class MachineRates:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> MachineRates:
-        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit arithmetic.
-
-        ValueError for a card that has neither a link nor a disk, or no arithmetic.
-        """
+        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit arithmetic. ValueError
+        if there is none."""
         arrival = [device[key] for key in ("link_bandwidth_gbs", "storage_read_gbs") if key in device.figures]
         compute = [device[key] for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops") if key in device.figures]
         if not arrival or not compute:
@@ -286,15 +248,13 @@ class MachineRates:
         return cls(arrival[0] * 1e9, device["memory_bandwidth_gbs"] * 1e9, compute[0] * 1e12)
 
 
-def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float, decompress_gbs: float | None = None,
-              dense_itemsize: float = 2.0) -> tuple[Delays, Linear]:
+def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float, decompress_gbs: float | None = None
+              ) -> tuple[Delays, Linear]:
     """Delays of an expert and seconds of everything else in a layer, from the figures of a device card.
 
-    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Reading runs at the rate of
-    the card's link or disk; recovery reads and writes B at the memory's rate; computing reads the weights once and
-    then multiplies, without overlap of the two, which is at most twice too slow.
+    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Recovery reads and writes B;
+    computing reads the weights once and then multiplies, without overlap, which is at most twice too slow.
 
-    device : a card with what `MachineRates.of` needs.
     rho : compressed over raw size of the exponents: 1 if they are not compressed.
     dense_bytes : of all weights that every token uses, spread evenly over the L layers.
     decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a card without it.
@@ -318,4 +278,4 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
         recover=4 * half / rates.memory, expert_base=2 * half / rates.memory, expert_token=flops / rates.flops,
         N=3 if spec.gated else 2, e_bytes=round(rho * half), sm_bytes=round(half))
     dense = dense_bytes / spec.L
-    return delays, (dense / rates.memory, 2 * dense / dense_itemsize / rates.flops)
+    return delays, (dense / rates.memory, dense / rates.flops)

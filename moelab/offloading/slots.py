@@ -1,12 +1,10 @@
 """The engine's memory: three arrays of equal slots, allocated once, for E-chunks, SM-chunks and joined tensors.
 
 Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for any expert of the
-store, begins on a multiple of 4096 bytes, and is handed from reader to cache to reader by its number: nothing is
-copied or allocated while a model runs. In a raw store an expert lies as it does in memory, so it is read *in place*, to
-where it is computed from, and needs no other slot.
+store and begins on a multiple of 4096 bytes; nothing is copied or allocated while a model runs. In a raw store an
+expert lies as it does in memory, so it is read *in place*, to where it is computed from, and needs no other slot.
 
-Shapes: `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of
-4096. Who holds which slot: `moelab.schedule.load_queue`.
+`e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of 4096.
 """
 
 from __future__ import annotations
@@ -59,12 +57,10 @@ class Slots:
 
     def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None,
                  device: torch.device | str = "cpu") -> None:
-        self.sizes, self.device = sizes or Sizes.of(store), torch.device(device)
-        self.count = count
-        self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device)
-                        for kind in ("e", "sm")}
-        if self.device.type == "cpu":
-            self._chunks["full"] = _host_memory(count["full"] * self.sizes.full, self.device)
+        self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
+        on_host = ("e", "sm", "full") if self.device.type == "cpu" else ("e", "sm")
+        self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device) for kind in on_host}
+        if "full" in self._chunks:
             self._full = torch.from_numpy(self._chunks["full"])
         else:
             self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
@@ -87,10 +83,10 @@ class Slots:
         if key not in self._views:
             entries = self._store.layers[layer].experts[0]
             memory = self._full[slot * self.sizes.full:(slot + 1) * self.sizes.full]
+            offsets, _ = _offsets(entries, ALIGN if self.sizes.in_place else 64)
             self._views[key] = {
-                name: memory[offset:offset + entries[name].nbytes].view(
-                    DTYPES[entries[name].dtype]).view(entries[name].shape)
-                for name, offset in _offsets(entries, ALIGN if self.sizes.in_place else 64)[0].items()}
+                name: memory[offsets[name]:offsets[name] + entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
+                for name, entry in entries.items()}
         return self._views[key]
 
     def addresses(self, slots: list[int], layer: int) -> dict[str, np.ndarray]:

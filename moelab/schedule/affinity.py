@@ -6,13 +6,10 @@ lag so far behind the disk that the next block's E-chunks arrive before a worker
 are read before all SM-chunks; disk and workers always take the first operation of this order that is ready.
 
 Where the listing has gaps:
-- All chunks of a layer have the same delays, so when workers idle depends on how many there are, not on their order:
-  "a position that introduces no additional idle period" (line 13) exists everywhere in a block or nowhere, and one
-  simulation of the workers per task decides.
-- The earliest such position would always be the block's head, which reverses the order by p of lines 4 and 5; here a
-  task never goes ahead of one of its own type with as large a p, which keeps the bound and is nearer to the optimum.
+- All chunks of a layer have the same delays, so "a position that introduces no additional idle period" (line 13) exists
+  everywhere in a block or nowhere. The earliest would be the block's head, against the order by p of lines 4 and 5;
+  here a task never goes ahead of one of its own type with as large a p, which is nearer to the optimum.
 - Type-II tasks that are left when σ_I is empty found blocks of their own.
-- A task that enters a block leaves σ_I or σ_II.
 - Lines 16 and 18 need a task i* with p_i* ≥ p_j*; without one, j* goes to the head.
 - Times count from the start of the layer, not of the block, as the proof needs what earlier blocks left behind.
 """
@@ -74,12 +71,8 @@ def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Or
 
 
 def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
-    """`order` where decompressing is the slow part and reading E-chunks first gives it a start; else by expert.
-
-    Algorithm 1 assumes requests and stages that cost nothing by themselves. Where an expert is decompressed in less
-    time than its SM-chunks are read, what the early start hides is less than what two requests and two passes over
-    the weights cost.
-    """
+    """`order` where decompressing takes longer than reading SM-chunks, so that reading E-chunks first pays for two
+    requests and two passes over the weights, which Algorithm 1 assumes to be free; else by expert."""
     return (order if delays.decompress > delays.sm_read else order_by_expert)(requests, delays, workers)
 
 
@@ -133,10 +126,7 @@ def schedule(tasks: Sequence[Task], workers: int) -> list[Block]:
         while ((sigma_2 or sigma_1)
                and not _compute_dominant(busy_until, clock + reads * v + sms * u, v, K)):   # lines 11, 22
             task = (sigma_2 or sigma_1).popleft()                                       # lines 12, 21
-            if task.reads_e:
-                reads += K
-            else:
-                ready += K
+            reads, ready = (reads + K, ready) if task.reads_e else (reads, ready + K)
             sms += task.type_1
             before = idle
             idle, busy_until = _decompress(threads, clock, ready, reads, v, c)
@@ -148,11 +138,8 @@ def schedule(tasks: Sequence[Task], workers: int) -> list[Block]:
 
 def _decompress(threads: list[float], clock: float, ready: int, reads: int, v: float, c: float
                 ) -> tuple[float, list[float]]:
-    """A block's decompression: (idle seconds before its chunks, a heap of when each worker is done).
-
-    `threads` is when the workers become free, ascending; `ready` chunks are in memory, `reads` more arrive one every
-    v seconds from `clock` on.
-    """
+    """A block's decompression: (idle seconds before its chunks, a heap of when each worker is done). `threads` is when
+    the workers become free, ascending; `ready` chunks are in memory, `reads` more arrive every v s from `clock` on."""
     threads, idle = threads.copy(), 0.0
     for _ in range(ready):
         heapreplace(threads, threads[0] + c)

@@ -1,9 +1,8 @@
 """A schedule in simulated time: disk, workers and compute each take the first operation that is ready.
 
-Two clocks for two readers. `makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A,
-B: one serial disk, L workers, one serial accelerator, recovery for free), so that its bound can be checked.
-`SimulatedMachine` plays experts as the engine does, with the same `LoadQueue`, and gives the same `Event` records as
-the engine's own timeline; `execute` is one layer of it.
+`makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A, B: one serial disk, L workers,
+one serial accelerator, recovery for free), so that its bound can be checked. `SimulatedMachine` plays experts as the
+engine does, with the same `LoadQueue`, and gives the same `Event` records; `execute` is one layer of it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ RESOURCES = {"read E": "disk", "read SM": "disk", "decompress": "workers", "reco
 
 
 def timetable(blocks: Sequence[Block], workers: int) -> dict[Operation, tuple[float, float]]:
-    """Start and end in seconds of every operation of the tasks, chunk by chunk.
-
-    Disk: block by block the E-chunks, then the SM-chunks, in the order of the tasks. Workers: the first ready chunk
-    in the order of the tasks. Compute: experts as they become ready. Recovery takes no time.
-    """
+    """Start and end in seconds of every operation of the tasks, chunk by chunk. Disk: block by block the E-chunks, then
+    the SM-chunks, in the order of the tasks. Workers: the first ready chunk in that order. Recovery takes no time."""
     seconds, rank, waits_for = {}, {}, {}
     for number, block in enumerate(blocks):
         for position, task in enumerate(block):
@@ -45,11 +41,11 @@ def timetable(blocks: Sequence[Block], workers: int) -> dict[Operation, tuple[fl
     free = {"disk": 1, "workers": workers, "stream": len(rank), "compute": 1}
 
     def enqueue(operation: Operation) -> None:
-        heappush(ready[RESOURCES[operation.kind]], (rank[operation], operation))
+        if not waits_for[operation]:
+            heappush(ready[RESOURCES[operation.kind]], (rank[operation], operation))
 
-    for operation, before in waits_for.items():
-        if not before:
-            enqueue(operation)
+    for operation in waits_for:
+        enqueue(operation)
     times: dict[Operation, tuple[float, float]] = {}
     running: list[tuple[float, Operation]] = []
     now = 0.0
@@ -68,8 +64,7 @@ def timetable(blocks: Sequence[Block], workers: int) -> dict[Operation, tuple[fl
             free[RESOURCES[operation.kind]] += 1
             for later in then.get(operation, ()):
                 waits_for[later].discard(operation)
-                if not waits_for[later]:
-                    enqueue(later)
+                enqueue(later)
 
 
 def makespan(blocks: Sequence[Block], workers: int) -> float:
@@ -82,7 +77,6 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
     """One layer's step in simulated time, with slots for all its experts, as the engine executes it.
 
     requests : objects with `.key`, `.tokens`, `.state` and `.keep`.
-    start : seconds on the clock of the timeline; disk, workers and compute are all free then.
     Returns the events in order of their start, and the time at which the last expert is computed. ValueError without
     workers, or for an order that was made for other requests.
     """
@@ -97,13 +91,12 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
 class SimulatedMachine:
     """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
 
-    The disk reads one thing at a time. A worker takes an expert's stages, "decompress" and "recover", or both as one,
-    "decode". Compute runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes
-    in `run` and `spend` only, and what is under way goes on from layer to layer, so the disk reads for the next layer
-    while this one is computed. Left out: that reads and decompression slow each other down, and threads' handshakes.
+    Compute runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run`
+    and `spend` only, and what is under way goes on from layer to layer. Left out: that reads and decompression slow
+    each other down, and threads' handshakes.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
-    prefetched.    start, now : seconds.    read_s, reads : seconds and number of the reads that have ended.
+    prefetched.    read_s, reads : seconds and number of the reads that have ended.
     """
 
     def __init__(self, delays: Delays, workers: int, slots: Mapping[str, int],

@@ -1,8 +1,7 @@
 """The life of an expert that is being loaded: one state machine, without threads, locks, files or clock.
 
-Source: ZipMoE §3.2 (what a state leaves to do), §3.3 (an order of reads and of decoding), §4 (preallocated memory);
-Speculating Experts Algorithm 1 (the next layer's experts are loaded while this one's are computed). The engine's
-threads call it under one lock, the simulator from its event loop, so both follow the same rules.
+Source: ZipMoE §3.2, §3.3, §4; Speculating Experts Algorithm 1. The engine's threads call it under one lock, the
+simulator from its event loop, so both follow the same rules.
 
     WAITING ── slots ──▶ LOADING ── last read and decode ──▶ LOADED: computed, or prefetched for a layer to come
                             ├────── error ──▶ FAILED
@@ -64,8 +63,7 @@ class Load:
     """An expert in flight.
 
     keep : the state in which it will stay; None while it is prefetched.
-    slots : kind → slot that it holds.    lacks : kinds that it did not hold from the start.
-    reads : kinds that are still to be read.
+    slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
     todo : tensor → what is left: "check", "decode", "recover", or "decompressing" while that is under way.
     busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
     """
@@ -81,47 +79,34 @@ class Load:
 
 
 class Batch:
-    """The loads of one layer: the running one, or one to come.
-
-    ready : called with each expert that can be computed, or with the error that ends the layer.
-    loads : not yet loaded, the most urgent first.    loaded : of a layer to come, those that are.
-    waiting : for slots.    reads : not yet begun: (load, kinds).
-    """
+    """The loads of one layer: the running one, or one to come. `ready` is called with each expert that can be computed,
+    or with the error that ends the layer."""
 
     def __init__(self, ready: Callable[[Any], object] | None = None) -> None:
         self.ready, self.failed = ready, False
-        self.loads: dict[ExpertKey, Load] = {}
-        self.loaded: dict[ExpertKey, Load] = {}
-        self.waiting: list[Load] = []
-        self.reads: list[tuple[Load, tuple[str, ...]]] = []
+        self.loads: dict[ExpertKey, Load] = {}                  # not yet loaded, the most urgent first
+        self.loaded: dict[ExpertKey, Load] = {}                 # of a layer to come
+        self.waiting: list[Load] = []                           # for slots
+        self.reads: list[tuple[Load, tuple[str, ...]]] = []     # not yet begun
 
     def fail(self, error: BaseException) -> None:
         self.failed = True
         self.ready(error)
 
     def admitted(self) -> list[Load]:
-        """The loads that have slots."""
         return [load for load in (*self.loaded.values(), *self.loads.values()) if load.phase is not Phase.WAITING]
 
 
 class LoadQueue:
     """All loads in flight, who holds which slot, and what disk and workers shall do next.
 
-    Parameters
-    ----------
     count : slots of each kind.
     ahead : prefetched experts that may hold slots at the same time.
     held : slots of the experts that are in memory already.
-    counts : to go on counting in.
     tensors : of an expert, which are decoded one by one; by default it is decoded as one.
     separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     check : whether an expert that was read in place has its checksums compared.
-
-    Attributes
-    ----------
-    free : slots that nobody holds, by kind.
-    running, prefetched : the running layer's loads; those of layers to come, by layer.
     admitted : how many loads have got their slots so far: when it grows, there may be something new to do.
     """
 
@@ -137,7 +122,7 @@ class LoadQueue:
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS}
         self.running = Batch()
-        self.prefetched: dict[int, Batch] = {}
+        self.prefetched: dict[int, Batch] = {}                  # by layer
         self.admitted = self._ahead = 0                         # _ahead: prefetched loads that hold slots
 
     @property
@@ -145,15 +130,12 @@ class LoadQueue:
         """Whether anything is being loaded; may be asked without the lock."""
         return any(batch.loads for batch in self._batches())
 
-    # ------------------------------------------------------------------------------------------- what is to be loaded
-
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey],
               ready: Callable[[Any], object]) -> list[Any]:
         """Begin a layer's step: free what is evicted, adopt what was prefetched and is wanted, drop what is not.
 
-        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`.
-        ready : called with each `ExpertKey` that can be computed, or with an error that ends the layer.
-        Returns the requests that are left for `demand`.
+        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`; what `demand` must load of
+        them is returned.    ready : see `Batch`.
         """
         batch, wanted = Batch(ready), {request.key: request for request in requests}
         if (before := self.prefetched.pop(layer, None)) is not None:
@@ -178,15 +160,15 @@ class LoadQueue:
 
     def demand(self, requests: Iterable[Any], order: Order) -> None:
         """Load experts for the running layer, in this order; ValueError if the order is of other experts."""
-        self._put(self.running, [(request, request.keep, self.held.setdefault(request.key, {}))
-                                 for request in requests], order)
+        wanted = [(request, request.keep, self.held.setdefault(request.key, {})) for request in requests]
+        self._put(self.running, wanted, order)
 
     def prefetch(self, layer: int, requests: Iterable[Any], order: Order) -> None:
         """Load experts for a layer to come, behind everything that the running layer needs."""
         if layer not in self.prefetched:
+            wanted = [(request, None, dict(self.held.get(request.key, ()))) for request in requests]
             self.prefetched[layer] = Batch()
-            self._put(self.prefetched[layer], [(request, None, dict(self.held.get(request.key, ())))
-                                               for request in requests], order)
+            self._put(self.prefetched[layer], wanted, order)
 
     def drop_prefetched(self) -> None:
         """Drop all prefetched loads: the forward pass that wanted them is over."""
@@ -203,8 +185,6 @@ class LoadQueue:
             if not slots:
                 del self.held[request.key]
         self._admit()
-
-    # ------------------------------------------------------------------------------------ what disk and workers do next
 
     def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
         """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must follow."""
@@ -234,7 +214,6 @@ class LoadQueue:
         return None
 
     def read_done(self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None) -> None:
-        """A read has ended, with an error or with so many bytes."""
         load.nbytes += nbytes
         self.counts.nbytes += nbytes * load.ahead
         self.counts.wasted += nbytes * (load.phase is Phase.DROPPED)
@@ -243,12 +222,9 @@ class LoadQueue:
         self._done(load, error)
 
     def decode_done(self, load: Load, tensor: str, operation: str, error: BaseException | None = None) -> None:
-        """A decode operation has ended."""
         if operation == "decompress":
             load.todo[tensor] = "recover"
         self._done(load, error)
-
-    # --------------------------------------------------------------------------------------------------- transitions
 
     def _batches(self) -> list[Batch]:
         return [batch for batch in (self.running, *self.prefetched.values()) if not batch.failed]
@@ -297,9 +273,8 @@ class LoadQueue:
         self.admitted += 1
 
     def _release(self, slots: dict[str, int], kinds: Iterable[str]) -> None:
-        for kind in kinds:
-            if kind in slots:
-                self.free[kind].append(slots.pop(kind))
+        for kind in slots.keys() & set(kinds):
+            self.free[kind].append(slots.pop(kind))
 
     def _adopt(self, load: Load, keep: State, batch: Batch) -> None:
         """The running layer wants a prefetched expert."""

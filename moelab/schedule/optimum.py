@@ -1,25 +1,14 @@
 """Lower bounds on the makespan of a layer's tasks, the exact optimum of small instances, and how far Algorithm 1 is
 from it.
 
-Bounds: ZipMoE, Lemma B.3. No schedule ends before the disk has read everything (I), the workers have shared all
-decompression (C/L, the paper's L threads), every expert has run on the one accelerator (P), and the longest single task
-is done (Z). The paper's Z, eq. (3), adds up reading all E-chunks and decompressing them. With K ≥ 2 shards that is no
-lower bound, as the first shard is decompressed while the second is read: one missed tensor with K = 2, one worker,
-u → 0, v = c = 1 takes 3 s, not the 4 s of eq. (3). `critical_path` is the exact time of a single task instead; the two
-agree for K = 1.
+Bounds: ZipMoE, Lemma B.3. The paper's Z, eq. (3), adds up reading all E-chunks and decompressing them. With K ≥ 2
+shards that is no lower bound, as the first shard is decompressed while the second is read: one missed tensor with
+K = 2, one worker, u → 0, v = c = 1 takes 3 s, not the 4 s of eq. (3). `critical_path` is exact instead.
 
-Optimum: branch and bound over an order of reads and an order in which workers start chunks, each as soon as its input
-and a worker are there; the accelerator runs whatever is ready. A chunk that is not read yet may come first in the
-workers' order, so waiting on purpose is among the schedules.
-
-Four exchanges shrink the search, none of which makes any task ready later:
-- The disk never pauses.
-- A task's E-chunks are read before its SM-chunk, as the task waits for the last of them anyway.
-- All chunks decompress equally long, so each task's chunks are consecutive, both among the chunks read and, in the same
-  order, among the chunks read that workers start; likewise among the chunks that are in memory.
-- Tasks of one expert in one state are interchangeable.
-
-Meant for up to about four tasks of one or two chunks.
+Optimum: branch and bound over an order of reads and an order in which workers start chunks, which may begin with one
+that is not read yet; for up to about four tasks of one or two chunks. What shrinks the search makes no task ready
+later: the disk never pauses; a task's E-chunks are read before its SM-chunk; each task's chunks are consecutive, as
+all decompress equally long; tasks of one expert in one state are interchangeable.
 """
 
 from __future__ import annotations
@@ -40,10 +29,10 @@ from moelab.specs import State
 class Bounds(NamedTuple):
     """Seconds; every one is at most the optimal makespan."""
 
-    io: float           # I
-    workers: float      # C/L
-    compute: float      # P
-    path: float         # Z
+    io: float           # I: the disk reads everything
+    workers: float      # C/L: the workers (the paper's L threads) share all decompression
+    compute: float      # P: every expert runs on the one accelerator
+    path: float         # Z: the longest single task
 
     @property
     def best(self) -> float:
@@ -60,8 +49,7 @@ def bounds(tasks: Sequence[Task], workers: int) -> Bounds:
 
 def critical_path(task: Task, workers: int) -> float:
     """Seconds that a task takes when it is alone: E-chunks first, each decompressed as soon as it is there."""
-    threads = [0.0] * workers
-    decompressed = 0.0
+    threads, decompressed = [0.0] * workers, 0.0
     for chunk in range(1, task.K + 1):
         decompressed = max(chunk * task.v if task.reads_e else 0.0, threads[0]) + task.c
         heapreplace(threads, decompressed)
@@ -146,8 +134,7 @@ class _Search:
         soonest = [max(done[j], sm[j], first + self.c if n else 0.0) for j, n in enumerate(left)]
         for j, arrival in stream:
             soonest[j] = max(soonest[j], max(first, arrival) + self.c)
-        least = self.compute(soonest)
-        if least >= self.best:
+        if (least := self.compute(soonest)) >= self.best:
             return
         if not stream and not any(left):
             self.best = least
@@ -183,9 +170,7 @@ def random_instance(rng: random.Random) -> tuple[list[Task], int]:
 def ratio_study(n: int = 10_000, seed: int = 0) -> dict[str, Any]:
     """Algorithm 1 against the optimum on random small instances.
 
-    Returns
-    -------
-    "n", "seed"; "mean", "worst": of makespan / optimum, and "optimal", the share of instances that reach it;
+    Returns "n", "seed"; "mean", "worst": of makespan / optimum, and "optimal", the share of instances that reach it;
     "largest_share": the worst of ratio / (3 − 1/workers), at most 1 if Theorem 3.1 holds; "violations": how often it
     doesn't; "worst_instance": {"tasks", "workers", "makespan", "optimum"}.
     """

@@ -1,15 +1,14 @@
 """Delays, tasks and the graph of operations that an expert's state leaves to do: ZipMoE §3.2, Fig. 6.
 
-A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one SM-chunk. When
-all shards are decompressed and the SM-chunk is there, the tensor is recovered; when all N tensors of an expert are, the
-expert runs. What is in memory already need not be read.
+A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one SM-chunk. When all N
+tensors of an expert are recovered, it runs. What is in memory already need not be read.
 
     read E 0 → decompress 0 ┐
     read E 1 → decompress 1 ┼→ recover → expert
                     read SM ┘
 
-The letters K, N, u, v, c, p are the paper's and mean what it says in this package only. Left out, as in the paper:
-that concurrent reads and decompression slow each other down.
+The letters K, N, u, v, c, p are the paper's, in this package only. Left out, as in the paper: that concurrent reads and
+decompression slow each other down.
 """
 
 from __future__ import annotations
@@ -23,24 +22,16 @@ from moelab.specs import ExpertKey, State
 
 
 class Task(NamedTuple):
-    """One tensor to recover, or a whole expert as one.
-
-    expert, tensor : whose; a whole expert is tensor 0.
-    state : what of it is in memory; never FULL in a schedule.
-    u : seconds to read its SM-chunk.
-    v : seconds to read one of its K E-chunks; the paper's ρu/K.
-    c : seconds to decompress one E-chunk.
-    p : seconds the expert computes, once all its tensors are there; equal for all tasks of an expert.
-    """
+    """One tensor to recover, or a whole expert as one, which is tensor 0."""
 
     expert: int
     tensor: int
-    state: State
-    u: float
-    v: float
-    c: float
+    state: State        # what of it is in memory; never FULL in a schedule
+    u: float            # seconds to read its SM-chunk
+    v: float            # seconds to read one of its K E-chunks; the paper's ρu/K
+    c: float            # seconds to decompress one E-chunk
     K: int
-    p: float
+    p: float            # seconds that its expert computes, once all tensors are there
 
     @property
     def type_1(self) -> bool:
@@ -49,7 +40,6 @@ class Task(NamedTuple):
 
     @property
     def reads_e(self) -> bool:
-        """Whether the E-chunks must be read."""
         return self.state is State.MISSED or self.state is State.SM
 
     @property
@@ -69,8 +59,7 @@ class Operation(NamedTuple):
 
 
 def operations(task: Task) -> dict[Operation, tuple[Operation, ...]]:
-    """What a task leaves to do (Fig. 6): every operation with those that must end before it starts, in an order that
-    respects them. The last is the expert itself, which waits for all its tensors' tasks."""
+    """What a task leaves to do (Fig. 6): each operation with those that must end before it starts, in such an order."""
     where = task.expert, task.tensor
     expert, recover, sm = Operation("expert", task.expert), Operation("recover", *where), Operation("read SM", *where)
     if task.state is State.FULL:
@@ -90,16 +79,13 @@ class Delays:
     """What the operations of one expert cost on a machine, in seconds; measured, or taken from a device card.
 
     e_read, sm_read : reading all its E-chunks, all its SM-chunks.
-    decompress : all its exponents, in one thread.
-    recover : joining exponents with signs and mantissas, all its tensors, in one thread.
+    decompress, recover : all its exponents; joining them with signs and mantissas; in one thread.
     expert_base, expert_token : its computation takes `expert_base + expert_token · tokens`.
     computed : measured (tokens, seconds), ascending, which then go before these two: products with a vector and with a
         matrix are different code, so no line goes through them all.
-    K : shards a tensor.
-    N : tensors an expert.
+    K, N : shards a tensor, tensors an expert.
     e_bytes, sm_bytes : what the two reads transfer, for the timeline.
-    experts_bytes : [L][E] of the same two numbers for each expert, which the seconds above are then the mean expert's
-        of; empty if all experts are alike.
+    experts_bytes : [L][E] of the same two numbers for each expert; the seconds above are the mean expert's.
     decode : decompressing and joining in one go, which may be faster than one after the other; None for their sum.
     """
 
@@ -125,8 +111,7 @@ class Delays:
             raise ValueError(f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1")
 
     def read(self, key: ExpertKey, e: bool, sm: bool) -> tuple[float, int]:
-        """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both: seconds in proportion to its own bytes.
-        """
+        """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both, in proportion to its own bytes."""
         mean = self.e_bytes, self.sm_bytes
         own = self.experts_bytes[key.layer][key.expert] if self.experts_bytes else mean
         parts = [(seconds * (n / usual if usual else 1), n) for seconds, n, usual, wanted in zip(

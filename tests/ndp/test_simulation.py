@@ -19,9 +19,10 @@ from moelab.ndp.routing import recorded_routing, simulated_routing
 from moelab.ndp.simulation import NDPRun, numbered, place, simulate, timeline
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import PAPER, SYSTEMS, System
-from moelab.offloading.metrics import check, metrics
+from moelab.offloading.metrics import metrics
 from moelab.trace import RoutingTrace
 from tests.ndp import toy
+from tests.timelines import check
 
 
 @settings(max_examples=15, deadline=None)

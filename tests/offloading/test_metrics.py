@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.cache.residency import CacheCounters
-from moelab.offloading.metrics import Forward, check, metrics, process
+from moelab.offloading.metrics import Forward, metrics, process
 from moelab.specs import Event, State
+from tests.timelines import check
 
 FORWARDS = [(0.0, 4.0, 10, "prefill"), (5.0, 7.0, 2, "decode"), (7.0, 10.0, 2, "decode")]
 EVENTS = [

@@ -17,13 +17,13 @@ from moelab.cache.pools import Pools
 from moelab.registry import make
 from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
-from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.store.layout import ExpertStore, StoreError
 from tests.models import tiny
+from tests.timelines import check
 
 DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 1e-5, N=2)
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.models import plug
-from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.registry import make
@@ -19,6 +18,7 @@ from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from tests.models import tiny
 from tests.offloading.test_offload import DELAYS, assert_equal, generate_interrupted, jitter, threads
+from tests.timelines import check
 
 
 def nothing_is_lost(model):

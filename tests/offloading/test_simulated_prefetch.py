@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.metrics import check
 from moelab.offloading.offload import offload
-from moelab.offloading.simulator import flat, guesses_of, simulate, steps_of
+from moelab.offloading.simulator import flat, simulate
 from moelab.registry import make
 from moelab.schedule.affinity import default_order
 from moelab.schedule.execution import execute
@@ -22,7 +21,7 @@ from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.speculate import Speculation
 from tests.offloading.test_offload import DELAYS, generate
-from tests.offloading.test_simulator import trace
+from tests.timelines import check
 
 seconds = st.integers(0, 4).map(float) | st.floats(0.01, 4)
 machines = st.builds(Delays, e_read=seconds, sm_read=seconds, decompress=seconds, recover=seconds, expert_base=seconds,
@@ -185,24 +184,6 @@ def test_a_bad_guesser_is_ignored_and_a_good_one_is_not():
     assert right.forwards[-1].end < 0.95 * demand.forwards[-1].end
     assert demand.forwards[-1].end <= learnt.forwards[-1].end < 1.03 * demand.forwards[-1].end
     assert play(wrong, gate=Always()).forwards[-1].end > learnt.forwards[-1].end
-
-
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_guesses_of_a_trace(batch):
-    recorded = trace([(4, 3), (2, 5), (3, 0)])
-    steps, _ = steps_of(recorded, batch)
-    guesses = guesses_of(recorded, batch)
-    assert [[(layer, sorted(experts)) for layer, experts in forward] for forward in guesses] == [
-        [(layer, list(experts)) for layer, experts in forward] for forward in steps]
-    E, first = recorded.spec.E, [t for t in range(len(recorded)) if int(recorded.sequence[t]) < batch
-                                 and int(recorded.phase[t]) == 0]
-    for layer, experts in guesses[0]:
-        order = []
-        for choice in range(recorded.ids.shape[-1]):
-            for t in first:
-                if (expert := int(recorded.ids[t, layer, choice])) != E and expert not in order:
-                    order.append(expert)
-        assert experts == order
 
 
 @pytest.mark.parametrize("mode", ["hint", "speculative"])

@@ -10,7 +10,7 @@ import torch
 from moelab import cards, convert, registry
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
-from moelab.offloading.metrics import Forward, check
+from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.simulator import MachineRates, delays_of, flat, overheads, replay, simulate, steps_of
@@ -19,6 +19,7 @@ from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from tests.models import tiny
+from tests.timelines import check
 
 L, E, K = 3, 8, 2
 SPEC = MoESpec("tiny", "tiny", L, tuple(range(L)), E, K, H=16, I=8)
