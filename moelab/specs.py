@@ -47,10 +47,9 @@ class State(StrEnum):
 class Event(NamedTuple):
     """One thing that one resource did, in seconds of the real clock or of a simulated one.
 
-    resource : "disk", "worker 0" …, "compute".
+    resource : "disk", "worker 0" …, "compute".    layer, expert : −1 for none, or for several experts at once.
     kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert", "other"
         (attention, router, norms …), "wait" (compute has nothing that is ready).
-    layer, expert : of which MoE layer and expert; −1 for none, or for several experts at once.
     """
 
     resource: str
@@ -74,8 +73,7 @@ class MoESpec:
         "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1" (with capacity);
         for a rarer one, the config's own word.
     gated : three matrices an expert (gate, up, down) or two (up, down).    bias : whether the experts have biases.
-    shared_I : summed intermediate size of the experts that every token visits; 0 without.
-    dense_I : intermediate size of the layers that are not MoE; 0 if all are.
+    shared_I, dense_I : summed intermediate size of the shared experts; that of the layers that are not MoE; 0 without.
     vocab, heads, kv_heads, head_dim : for costs. MLA models state the query heads and the value head size.
     dtype : a key of `DTYPE_BYTES`; how the experts are stored.
     """
@@ -170,7 +168,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A machine: compute rates, bandwidths, latencies, memory and power, each a `Figure` with its source."""
+    """A machine: compute rates, bandwidths, latencies, memory and power."""
 
     name: str
     figures: dict[str, Figure]

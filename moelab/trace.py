@@ -164,8 +164,8 @@ def _place(source: Path, destination: Path) -> None:
 class GrowingTensor:
     """A safetensors file of one tensor whose first dimension is not known until the end.
 
-    Room for the header is reserved, rows are appended, and the header is filled in on closing (safetensors allows
-    trailing blanks in it); until then the file has the suffix `.part`. An exception inside the `with` removes it.
+    Room for the header is reserved and filled in on closing (safetensors allows trailing blanks in it); until then the
+    file has the suffix `.part`. An exception inside the `with` removes it.
     """
 
     ROOM = 512

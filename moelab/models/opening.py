@@ -104,7 +104,7 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
 
 
 def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, left_out: set[str]) -> Any:
-    """The model with the checkpoint's tensors but those left out; only files that were checked are read.
+    """The model with the checkpoint's tensors but those left out.
 
     Given tensors and no folder, transformers looks for nothing else there: no adapters, other weights or code.
     """
@@ -173,10 +173,9 @@ def find(name_or_path: str | Path | None) -> Path:
     try:
         return Path(snapshot_download(text, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:          # the hub client has a dozen kinds of "cannot be had"
-        raise FileNotFoundError(
-            f"{text!r} is no folder here, and as a hub id it cannot be had ({type(error).__name__}). Check the "
-            f"spelling and the network, or give the folder of a checkpoint; no argument opens the shipped small model"
-        ) from error
+        raise FileNotFoundError(f"{text!r} is no folder here, and as a hub id it cannot be had "
+                                f"({type(error).__name__}). Check the spelling and the network, or give the folder of "
+                                f"a checkpoint; no argument opens the shipped small model") from error
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:
