@@ -1,17 +1,8 @@
 """Calibration: expert popularity, counted offline from a trace (NPUMoE §3.3, §4.1, §5.8; ZipMoE §3.4).
 
-Routing is skewed, and the skew is a property of the model more than of the prompt, so counts of one set of prompts
-predict the next: capacities of static graphs, what stays resident, the size of a cache. `calibrate(trace)` keeps the
-counts and the identity of their model; what needs the order of the tokens (loads of a prefill chunk, experts
-activated together by a batch) is a function of the trace.
-
-    counts_by_phase [2, L, E]      routings per phase (PREFILL, DECODE), layer and expert
-    popularity      [L, E]         expert ids, most popular first
-    imbalance       [L]            r_l = max_e n_{l,e} / mean_e n_{l,e}
-    chunk loads     [n, L, E]      tokens each expert gets in each of n prefill chunks of B tokens
-    inclusion       [L, E]         f_r, the probability that the expert of rank r is needed in a decode step
-
-The value E in a trace's ids ("no expert ran") is counted nowhere.
+`calibrate(trace)` keeps the counts and the identity of their model; what needs the order of the tokens (loads of a
+prefill chunk, experts activated together by a batch) is a function of the trace. The value E in a trace's ids ("no
+expert ran") is counted nowhere.
 """
 
 from __future__ import annotations
@@ -33,10 +24,7 @@ FORMAT = "moelab.calibration/1"
 
 
 def calibrate(trace: RoutingTrace, source: str = "") -> Calibration:
-    """Count the experts that `trace` visited (NPUMoE §3.3); `source` says in words what the prompts were.
-
-    Raises ValueError: the trace has no tokens.
-    """
+    """Count the experts that `trace` visited (NPUMoE §3.3); `source` : in words. ValueError without tokens."""
     if not len(trace):
         raise ValueError("the trace has no tokens, so there is nothing to count; record at least one prompt")
     counts = torch.stack(list(_counts_by_layer(trace.phase, 2, trace.ids, trace.spec.E)), 1)
@@ -49,8 +37,7 @@ class Calibration:
     """Expert counts of one model, and what follows from them; a `phase` is `PREFILL`, `DECODE` or None for both.
 
     counts_by_phase : int64 [2, L, E], routings to each expert in prefill and in decode.
-    tokens : tokens seen in prefill and in decode.    spec, model_id : as in the trace.
-    source : what it was calibrated on, in words.
+    tokens : tokens seen in prefill and in decode.    source : what it was calibrated on, in words.
     """
 
     counts_by_phase: torch.Tensor
@@ -115,8 +102,6 @@ class Calibration:
                            tuple(a + b for a, b in zip(self.tokens, other.tokens)), self.spec, self.model_id,
                            " + ".join(source for source in (self.source, other.source) if source))
 
-    # ------------------------------------------------------------------------------------------ saving, loading
-
     def save(self, path: str | Path) -> Path:
         """Write to `path` atomically (a .safetensors file); returns the path."""
         return save_tensors(path, {"counts": self.counts_by_phase}, {
@@ -125,18 +110,12 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a calibration.
-
-        Raises FileNotFoundError, ValueError: no such file, or not a whole and readable calibration.
-        """
+        """Read a calibration. Raises FileNotFoundError, ValueError: not a whole and readable calibration."""
         tensors, about = load_tensors(path, FORMAT, "calibration", "moelab.calibrate(trace).save(path)")
         return cls(tensors["counts"], tuple(json.loads(about["tokens"])), MoESpec.from_dict(json.loads(about["spec"])),
                    about["model_id"], about["source"])
 
-    # --------------------------------------------------------------------------------------------------- showing
-
     def summary(self) -> dict[str, str]:
-        """What one wants to know at a glance, as name → text."""
         lines = {"model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",
                  "calibrated on": self.source or "not said"}
         for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
@@ -153,8 +132,6 @@ class Calibration:
     def _repr_html_(self) -> str:
         return html_table("Calibration", self.summary())
 
-
-# ------------------------------------------------------------------------------------- does popularity hold still?
 
 def ranking(counts: torch.Tensor) -> torch.Tensor:
     """Expert ids from most to least popular, equal counts in order of their ids: [..., E] → int64 [..., E]."""
@@ -178,13 +155,8 @@ def overlap_at_k(offline: torch.Tensor, runtime: torch.Tensor, k: int) -> torch.
     return overlap.masked_fill((offline.sum(1) == 0) | (runtime.sum(1) == 0), torch.nan)
 
 
-# --------------------------------------------------------------------------- what needs the order of the tokens
-
 def chunk_loads(trace: RoutingTrace, B: int) -> torch.Tensor:
-    """Tokens of each expert in each whole chunk of B consecutive prefill tokens, prompts packed: int64 [n, L, E].
-
-    ValueError : B is below 1, or the trace has fewer than B prefill tokens.
-    """
+    """Tokens of each expert in each whole chunk of B consecutive prefill tokens, prompts packed: int64 [n, L, E]."""
     ids = trace.ids[trace.phase == PREFILL]
     n = len(ids) // B if B > 0 else 0
     if n == 0:
@@ -197,7 +169,7 @@ def chunk_loads(trace: RoutingTrace, B: int) -> torch.Tensor:
 def capacity_needed(loads: torch.Tensor, quantile: float = 1.0) -> torch.Tensor:
     """The capacity that would have held every expert's tokens in a share `quantile` of the chunks: [L, E].
 
-    `loads` is int64 [n, L, E] from `chunk_loads`. The answer is a load that occurred, never interpolated.
+    loads : int64 [n, L, E] from `chunk_loads`. The answer is a load that occurred, never interpolated.
     """
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile is {quantile}; it must lie between 0 and 1")
@@ -209,28 +181,21 @@ def overflow(loads: torch.Tensor, capacity: torch.Tensor | float) -> torch.Tenso
 
     `loads` is int64 [n, L, E]; `capacity` one number, or one per layer [L, 1] or per expert [L, E].
     """
-    beyond = (loads.double() - capacity).clamp(min=0)
-    return beyond.sum((0, 2)) / loads.sum((0, 2))
+    return (loads.double() - capacity).clamp(min=0).sum((0, 2)) / loads.sum((0, 2))
 
 
 def inclusion_probabilities(trace: RoutingTrace, batch: int = 1) -> torch.Tensor:
     """f_r, the share of decode steps that need the expert of rank r, for `batch` sequences (ZipMoE §3.4, App. D).
 
     Sequences 0 … b−1 decode together, then b … 2b−1, and so on; a step is the union of the experts that their i-th
-    decode tokens activate, and counts while all b still decode.
-
-    Returns
-    -------
-    float64 [L, E], falling along the ranks; summed over ranks, the mean number of distinct experts a step.
-
-    Raises ValueError: no `batch` sequences decode together in the trace.
+    decode tokens activate, and counts while all b still decode. float64 [L, E], falling along the ranks; summed over
+    ranks, the mean number of distinct experts a step. ValueError: no `batch` sequences decode together in the trace.
     """
     decode = trace.phase == DECODE
     sequence, position, ids = trace.sequence[decode].long(), trace.position[decode].long(), trace.ids[decode]
     groups = trace.sequences // batch if batch > 0 else 0
     # the i-th decode token of a sequence, however long its prompt was: position less the sequence's first one
-    first = torch.full((trace.sequences,), torch.iinfo(torch.int64).max).scatter_reduce_(
-        0, sequence, position, "amin")
+    first = torch.full((trace.sequences,), torch.iinfo(torch.int64).max).scatter_reduce_(0, sequence, position, "amin")
     group, step = sequence // max(batch, 1), position - first[sequence]
     steps = int(step.max()) + 1 if len(step) else 0
     kept = group < groups
@@ -249,4 +214,3 @@ def _counts_by_layer(bins: torch.Tensor, n: int, ids: torch.Tensor, E: int) -> I
     base = bins.long()[:, None] * (E + 1)                                                    # id E is "none"
     for layer in ids.unbind(1):
         yield torch.bincount((base + layer).reshape(-1), minlength=n * (E + 1)).view(n, E + 1)[:, :E]
-

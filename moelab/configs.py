@@ -1,11 +1,7 @@
 """From a transformers config to a `MoESpec`.
 
-Sixty-odd architectures name the same dozen facts in a few ways each. One table lists the names of every fact, one
-the ways to say which layers are MoE, and one the architectures whose code knows something that their config does
-not say. Nothing is built and no torch is needed, so it works on a config object of any origin (the original
-DeepSeek-MoE-16B is not in transformers).
-
-Left out: layers whose experts differ from each other (lists of sizes, one an MoE layer), and what `REFUSED` says.
+Nothing is built and no torch is needed, so it works on a config object of any origin. Left out: layers whose experts
+differ from each other (lists of sizes, one an MoE layer), and what `REFUSED` says.
 """
 
 from __future__ import annotations
@@ -26,8 +22,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "H": ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model"),     # the width that the experts read
     "I": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "d_ff"),
     "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "shared_I": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
-                 "shared_intermediate_size"),
+    "shared_I": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
     "dense_I": ("intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size",
                 "intermediate_size", "d_ff"),
     "vocab": ("vocab_size",),
@@ -97,7 +92,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
 
     config : a transformers config, or any object with the attributes of a config.json. Of a multimodal model the
         language model counts, and its model_type is the spec's.
-    name : the spec's name; the config's `_name_or_path`, or its model_type, without.
+    name : the config's `_name_or_path`, or its model_type, without.
 
     Raises ValueError: the config is dense, lacks a fact, has layers that differ, or is quantised in a way unknown here.
     """
@@ -140,13 +135,12 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
             f"{name} ({model_type}) is a dense model: its config mentions experts, but none of its {num_layers} layers "
             f"is MoE (looked at {', '.join(MOE_LAYERS)}). Open another model, or correct the config")
     shared = find("shared_I")
-    heads, kv_heads, head_dim = (max(value) if isinstance(value, list) else value      # for costs: the widest layer
+    heads, kv_heads, head_dim = (max(value) if isinstance(value, list) else value or 0      # for costs: widest layer
                                  for value in map(find, ("heads", "kv_heads", "head_dim")))
-    heads = heads or 0
     return MoESpec(
-        name=name, model_type=model_type, num_layers=num_layers, moe_layers=tuple(moe_layers),
-        E=size("E"), K=size("K"), H=size("H"), I=I,
-        router=find("router") or _router(config), gated=known.get("gated", True), bias=known.get("bias", False),
+        name=name, model_type=model_type, num_layers=num_layers, moe_layers=tuple(moe_layers), E=size("E"),
+        K=size("K"), H=size("H"), I=I, router=find("router") or _router(config),
+        gated=known.get("gated", True), bias=known.get("bias", False),
         shared_I=(find("shared_count") or 0) * I if shared is None else shared,
         dense_I=size("dense_I") if len(moe_layers) < num_layers else 0,
         vocab=find("vocab") or 0, heads=heads, kv_heads=kv_heads or heads,
@@ -174,16 +168,14 @@ def _switch_layers(config: Any) -> list[int]:
     def sparse(layers: int, step: int) -> list[int]:
         return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]
 
-    encoder = config.num_layers
-    return (sparse(encoder, config.encoder_sparse_step)
-            + [encoder + i for i in sparse(config.num_decoder_layers, config.decoder_sparse_step)])
+    decoder = sparse(config.num_decoder_layers, config.decoder_sparse_step)
+    return sparse(config.num_layers, config.encoder_sparse_step) + [config.num_layers + i for i in decoder]
 
 
 def _dtype(outer: Any, config: Any, find: Callable[[str], Any], name: str) -> str:
     """How the experts are stored; bfloat16 where neither config says."""
     for holder in (outer, config):
-        quantisation = getattr(holder, "quantization_config", None)
-        if quantisation:
+        if quantisation := getattr(holder, "quantization_config", None):
             read = quantisation.get if isinstance(quantisation, dict) else lambda key: getattr(quantisation, key, None)
             method = str(getattr(read("quant_method"), "value", read("quant_method")))
             if method not in QUANTISED:

@@ -1,7 +1,6 @@
 """Prompts from many sources behind one function: `prompts(source, n, ...)`.
 
-The *generated* sources need no network: Python's standard library (its sources are code, its manual pages prose) and
-facts that are invented on the spot, so every question has one right answer and nothing can have been memorised:
+The *generated* sources need no network: Python's standard library and facts that are invented on the spot:
 
     needle           one fact buried in library text, asked for at the end   (RULER niah_single, in small)
     needle_multikey  four facts buried in library text, one asked for        (RULER niah_multikey, in small)
@@ -11,8 +10,6 @@ facts that are invented on the spot, so every question has one right answer and 
 
 A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is 37 the red fox?`. The *hub*
 sources (boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
-
-`split="train"` and `split="test"` never share a library file, a manual page or a key.
 """
 
 from __future__ import annotations
@@ -38,11 +35,7 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and, where there is one, the continuation that is right.
-
-    `answer` is "" where nothing is right or wrong (sharegpt); `choices` lists the alternatives of a
-    multiple-choice question, the right one among them.
-    """
+    """A prompt, the right continuation ("" for none), and the alternatives of a multiple-choice question."""
 
     source: str
     text: str
@@ -70,22 +63,14 @@ class Fact:
 
 def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split: str = "test",
             count: Callable[[str], int] | None = None) -> list[Prompt]:
-    """`n` prompts of one source, the same for the same arguments.
+    """`n` prompts of one source (a key of `SOURCES`), the same for the same arguments.
 
-    Parameters
-    ----------
-    source : a key of `SOURCES`.
-    n : how many prompts.
     tokens : the longest prompt, answer included, in tokens of `count`. The generated sources fill it up to
         the last line that fits; of a hub source, prompts that are longer are passed over.
-    seed : picks facts, files and positions.
-    split : "train" or "test"; the two share no file and no key.
+    seed : picks facts, files and positions.    split : "train" or "test"; the two share no file and no key.
     count : text → number of tokens; by default the shipped small model's tokenizer counts.
 
-    Raises
-    ------
-    ValueError : unknown source or split, `n` or `tokens` too small.
-    RuntimeError : a hub source that cannot be reached.
+    Raises ValueError: unknown source or split, `n` or `tokens` too small. RuntimeError: a hub that cannot be reached.
     """
     if source not in SOURCES:
         raise ValueError(f"unknown prompt source {source!r}; the sources are {', '.join(SOURCES)}")
@@ -98,8 +83,6 @@ def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split
     return list(SOURCES[source](source, n, tokens, seed, split, count or _small_token_count()))
 
 
-# ---------------------------------------------------------------------------------------------- invented facts
-
 def in_split(name: str, split: str, share: int = 10) -> bool:
     """Whether `name` (a file, a page, a key) is in `split`: about one in `share` is in the test split."""
     held_out = hashlib.sha1(name.encode()).digest()[0] % share == 0
@@ -107,10 +90,7 @@ def in_split(name: str, split: str, share: int = 10) -> bool:
 
 
 def invent_facts(rng: random.Random, n: int, split: str) -> list[Fact]:
-    """`n` facts with different keys and different values; keys may share a word, so both words count.
-
-    A key is an adjective and a noun. The pairs of the two splits are disjoint, their words are not.
-    """
+    """`n` facts with different keys (adjective and noun) and values; the two splits share words, but no pair."""
     keys: list[str] = []
     while len(keys) < n:
         key = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
@@ -127,8 +107,6 @@ def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple
     wrong = rng.choice(others) if rng.random() < 0.5 else rng.choice(NUMBERS)
     return fact.question(fact.value if rng.random() < 0.5 else wrong)
 
-
-# ------------------------------------------------------------------------------------------------ library text
 
 @lru_cache(maxsize=4)
 def library(kind: str, split: str) -> tuple[str, ...]:
@@ -169,10 +147,7 @@ def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bo
 
 def bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]], tokens: int, split: str,
           count: Callable[[str], int]) -> list[tuple[str, bool]]:
-    """Library text up to `tokens`, the facts between its lines, the questions at the end, as [(text, is_answer)].
-
-    Every piece starts a line or an answer, where the text can be tokenised in pieces.
-    """
+    """Library text up to `tokens`, the facts between its lines, the questions at the end, as [(text, is_answer)]."""
     room = tokens - sum(count(f.statement) for f in facts) - sum(count(q + a) for q, a in questions)
     body = _passage(rng, "code" if rng.random() < 0.8 else "prose", split, budget(room, count))
     for fact in facts:
@@ -181,16 +156,16 @@ def bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]]
 
 
 def _generated(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
-    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": 8}[source]
+    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}[source]
     for i in range(n):
         rng = random.Random(f"{source}/{split}/{seed}/{i}")
-        facts = invent_facts(rng, n_facts if source != "lookup" else min(n_facts, tokens // 12), split)
+        facts = invent_facts(rng, n_facts, split)
         question, answer = ask(rng, rng.choice(facts), facts, yesno=source == "yesno")
         if source == "lookup":
             text = "".join(f.statement for f in facts) + question
         else:
-            text = "".join(piece for piece, _ in bury(rng, facts, [(question, "")], tokens - count(answer),
-                                                       split, count))
+            pieces = bury(rng, facts, [(question, "")], tokens - count(answer), split, count)
+            text = "".join(piece for piece, _ in pieces)
         yield Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
 
 
@@ -204,46 +179,36 @@ def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, co
         yield Prompt(source, "".join(lines[:-1]) + head, " " + answer)
 
 
-# ------------------------------------------------------------------------------------------------- hub datasets
-
-def _boolq(row: dict) -> Prompt:
-    text = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
-    return Prompt("boolq", text, " yes" if row["answer"] else " no", (" yes", " no"))
-
-
-def _hellaswag(row: dict) -> Prompt:
-    endings = tuple(" " + e for e in row["endings"])
-    return Prompt("hellaswag", row["ctx"], endings[int(row["label"] or 0)], endings)
-
-
-def _gsm8k(row: dict) -> Prompt:
-    return Prompt("gsm8k", f"Question: {row['question']}\nAnswer:", " " + row["answer"])
-
-
-def _sharegpt(row: dict) -> Prompt:
-    turns = row["conversations"]
-    return Prompt("sharegpt", next((t["value"] for t in turns if t["from"] == "human"), ""))
+def _hub_prompt(source: str, row: dict) -> Prompt:
+    match source:
+        case "boolq":
+            text = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+            return Prompt(source, text, " yes" if row["answer"] else " no", (" yes", " no"))
+        case "hellaswag":
+            endings = tuple(" " + e for e in row["endings"])
+            return Prompt(source, row["ctx"], endings[int(row["label"] or 0)], endings)
+        case "gsm8k":
+            return Prompt(source, f"Question: {row['question']}\nAnswer:", " " + row["answer"])
+        case "sharegpt":
+            return Prompt(source, next((t["value"] for t in row["conversations"] if t["from"] == "human"), ""))
+        case "ruler":
+            return Prompt(source, row["context"] + row["question"] + row["answer_prefix"], f" {row['answer'][0]}")
 
 
-def _ruler(row: dict) -> Prompt:
-    return Prompt("ruler", row["context"] + row["question"] + row["answer_prefix"], " " + str(row["answer"][0]))
-
-
-#: source → (hub dataset, configuration, split that stands for "train", split that stands for "test", row → Prompt)
-HUB: dict[str, tuple[str, str | None, str, str, Callable[[dict], Prompt]]] = {
-    "boolq": ("google/boolq", None, "train", "validation", _boolq),
-    "hellaswag": ("Rowan/hellaswag", None, "train", "validation", _hellaswag),
-    "gsm8k": ("openai/gsm8k", "main", "train", "test", _gsm8k),
-    "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", "train", _sharegpt),
-    "ruler": ("simonjegou/ruler", "{tokens}", "test", "test", _ruler),
+#: source → (hub dataset, configuration, split that stands for "train", split that stands for "test")
+HUB: dict[str, tuple[str, str | None, str, str]] = {
+    "boolq": ("google/boolq", None, "train", "validation"),
+    "hellaswag": ("Rowan/hellaswag", None, "train", "validation"),
+    "gsm8k": ("openai/gsm8k", "main", "train", "test"),
+    "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", "train"),
+    "ruler": ("simonjegou/ruler", "{tokens}", "test", "test"),
 }
 
 
 def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
-    name, configuration, train, test, to_prompt = HUB[source]
+    name, configuration, train, test = HUB[source]
     if configuration == "{tokens}":     # RULER is published at fixed lengths, each with room for its template
-        lengths = [4096, 8192, 16384]
-        configuration = str(min((size for size in lengths if size >= tokens), default=lengths[-1]))
+        configuration = str(next((size for size in (4096, 8192) if size >= tokens), 16384))
         tokens = 10**9
     try:
         from datasets import load_dataset
@@ -258,7 +223,7 @@ def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) ->
     random.Random(seed).shuffle(order)
     found = 0
     for index in order:
-        prompt = to_prompt(rows[index])
+        prompt = _hub_prompt(source, rows[index])
         if prompt.text and count(prompt.text) <= tokens:
             yield prompt
             found += 1

@@ -1,8 +1,6 @@
 """`record`: run prompts through a model and write down which experts every token visited.
 
-Hooks at the seam see the *executed* ids and weights, whatever runs the experts, so the record is exact under
-offloading, speculation or dropping too; with `hidden=True` two more hooks keep what the router saw and the
-residual stream before its norm (`moelab.models.stream` finds and verifies them). Padding and tokens of finished
+Hooks at the seam see the *executed* ids and weights, whatever runs the experts. Padding and tokens of finished
 sequences, which a batch computes in vain, are left out: a batched trace equals the traces of its prompts one by one.
 """
 
@@ -21,15 +19,13 @@ from moelab.models.dialects import ROUTING
 from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress
 from moelab.specs import MoESpec
-from moelab.trace import DECODE, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path
+from moelab.trace import DECODE, FIELDS, HIDDEN, PREFILL, GrowingTensor, RoutingTrace, hidden_path
 
 
 def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: bool | str | Path = False, *,
            batch_size: int = 8, tokenizer: Any = None, **generate_options: Any) -> RoutingTrace:
-    """Run `prompts` and record the routing of prefill and decode.
+    """Run `prompts` and record the routing of prefill and decode; `sequence` counts prompts in the order given.
 
-    Parameters
-    ----------
     model : any transformers MoE model, opened by moelab or not.
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids.
     max_new_tokens : tokens to generate greedily after each prompt; 0 records the prefill alone. The last token
@@ -37,17 +33,10 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
     hidden : also keep router inputs and residuals, [T, L, H] each, on disk: True in a temporary folder that lives as
         long as the trace, a path (of a .safetensors file) beside that file, and the trace is saved there.
     batch_size : prompts run together, padded to the longest.
-    tokenizer : by default the model's own `.tokenizer`.
-    generate_options : passed on to `generate`.
+    tokenizer : by default the model's own `.tokenizer`.    generate_options : passed on to `generate`.
 
-    Returns
-    -------
-    RoutingTrace : `sequence` counts prompts in the order given; tokens stand in the order of execution.
-
-    Raises
-    ------
-    ValueError : no prompts, an empty prompt, no tokenizer for texts, or hidden states of an architecture whose residual
-        stream is of an unknown kind (`moelab.models.stream`).
+    Raises ValueError: no prompts, an empty prompt, no tokenizer for texts, or hidden states of an architecture whose
+    residual stream is of an unknown kind (`moelab.models.stream`).
     """
     spec = spec_of(model)
     ids = token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
@@ -62,11 +51,12 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
         for first in progress(range(0, len(ids), batch_size), "recording", unit="batch"):
             chunk = ids[first:first + batch_size]
             inputs, mask = _pad(chunk, model)
-            writer.begin(first, len(chunk), _eos(model))
+            writer.begin(first, len(chunk), model.generation_config.eos_token_id)
             with torch.no_grad():
                 run(model, inputs, mask, max_new_tokens, generate_options)
     except BaseException:
-        writer.abort()
+        if writer.sink is not None:
+            writer.sink.close(KeyboardInterrupt)
         raise
     finally:
         for hook in hooks:
@@ -77,8 +67,6 @@ def record(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, hidden: 
         trace.save(hidden)
     return trace
 
-
-# -------------------------------------------------------------------------------------------------------- inputs
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     """Texts, `moelab.datasets.Prompt`s or lists of ids as lists of ids; ValueError for none, or an empty one."""
@@ -92,19 +80,17 @@ def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
             raise ValueError("these prompts are texts and the model has no tokenizer: pass tokenizer=…, or token ids")
         prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]
     ids = [[int(t) for t in p] for p in prompts]
-    for i, p in enumerate(ids):
-        if not p:
-            raise ValueError(f"prompt {i} is empty: every prompt needs at least one token")
+    if [] in ids:
+        raise ValueError(f"prompt {ids.index([])} is empty: every prompt needs at least one token")
     return ids
 
 
 def _pad(ids: list[list[int]], model: Any) -> tuple[Tensor, Tensor]:
     """(token ids, attention mask), both [B, S]: padded left for a decoder, right for an encoder."""
-    longest, pad = max(map(len, ids)), model.generation_config.pad_token_id or 0
-    left = not model.config.is_encoder_decoder
-    padded = [[pad] * (longest - len(p)) * left + p + [pad] * (longest - len(p)) * (not left) for p in ids]
-    mask = [[0] * (longest - len(p)) * left + [1] * len(p) + [0] * (longest - len(p)) * (not left) for p in ids]
-    return torch.tensor(padded, device=model.device), torch.tensor(mask, device=model.device)
+    pad, side = model.generation_config.pad_token_id or 0, "right" if model.config.is_encoder_decoder else "left"
+    padded, mask = (nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, value, side).to(model.device)
+                    for rows, value in ((ids, pad), ([[1] * len(p) for p in ids], 0)))
+    return padded, mask
 
 
 def run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dict[str, Any]) -> None:
@@ -114,13 +100,6 @@ def run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dic
     else:
         model.generate(ids, attention_mask=mask, max_new_tokens=max(max_new_tokens, 1), do_sample=False, **options)
 
-
-def _eos(model: Any) -> set[int]:
-    eos = model.generation_config.eos_token_id
-    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-
-
-# --------------------------------------------------------------------------------------------------------- hooks
 
 def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, around: list[Stream]) -> list[Any]:
     def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -133,9 +112,9 @@ def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, around: lis
         if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
             hooks.append(layer.router.register_forward_hook(
                 lambda _m, _a, out, layer=layer: writer.put(layer.index, *layer.routing(out))))
-        else:
+        else:               # (hidden states, ids, weights) in every architecture
             hooks.append(layer.experts.register_forward_pre_hook(
-                lambda _m, args, kwargs, layer=layer: writer.put(layer.index, *_ids_weights(args, kwargs)),
+                lambda _m, args, kwargs, i=layer.index: writer.put(i, *(*args, *kwargs.values())[1:3]),
                 with_kwargs=True))
         if around:
             hooks.append(layer.router.register_forward_pre_hook(
@@ -145,21 +124,15 @@ def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, around: lis
     return hooks
 
 
-def _ids_weights(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    values = [*args, *kwargs.values()]              # (hidden states, ids, weights) in every architecture
-    return values[1], values[2]
-
-
 class _Writer:
     """Collects one forward pass after another into the columns of a trace."""
 
     def __init__(self, spec: MoESpec, sink: _HiddenFiles | None) -> None:
         self.spec, self.sink = spec, sink
-        self.columns: dict[str, list[Tensor]] = {name: [] for name in
-                                                 ("ids", "weights", "phase", "sequence", "position", "tokens")}
+        self.columns: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
 
-    def begin(self, first: int, size: int, eos: set[int]) -> None:
-        self.first, self.eos = first, torch.tensor(sorted(eos), dtype=torch.long)
+    def begin(self, first: int, size: int, eos: int | list[int] | None) -> None:
+        self.first, self.eos = first, torch.tensor([] if eos is None else eos, dtype=torch.long)
         self.seen: dict[tuple[int, ...], Tensor] = {}               # tokens so far of each sequence, per stack
         self.finished = torch.zeros(size, dtype=torch.bool)
 
@@ -168,16 +141,15 @@ class _Writer:
         tokens = tokens.cpu()
         B, S = tokens.shape
         keep = torch.ones(B, S, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask[:, -S:].bool().cpu()
-        before = self.seen.get(tuple(layers))
-        if before is not None:                                      # a decode step: ended sequences compute in vain
+        decoding = tuple(layers) in self.seen
+        if decoding:                                                # ended sequences compute in vain
             self.finished |= torch.isin(tokens[:, -1], self.eos)
             keep &= ~self.finished[:, None]
-        before = torch.zeros(B, dtype=torch.long) if before is None else before
+        before = self.seen.get(tuple(layers), torch.zeros(B, dtype=torch.long))
         self.rows = keep.reshape(-1)
-        self.current = layers
         position = before[:, None] + keep.long().cumsum(1) - 1
         sequence = self.first + torch.arange(B)[:, None].expand(B, S)
-        phase = torch.full((B, S), DECODE if tuple(layers) in self.seen else PREFILL)
+        phase = torch.full((B, S), DECODE if decoding else PREFILL)
         self.seen[tuple(layers)] = before + keep.sum(1)
         for name, value, dtype in (("phase", phase, torch.uint8), ("sequence", sequence, torch.int32),
                                    ("position", position, torch.int32), ("tokens", tokens, torch.int32)):
@@ -210,10 +182,6 @@ class _Writer:
                     stacked[:, layer] = value.cpu()[self.rows]
                 self.sink.files[name].append(stacked)
 
-    def abort(self) -> None:
-        if self.sink is not None:
-            self.sink.close(KeyboardInterrupt)
-
     def trace(self, model_id: str) -> RoutingTrace:
         columns = {name: torch.cat(parts) for name, parts in self.columns.items()}
         hidden = self.sink.tensors() if self.sink is not None else {}
@@ -238,8 +206,4 @@ class _HiddenFiles:
         """[T, L, H] each, mapped."""
         from safetensors import safe_open
         self.close()
-        found = {}
-        for name in HIDDEN:
-            with safe_open(hidden_path(self.path, name), "pt") as file:
-                found[name] = file.get_tensor(name)
-        return found
+        return {name: safe_open(hidden_path(self.path, name), "pt").get_tensor(name) for name in HIDDEN}

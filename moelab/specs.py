@@ -1,12 +1,8 @@
-"""What a model is and what a machine is: two frozen records that everything else is written against.
-
-The shape legend of the whole package, used in every docstring and trailing comment:
+"""What a model is and what a machine is, without torch. The shape legend of the whole package:
 
     T tokens               L MoE layers                E experts a layer        K experts a token
     H hidden size          I expert intermediate size  S sequence length        V vocabulary
     B block or chunk size  C capacity of an expert     G experts a group        N devices or blocks (says which)
-
-No torch here: a spec can be planned with on a machine that could never hold the model.
 """
 
 from __future__ import annotations
@@ -51,10 +47,9 @@ class State(StrEnum):
 class Event(NamedTuple):
     """One thing that one resource did, in seconds of the real clock or of a simulated one.
 
-    resource : "disk", "worker 0" …, "compute".
+    resource : "disk", "worker 0" …, "compute".    layer, expert : −1 for none, or for several experts at once.
     kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert", "other"
         (attention, router, norms …), "wait" (compute has nothing that is ready).
-    layer, expert : of which MoE layer and expert; −1 for none, or for several experts at once.
     """
 
     resource: str
@@ -70,7 +65,6 @@ class Event(NamedTuple):
 class MoESpec:
     """The geometry of a mixture-of-experts model.
 
-    name : the model's name, for people.
     model_type : transformers' `config.model_type`; of a multimodal model, its language model's ("llama4_text").
     num_layers : all decoder (and encoder) layers, MoE or not.
     moe_layers : indices of the layers that are MoE; an encoder-decoder counts its encoder first.
@@ -78,12 +72,9 @@ class MoESpec:
     router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the chosen),
         "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1" (with capacity);
         for a rarer one, the config's own word.
-    gated : three matrices an expert (gate, up, down) or two (up, down).
-    bias : whether the experts have biases.
-    shared_I : summed intermediate size of the experts that every token visits; 0 without.
-    dense_I : intermediate size of the layers that are not MoE; 0 if all are.
-    vocab, heads, kv_heads, head_dim : the rest of the model, for costs. MLA models state the query heads
-        and the value head size.
+    gated : three matrices an expert (gate, up, down) or two (up, down).    bias : whether the experts have biases.
+    shared_I, dense_I : summed intermediate size of the shared experts; that of the layers that are not MoE; 0 without.
+    vocab, heads, kv_heads, head_dim : for costs. MLA models state the query heads and the value head size.
     dtype : a key of `DTYPE_BYTES`; how the experts are stored.
     """
 
@@ -117,27 +108,23 @@ class MoESpec:
 
     @property
     def L(self) -> int:
-        """Number of MoE layers."""
         return len(self.moe_layers)
 
-    @property
-    def _matrices(self) -> int:
-        return 3 if self.gated else 2
-
-    @property
-    def _biases(self) -> int:
-        return self.bias * ((self._matrices - 1) * self.I + self.H)
+    def _sizes(self) -> tuple[int, int]:
+        """(weights, biases) of one expert."""
+        matrices = 3 if self.gated else 2
+        return matrices * self.H * self.I, self.bias * ((matrices - 1) * self.I + self.H)
 
     @property
     def expert_params(self) -> int:
         """Weights of one expert, biases included."""
-        return self._matrices * self.H * self.I + self._biases
+        return sum(self._sizes())
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert as stored; quantised weights keep 16-bit biases."""
-        bytes_each = DTYPE_BYTES[self.dtype]
-        return round(self._matrices * self.H * self.I * bytes_each + self._biases * max(bytes_each, 2))
+        bytes_each, (weights, biases) = DTYPE_BYTES[self.dtype], self._sizes()
+        return round(weights * bytes_each + biases * max(bytes_each, 2))
 
     @property
     def experts_bytes(self) -> int:
@@ -150,7 +137,6 @@ class MoESpec:
         return self.L * self.K * self.expert_bytes
 
     def with_dtype(self, dtype: str) -> MoESpec:
-        """The same geometry stored in another dtype."""
         return replace(self, dtype=dtype)
 
     def fingerprint(self) -> str:
@@ -182,13 +168,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A machine: compute rates, bandwidths, latencies, memory and power, each a `Figure` with its source."""
+    """A machine: compute rates, bandwidths, latencies, memory and power."""
 
     name: str
     figures: dict[str, Figure]
 
     def __getitem__(self, name: str) -> float:
-        """A figure's value; the error for one that the card lacks says which it has."""
         if name not in self.figures:
             raise KeyError(f"{self.name} has no figure {name!r}; it has {', '.join(sorted(self.figures))}")
         return self.figures[name].value

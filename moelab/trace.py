@@ -1,14 +1,7 @@
 """RoutingTrace: which experts every token visited, as `moelab.record` records it, saved without pickle.
 
-Calibration counts it, cache policies and schedulers are driven by it, predictors are scored on it.
-
-    ids      [T, L, K]  the experts that were executed; the value E means "none" (a dropped token, or a layer
-                        that the token does not pass: encoder tokens skip the decoder's layers)
-    weights  [T, L, K]  the weights they were summed with, in the router's own dtype
-    phase, sequence, position, tokens  [T]
-
-On disk: one safetensors file that any tool opens; spec and identity are in its metadata. The hidden states of a
-trace, which can be a thousand times larger, are streamed to two further safetensors files beside it.
+On disk: one safetensors file, spec and identity in its metadata. The hidden states of a trace, which can be a thousand
+times larger, are streamed to two further safetensors files beside it.
 """
 
 from __future__ import annotations
@@ -28,21 +21,21 @@ from moelab.table import html_table
 PREFILL, DECODE = 0, 1
 FORMAT = "moelab.trace/1"
 HIDDEN = ("router_inputs", "residuals")
-_FIELDS = ("ids", "weights", "phase", "sequence", "position", "tokens")
+FIELDS = ("ids", "weights", "phase", "sequence", "position", "tokens")
 
 
 @dataclass
 class RoutingTrace:
     """Recorded routing of T tokens through L MoE layers.
 
-    ids : int16 [T, L, K], expert ids; E where no expert ran.
+    ids : int16 [T, L, K], the experts that were executed; E where none ran (a dropped token, or a layer that the token
+        does not pass: encoder tokens skip the decoder's layers).
     weights : [T, L, K], the executed weights in the router's dtype; 0 where no expert ran.
     phase : uint8 [T], `PREFILL` or `DECODE`.
     sequence : int32 [T], which prompt the token belongs to. Tokens stand in the order of execution.
     position : int32 [T], index within its sequence, padding not counted.
     tokens : int32 [T], vocabulary ids.
-    spec : the model's geometry.
-    model_id : identity of the model's routers (see `moelab.models.identity`).
+    model_id : the model's identity (`moelab.models.identity`).
     router_inputs, residuals : [T, L, H] or None: what each router saw, and the residual stream before the norm.
     """
 
@@ -74,12 +67,11 @@ class RoutingTrace:
 
     @property
     def sequences(self) -> int:
-        """Number of prompts."""
         return int(self.sequence.max()) + 1 if len(self) else 0
 
     def select(self, mask: torch.Tensor) -> RoutingTrace:
         """The tokens where `mask` (bool [T]) holds, as a trace; hidden states go along."""
-        picked = {name: getattr(self, name)[mask] for name in _FIELDS}
+        picked = {name: getattr(self, name)[mask] for name in FIELDS}
         hidden = {name: tensor[mask] for name in HIDDEN if (tensor := getattr(self, name)) is not None}
         return RoutingTrace(**picked, **hidden, spec=self.spec, model_id=self.model_id)
 
@@ -97,8 +89,6 @@ class RoutingTrace:
         flat = self.ids.long() + torch.arange(L)[:, None] * (E + 1)              # [T, L, K], E is "none"
         return torch.bincount(flat.reshape(-1), minlength=L * (E + 1)).view(L, E + 1)[:, :E]
 
-    # ------------------------------------------------------------------------------------------ saving, loading
-
     def save(self, path: str | Path) -> Path:
         """Write the trace atomically to `path` (a .safetensors file); returns the path.
 
@@ -115,16 +105,13 @@ class RoutingTrace:
             with GrowingTensor(destination, name) as file:
                 for rows in getattr(self, name).split(4096):
                     file.append(rows)
-        return save_tensors(path, {name: getattr(self, name) for name in _FIELDS}, {
+        return save_tensors(path, {name: getattr(self, name) for name in FIELDS}, {
             "format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
             "hidden": json.dumps(hidden)})
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:
-        """Read a trace; hidden states are mapped from disk, not read.
-
-        Raises FileNotFoundError, ValueError: no such file, or not a whole and readable trace.
-        """
+        """Read a trace, hidden states mapped. Raises FileNotFoundError, ValueError: not a whole and readable trace."""
         from safetensors import SafetensorError, safe_open
         path = Path(path)
         tensors, metadata = load_tensors(path, FORMAT, "routing trace", "moelab.record(…).save(path)")
@@ -138,10 +125,7 @@ class RoutingTrace:
         return cls(**tensors, spec=MoESpec.from_dict(json.loads(metadata["spec"])), model_id=metadata["model_id"],
                    _hidden_home=path if metadata["hidden"] != "[]" else None)
 
-    # --------------------------------------------------------------------------------------------------- showing
-
     def summary(self) -> dict[str, str]:
-        """What one wants to know at a glance, as name → text."""
         n_prefill = int((self.phase == PREFILL).sum())
         counts = self.counts().double()
         load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
@@ -151,8 +135,7 @@ class RoutingTrace:
                       f"{len(self) - n_prefill:,} decode)",
             "busiest expert ÷ mean": f"{load.min():.2f} to {load.max():.2f} over layers" if len(self) else "–",
             "experts never used": f"{int((counts == 0).sum())} of {counts.numel()}",
-            "hidden states": "no" if self.router_inputs is None else
-                             f"2 × {self.router_inputs.nbytes / 1e6:,.1f} MB",
+            "hidden states": "no" if self.router_inputs is None else f"2 × {self.router_inputs.nbytes / 1e6:,.1f} MB",
         }
 
     def __repr__(self) -> str:
@@ -163,7 +146,6 @@ class RoutingTrace:
 
 
 def hidden_path(trace_path: Path, name: str) -> Path:
-    """Where the hidden states `name` of a trace lie."""
     return trace_path.with_name(f"{trace_path.name.removesuffix('.safetensors')}.{name}.safetensors")
 
 
@@ -182,8 +164,8 @@ def _place(source: Path, destination: Path) -> None:
 class GrowingTensor:
     """A safetensors file of one tensor whose first dimension is not known until the end.
 
-    Room for the header is reserved, rows are appended, and the header is filled in on closing (safetensors allows
-    trailing blanks in it); until then the file has the suffix `.part`. An exception inside the `with` removes it.
+    Room for the header is reserved and filled in on closing (safetensors allows trailing blanks in it); until then the
+    file has the suffix `.part`. An exception inside the `with` removes it.
     """
 
     ROOM = 512

@@ -1,9 +1,7 @@
-"""The one file that uses what is not public API of transformers.
+"""The one file that uses what is not public API of transformers (5.20 to 5.23).
 
-Three things: a model class and a meta-device twin for a config; construction with some classes replaced, which
-is how a model comes into being without its experts; and the key renaming and weight conversion that turn any hub
-checkpoint's tensors into the ones the model computes with. Written against transformers 5.20 to 5.23;
-when a later release moves something, `tests/models/test_compat.py` says what.
+A model class and a meta-device twin for a config; construction with some classes replaced, which is how a model comes
+into being without its experts; the key renaming and weight conversion of any hub checkpoint.
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ import torch
 
 
 def model_class(config: Any) -> type:
-    """The generating class for a config: causal language model, encoder-decoder, or multimodal model.
-
-    A config with parts (a vision tower and a text model) is opened whole, as its checkpoint holds it.
-    """
+    """The generating class for a config, whole: causal language model, encoder-decoder, or multimodal model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
     autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
     for auto in reversed(autos) if config.get_text_config() is not config else autos:
@@ -45,10 +40,7 @@ def meta_twin(config: Any) -> torch.nn.Module:
 
 @contextmanager
 def classes_replaced(classes: Iterable[type], replacement: Callable[[type], type]) -> Iterator[None]:
-    """Within the block, the modules that define `classes` construct `replacement(cls)` instead of `cls`.
-
-    The names are put back whatever happens inside.
-    """
+    """Within the block, the modules that define `classes` construct `replacement(cls)` instead of `cls`."""
     homes = [(sys.modules[cls.__module__], cls) for cls in classes]
     try:
         for module, cls in homes:
@@ -83,9 +75,7 @@ def quantizer_for(config: Any):
     if getattr(config, "quantization_config", None) is None:
         return None
     from transformers.quantizers.auto import get_hf_quantizer
-    config = dequantising(deepcopy(config))
-    quantizer, *_ = get_hf_quantizer(config, None, device_map=None, weights_only=True, user_agent={})
-    return quantizer
+    return get_hf_quantizer(dequantising(deepcopy(config)), None, device_map=None, weights_only=True, user_agent={})[0]
 
 
 def share_conversion(model_type: str, like: str) -> None:
@@ -102,8 +92,7 @@ class ParameterPlan:
     """Where one parameter, or the parameters that are made together with it, come from.
 
     target : its full name in the model.
-    sources : checkpoint keys by pattern. One each, or, where they lie `apart`, one for each number from 0 on, in
-        this order; of experts those are the experts.
+    sources : checkpoint keys by pattern; one each, or, where they lie `apart`, one for each number (expert) from 0 on.
     converter : transformers' WeightConverter from these sources, or None where a key is merely renamed.
     """
 
@@ -114,7 +103,6 @@ class ParameterPlan:
 
     @property
     def keys(self) -> list[str]:
-        """All its keys."""
         return [key for keys in self.sources.values() for key in keys]
 
 
@@ -122,31 +110,24 @@ def loading_plan(twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = No
                  ) -> tuple[dict[str, ParameterPlan], dict[str, str]]:
     """How a model's parameters are made of checkpoint keys, as transformers would load them: ({target: plan}, foreign).
 
-    twin : the whole model on the meta device, with its experts.
-    foreign : what the model has no parameter for, {name it would have: key}.
+    twin : the whole model on the meta device.    foreign : {name it would have: key} of what it has no parameter for.
 
     Raises ValueError where numbered keys lack a number or have one twice, or two keys claim one parameter.
     """
+    from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        apply_renamings,
-        dot_natural_key,
-        rename_source_key,
-    )
 
     transforms = get_model_conversion_mapping(twin, hf_quantizer=quantizer)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     parameters = twin.state_dict()
     plans: dict[str, ParameterPlan] = {}
     foreign: dict[str, str] = {}
-    for key in sorted(keys, key=dot_natural_key):
-        target, pattern = rename_source_key(key, renamings, converters, twin.base_model_prefix, parameters)
+    for key in sorted(keys, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(key, renamings, converters, twin.base_model_prefix, parameters)
         if target not in parameters and key in parameters:
-            target, pattern = rename_source_key(key, [], [], twin.base_model_prefix, parameters)
+            target, pattern = loading.rename_source_key(key, [], [], twin.base_model_prefix, parameters)
         if target not in parameters:
             foreign[target] = key
             continue
@@ -156,15 +137,12 @@ def loading_plan(twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = No
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
         plan.apart = any("*" in pattern for pattern in plan.sources)
+        stacked = plan.converter is not None and type(plan.converter.operations[0]).__name__ == "MergeModulelist"
+        count = len(parameters[plan.target]) if stacked else None       # the parameter's first axis counts its sources
         for pattern, found in plan.sources.items():
-            plan.sources[pattern] = _in_order(plan, pattern, found, [apply_renamings(key, renamings) for key in found],
-                                              len(parameters[plan.target]) if _stacks(plan) else None)
+            renamed = [loading.apply_renamings(key, renamings) for key in found]
+            plan.sources[pattern] = _in_order(plan, pattern, found, renamed, count)
     return plans, foreign
-
-
-def _stacks(plan: ParameterPlan) -> bool:
-    """Whether the parameter's first axis counts its sources."""
-    return plan.converter is not None and type(plan.converter.operations[0]).__name__ == "MergeModulelist"
 
 
 def _in_order(plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[str], count: int | None) -> list[str]:
@@ -174,30 +152,23 @@ def _in_order(plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[
             raise ValueError(f"{' and '.join(keys[:4])} all are {pattern} of {plan.target}")
         return keys
     shape = re.compile(pattern.replace("*.", r"(.*)\."))
-    numbers = {}
+    numbers, limit = {}, len(keys) if count is None else count
     for key, name in zip(keys, renamed):
         match = shape.search(name)
         number = int(match[1]) if match and re.fullmatch(r"0|[1-9]\d{0,8}", match[1]) else None
-        if number is None or number in numbers or not 0 <= number < (len(keys) if count is None else count):
-            raise ValueError(f"{key} is none of the {len(keys) if count is None else count} tensors {pattern} that "
-                             f"{plan.target} is made of, which are numbered from 0 on and each there once")
+        if number is None or number in numbers or number >= limit:
+            raise ValueError(f"{key} is none of the {limit} tensors {pattern} that {plan.target} is made of, which are "
+                             f"numbered from 0 on and each there once")
         numbers[number] = key
     if absent := sorted(set(range(count or 0)) - set(numbers)):
-        other = [key for number, key in numbers.items() if str(number) in key.split(".")]
-        name = _renumbered(other[0], next(n for n, key in numbers.items() if key == other[0]), absent[0])
-        raise ValueError(f"{name} is missing, one of the {count} tensors {pattern} that {plan.target} is made of"
-                         + (f", and {len(absent) - 1} more" if len(absent) > 1 else ""))
+        number, parts = next((n, key.split(".")) for n, key in numbers.items() if str(n) in key.split("."))
+        parts[len(parts) - 1 - parts[::-1].index(str(number))] = str(absent[0])     # the last part that is the number
+        raise ValueError(f"{'.'.join(parts)} is missing, one of the {count} tensors {pattern} that {plan.target} is "
+                         f"made of" + (f", and {len(absent) - 1} more" if len(absent) > 1 else ""))
     return [numbers[number] for number in sorted(numbers)]
 
 
-def _renumbered(key: str, number: int, other: int) -> str:
-    """The key with the last of its parts that is this number replaced by another."""
-    parts = key.split(".")
-    parts[len(parts) - 1 - parts[::-1].index(str(number))] = str(other)
-    return ".".join(parts)
-
-
-def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: torch.nn.Module, quantizer: Any = None
+def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: Any, quantizer: Any = None
               ) -> dict[str, torch.Tensor]:
     """The parameters that a plan makes, by full name, from its sources by pattern: a tensor or a list of them each."""
     if plan.converter is None:
@@ -243,12 +214,10 @@ class _OneExpert:
         return self.twin.get_parameter(name)[:1]
 
 
-def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: set[str]
-             ) -> tuple[set[str], set[str]]:
+def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: set[str]) -> tuple[set[str], set[str]]:
     """(missing, unexpected) without what the architecture declares tied, optional or superfluous.
 
-    missing, made : full names of the parameters and persistent buffers that the checkpoint lacks and has.
-    foreign : names of what it has beyond those.
+    missing, made, foreign : names of what the checkpoint lacks, has, and has beyond the parameters and buffers.
     """
     ties = dict(twin.all_tied_weights_keys)
     for name in list(missing):
@@ -258,7 +227,7 @@ def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: 
             group |= {word for pair in ties.items() if group & set(pair) for word in pair}
         if group & made:
             missing = missing - {name}
-    report = SimpleNamespace(missing_keys=missing, unexpected_keys=set(foreign))
+    report = SimpleNamespace(missing_keys=missing, unexpected_keys=foreign)
     twin._adjust_missing_and_unexpected_keys(report)
     return report.missing_keys, report.unexpected_keys
 

@@ -1,15 +1,10 @@
 """Whether a checkpoint is the whole model that its config describes, asked before a weight is read.
 
-transformers fills a parameter that a checkpoint lacks with random numbers. Here every key of the checkpoint is mapped
-to the parameter that it feeds, by transformers' own tables, and the conversion is carried out on the meta device. What
-is missing, unexpected or of another shape, unless the architecture declares it tied or optional, is refused by name;
-so is a tensor of another type than its siblings.
-
-Types: the tensors of one kind, those whose names differ in numbers only, are stored alike. Most kinds share one
-floating type. Another kind may be fp32 (routers' correction biases, states of recurrent layers) if there are several
-of it, which no accident explains, or if the architecture itself computes with it in fp32.
-
-Values are not checked; a store has checksums for that.
+transformers fills a parameter that a checkpoint lacks with random numbers. Here the keys are mapped to parameters by
+transformers' own tables and converted on the meta device; what is missing, unexpected or of another shape, unless the
+architecture declares it tied or optional, is refused by name. The tensors of one kind, those whose names differ in
+numbers only, are stored alike, and most kinds share one floating type; another may be fp32 if there are several of it,
+which no accident explains, or if the architecture itself computes with it in fp32. Values are not checked.
 """
 
 from __future__ import annotations
@@ -34,12 +29,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 class LoadingPlan:
     """How a model is made of a checkpoint that is complete.
 
-    twin : the model on the meta device; layers : its MoE layers; quantizer : see `compat.quantizer_for`.
-    dtype : of most of its floating-point weights.
+    twin : the model on the meta device.    dtype : of most of its floating-point weights.
     narrowed : keys of weights that are stored more precisely than the architecture computes with them.
     experts : for each MoE layer, the experts module's parameters by name and how each is made; {} in a store.
-    expert_keys : the checkpoint's keys that feed experts.
-    ignored : its keys that the architecture declares superfluous.
+    expert_keys, ignored : the checkpoint's keys that feed experts, and that the architecture declares superfluous.
     """
 
     twin: torch.nn.Module
@@ -55,16 +48,13 @@ class LoadingPlan:
 def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     """The plan of a checkpoint that holds exactly the model of this config.
 
-    Raises
-    ------
-    ValueError : it does not, naming what is missing, unexpected, of another shape or another type; a dense model; an
-        architecture that cannot be built with this config.
+    Raises ValueError: it does not, naming what is missing, unexpected, of another shape or another type; a dense model;
+    an architecture that cannot be built with this config.
     """
-    where = checkpoint.folder / "config.json"
     _plausible(checkpoint, config)
     compat.model_class(config)
     main = _main_type(checkpoint)
-    with blamed(where, f"no {config.model_type} model can be built of this config"):
+    with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be built of this config"):
         if config.dtype is None:
             config = deepcopy(config)
             config.dtype = DTYPES[main]
@@ -79,25 +69,22 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     made = {name for plan in plans.values() for name in _made(checkpoint, plan, parameters, twin, quantizer)}
     made |= _experts_of_store(checkpoint, layers)
     missing, unexpected = compat.may_lack(twin, set(parameters) - made, made, set(foreign))
+    has = f"has {_some(sorted(foreign[name] for name in unexpected))}, which has no place in"
     if missing:
         keys = compat.published_names(twin)
         names = [" and ".join([name, *(f"(as a key: {key})" for key in keys.get(name, ())[:2] if key != name)])
                  for name in sorted(missing)]
         raise ValueError(f"{checkpoint.folder} lacks {_some(names)}, which {config.model_type} with this config needs"
-                         + (f"; it has {_some(sorted(foreign[name] for name in unexpected))}, which has no place in it"
-                            if unexpected else "") + "; download the checkpoint again")
+                         + (f"; it {has} it" if unexpected else "") + "; download the checkpoint again")
     if unexpected:
-        raise ValueError(f"{checkpoint.folder} has {_some(sorted(foreign[name] for name in unexpected))}, which has no "
-                         f"place in a {config.model_type} model with this config; check config.json, or download the "
-                         f"checkpoint again")
+        raise ValueError(f"{checkpoint.folder} {has} a {config.model_type} model with this config; check config.json, "
+                         f"or download the checkpoint again")
     narrowed = _types(checkpoint, plans, parameters, twin, quantizer, main)
     experts: list[dict[str, compat.ParameterPlan]] = []
     for layer in layers:
-        prefix = layer.name + ".experts."
-        own = banks(layer.experts)
+        prefix, own = layer.name + ".experts.", banks(layer.experts)
         experts.append({name: plans[prefix + name] for name in own if prefix + name in plans})
-        together = own.keys() - experts[-1].keys()
-        if together and checkpoint.store is None:
+        if checkpoint.store is None and (together := own.keys() - experts[-1].keys()):
             raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, "
                              f"and moelab reads experts one by one; this layout of {config.model_type} is not read")
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
@@ -121,28 +108,34 @@ def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[s
     """Names of what a plan makes; ValueError unless every one has the shape that the model's parameter has."""
     tensors = checkpoint.tensors
     for keys in plan.sources.values():
-        shapes = Counter(tensors[key].shape for key in keys)
-        usual, times = shapes.most_common(1)[0]
-        odd = [key for key in keys if tensors[key].shape != usual or times == 1] if len(shapes) > 1 else []
-        if odd:
+        if odd := _odd({key: tensors[key].shape for key in keys}):
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of {plan.target}; "
                              f"download the checkpoint again")
     stored = {pattern: [torch.empty(tensors[key].shape, dtype=DTYPES[tensors[key].dtype], device="meta")
                         for key in keys] for pattern, keys in plan.sources.items()}
-    wanted = f"{plan.target} is {list(parameters[plan.target].shape)} in {twin.config.model_type} with this config"
+
+    def wanted(name: str) -> str:
+        return (f"{checkpoint.folder}: {name} is {list(parameters[name].shape)} in {twin.config.model_type} with this "
+                f"config, and")
+
     try:
         if plan.converter is None:
             stored = {pattern: found[0] for pattern, found in stored.items()}
         made = compat.converted(plan, stored, twin, quantizer)
     except Exception as error:
-        raise ValueError(f"{checkpoint.folder}: {wanted}, and cannot be made of {_described(tensors, plan.keys)} "
+        raise ValueError(f"{wanted(plan.target)} cannot be made of {_described(tensors, plan.keys)} "
                          f"({type(error).__name__}: {error}); download the checkpoint again") from error
     for name, tensor in made.items():
         if name in parameters and tensor.shape != parameters[name].shape:
-            wanted = f"{name} is {list(parameters[name].shape)} in {twin.config.model_type} with this config"
-            raise ValueError(f"{checkpoint.folder}: {wanted}, and {_described(tensors, plan.keys)}; download the "
-                             f"checkpoint again")
+            raise ValueError(f"{wanted(name)} {_described(tensors, plan.keys)}; download the checkpoint again")
     return set(made)
+
+
+def _odd(values: dict[str, Any]) -> list[str]:
+    """The keys whose values are unlike the most common one; all, if no two are alike; none, if all are."""
+    counts = Counter(values.values())
+    usual, times = counts.most_common(1)[0]
+    return [key for key, value in values.items() if value != usual or times == 1] if len(counts) > 1 else []
 
 
 def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str]:
@@ -179,8 +172,7 @@ def _main_type(checkpoint: Checkpoint) -> str:
 
 def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
            twin: torch.nn.Module, quantizer: Any, main: str) -> list[str]:
-    """Keys of weights that lose precision; ValueError for a type that is neither its siblings' nor kept by the
-    architecture."""
+    """Keys of weights that lose precision; ValueError for a type neither its siblings' nor kept by the architecture."""
     tensors, narrowed = checkpoint.tensors, []
     kinds = defaultdict(list)
     for plan in plans.values():
@@ -188,13 +180,11 @@ def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], param
             kinds[re.sub(r"\d+", "#", key)].append((key, plan))
     computed = twin.config.dtype
     for members in kinds.values():
-        types = Counter(tensors[key].dtype for key, _ in members)
-        usual, times = types.most_common(1)[0]
-        if len(types) > 1:
-            odd = [key for key, _ in members if tensors[key].dtype != usual or times == 1]
+        if odd := _odd({key: tensors[key].dtype for key, _ in members}):
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of its kind; "
                              f"download the checkpoint again")
         key, plan = members[0]
+        usual = tensors[key].dtype
         either = any(getattr(op, "check_dims", False) for op in getattr(plan.converter, "operations", ()))
         if either and len({tensors[key].shape for key, _ in members}) > 1:      # it may lie transposed, but all alike
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key for key, _ in members])}, which are not "

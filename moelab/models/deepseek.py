@@ -1,7 +1,6 @@
 """DeepSeek-MoE-16B (`model_type: deepseek`), which transformers does not have: Llama with DeepSeek-V2's MoE block.
 
-The published checkpoint brings its own code; this is the same network out of transformers' parts, so that it goes
-through the seam like all others: Llama attention, softmax routing without groups, gated experts and shared ones.
+The published checkpoint brings its own code; this is the same network out of transformers' parts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Blocks with another interface than `experts(hidden_states, top_k_index, top_k_weights)`, translated for the seam.
 
 Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor without the tokens
-that were dropped; LongCat's ids go on beyond its experts, to some that give back their input. Each has a line in
-`ROUTING` (how to read its router's output) and in `BLOCKS` (a forward that calls the experts as all others do); how the
-experts compute is in `moelab.models.seam`.
-
-Shapes: ids [T, K], E means "no expert"; weights [T, K].
+that were dropped; LongCat's ids go on beyond its experts, to some that give back their input. How the experts compute
+is in `moelab.models.seam`. Shapes: ids [T, K], E means "no expert"; weights [T, K].
 """
 
 from __future__ import annotations
@@ -59,14 +56,19 @@ def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    _, weights, all_ids = output = self.router(hidden_states)
-    ids, _ = _longcat_routing(self.router, output)
+    _, _, all_ids = output = self.router(hidden_states)
+    ids, weights = _longcat_routing(self.router, output)
     x = hidden_states.view(-1, hidden_states.shape[-1])
     out = self.experts(x, ids, weights)
     for expert in range(self.experts.num_routed_experts, self.experts.total_experts):      # they give x itself
         choice, token = (all_ids.T == expert).nonzero(as_tuple=True)
         out.index_add_(0, token, (x[token] * weights[token, choice, None]).to(out.dtype))
     return out.view(hidden_states.shape)
+
+
+#: block class → its forward in the seam's terms
+BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward,
+          "LongcatFlashMoE": _longcat_forward}
 
 
 @lru_cache(maxsize=None)
@@ -80,8 +82,3 @@ def block_class(cls: type) -> type:
         return (BLOCKS[cls.__name__] if mine else type(self).forward)(self, *args, **kwargs)
     made = type("Seam" + cls.__name__, (Dressed, cls), {"forward": forward, "stock": cls})
     return made
-
-
-#: block class → its forward in the seam's terms
-BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward,
-          "LongcatFlashMoE": _longcat_forward}

@@ -1,9 +1,7 @@
 """The fused decode kernels on a model: norms, routers, attention and linear layers of a single token on the CPU.
 
-With fast experts, a small model's decode step is half overhead: dozens of operations a layer on a few kilobytes each.
-`FastDecode` puts kernels in their place (`moelab.kernels.norms`, `attention`, `linear`), each only where a probe shows
-that it gives what the module gives. Prompts, batches, masks and other devices take the modules' own forwards. Results
-are transformers' within the dtype's tolerance, not bit for bit.
+Each is used only where a probe shows that it gives what the module gives. Prompts, batches, masks and other devices
+take the modules' own forwards. Results are transformers' within the dtype's tolerance, not bit for bit.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ class FastDecode(Patches):
     """A model that uses the fused decode kernels; undone by `close`, or at the end of a `with` block.
 
     rows : up to how many rows linear layers use them; None measures it.
-
-    `norms`, `routers`, `attentions`, `linears` count the modules with another forward. A module that has been given
-    another forward already is left alone.
+    norms, routers, attentions, linears : count the modules with another forward. One that had another is left alone.
     """
 
     def __init__(self, model: nn.Module, rows: float | None = None) -> None:

@@ -1,9 +1,8 @@
 """The guard: at the first `plug` of an architecture its experts are compared with transformers' own, bit for bit.
 
 A miniature of the layer (its classes, settings and number of experts, small random weights) is run by the stock class
-and by the seam. What passed is remembered by class, settings and dtype. Neither the model nor the global random
-generators are touched. Blocks that the seam translates (`moelab.models.dialects`) are compared whole, within the
-dtype's tolerance: their products have other shapes than the stock ones.
+and by the seam. What passed is remembered by class, settings and dtype. Blocks that the seam translates
+(`moelab.models.dialects`) are compared whole, within the dtype's tolerance: their products have other shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
           translated: type | None) -> None:
     """Compare the experts of an MoE layer, or its whole block where that is `translated`, with the stock forward.
 
-    layer : a `MoELayer`.    dtype : of the hidden states.    run : the executor that repeats transformers' arithmetic.
+    run : the executor that repeats transformers' arithmetic.
     stock : transformers' class of the experts; seam : makes the seam's class of it.
 
     Raises ValueError: they differ, or the stock class cannot be run.
@@ -65,8 +64,7 @@ def check_spec(spec: MoESpec, layers: list[Any]) -> None:
                                  f"would plan and count would be wrong. It needs a line in moelab/configs.py")
 
 
-def _experts(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Callable[..., Tensor], _: None
-             ) -> str | None:
+def _experts(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Callable, _: None) -> str | None:
     """What the experts do otherwise than the seam, the simplest first; None for nothing."""
     random, scale, E = torch.Generator().manual_seed(0), _scale(layer), layer.E
     small = _miniature(layer.experts, stock, dtype, scale, random)
@@ -93,8 +91,7 @@ def _experts(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Calla
     return None
 
 
-def _block(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Callable[..., Tensor], translated: type
-           ) -> str | None:
+def _block(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Callable, translated: type) -> str | None:
     """What the block does otherwise than its translation; None for nothing."""
     random, scale = torch.Generator().manual_seed(0), _scale(layer)
     small = _miniature(layer.block, translated.stock, dtype, scale, random, {id(layer.experts): stock})
@@ -113,9 +110,9 @@ def _plugged(experts: Any, seam: type, run: Callable[..., Tensor]) -> Any:
 
 def _difference(expected: Any, found: Any, what: str, dtype: torch.dtype, exact: bool) -> str | None:
     expected, found = (out[0] if isinstance(out, tuple) else out for out in (expected, found))
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return (f"gives {expected.dtype} {list(expected.shape)} for {what}, and the seam {found.dtype} "
-                f"{list(found.shape)}")
+    gives, seam = (f"{out.dtype} {list(out.shape)}" for out in (expected, found))
+    if gives != seam:
+        return f"gives {gives} for {what}, and the seam {seam}"
     off = (expected.double() - found.double()).abs()
     allowed = 0 if exact else 16 * torch.finfo(dtype).eps * (1 + expected.double().abs())
     if torch.isfinite(off).all() and (off <= allowed).all():
@@ -124,14 +121,9 @@ def _difference(expected: Any, found: Any, what: str, dtype: torch.dtype, exact:
             f"{int((off > allowed).sum())} of {off.numel()} random outputs differ, by up to {off.max():.2g}")
 
 
-# ----------------------------------------------------------------------------------------------------- miniatures
-
 def _miniature(module: nn.Module, kind: type, dtype: torch.dtype, scale: dict[int, int], random: torch.Generator,
                kinds: dict[int, type] | None = None) -> nn.Module:
-    """A `kind` with the module's settings and parts, and random parameters whose widths are scaled.
-
-    kinds : of the parts that are not to be what they are, by their ids.
-    """
+    """A `kind` with the module's settings, its parts (of `kinds` by their ids) and random parameters, widths scaled."""
     small = object.__new__(kind)
     nn.Module.__init__(small)
     for key, value in vars(module).items():

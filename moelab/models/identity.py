@@ -1,12 +1,9 @@
 """A model's identity: sixteen hex digits of its weights and its config, whatever it was opened from.
 
-A trace, a calibration, an estimator, default vectors, a plan and a store each belong to one model; a fine-tune is
-another one. An identity covers the key, dtype, shape and bytes of every tensor of the checkpoint: all bytes of a small
-tensor, samples of a large one (a change that leaves every sample untouched is not seen). Shards, files, stores and
-`open_model(dtype=…)` do not count.
-
-A model that moelab opened has its checkpoint's identity as long as samples of its weights are those that were loaded;
-one that was changed, or opened by something else, has an identity of its live tensors.
+An identity covers the key, dtype, shape and bytes of every tensor of the checkpoint: all bytes of a small tensor,
+samples of a large one (a change that leaves every sample untouched is not seen). Shards, files, stores and
+`open_model(dtype=…)` do not count. A model that moelab opened has its checkpoint's identity as long as samples of its
+weights are those that were loaded; one that was changed, or opened by something else, has one of its live tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ SAID_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "quantization_confi
 def identity(model: torch.nn.Module) -> str:
     """Sixteen hex digits that name a live model: its checkpoint's (`of_checkpoint`), or its live tensors' own."""
     origin, seen = vars(model).get("_moelab_origin"), _looks(model)
-    if origin is not None and all(name in seen and _same(values, seen[name])
-                                  for name, values in origin.weights.items()):
+    if origin and all(name in seen and _same(values, seen[name]) for name, values in origin.weights.items()):
         return origin.identity
     return _digest("live", _said(model.config), *(f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items()))
 
@@ -58,9 +54,8 @@ def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
     """The identity of a checkpoint, by its transformers config and samples of its tensors; a store has its own."""
     if checkpoint.store is not None:
         return checkpoint.store.identity
-    lines, files = [], groupby(sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin)),
-                               key=lambda item: item[1].file)
-    for file, tensors in files:
+    lines, entries = [], sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin))
+    for file, tensors in groupby(entries, key=lambda item: item[1].file):
         with open(file, "rb", buffering=0) as f:
             for key, entry in tensors:
                 digest = sha256()
@@ -72,8 +67,7 @@ def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
 
 
 def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
-    """(offset, length) of what is read of a tensor of `size` bytes: pieces at even distances, at least one of each
-    expert of a tensor [E, …, …]."""
+    """(offset, length) of what is read of a tensor of `size` bytes: even pieces, one at least an expert of [E, …]."""
     if size <= WHOLE:
         return [(0, size)]
     n = max(2, size // EACH, shape[0] if len(shape) > 2 else 0)
@@ -143,7 +137,4 @@ def _said(config: Any) -> str:
 
 
 def _digest(*lines: str) -> str:
-    digest = sha256()
-    for line in lines:
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()[:16]
+    return sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()[:16]

@@ -1,9 +1,4 @@
-"""Opening a model: from the hub, from a folder, or the small one that is shipped; with its experts or without.
-
-`experts="external"` constructs the model around experts modules that own no parameters, so the bytes of the
-experts, nine tenths of a checkpoint, are neither read nor allocated. They are then supplied one by one, by
-default straight from the checkpoint.
-"""
+"""Opening a model: from the hub, from a folder, or the small one that is shipped; with its experts or without."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spi
 
 @dataclass(frozen=True)
 class Examined:
-    """A model that is complete, before a weight of it is read: its checkpoint, transformers config, geometry, plan."""
+    """A model that is complete, before a weight of it is read."""
 
     checkpoint: Checkpoint
     config: Any
@@ -67,21 +62,16 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
 
     name_or_path : a hub id, the folder of a checkpoint or of an expert store, or None for the small model shipped in
         `data/small`; or what `examine` has found of one of these.
-    experts : "resident" loads everything, with transformers' `eager` experts, the reference that everything else
-        is compared with; "external" neither reads nor allocates the experts' weights and supplies them one by one
-        from the checkpoint, slowly, until another source is plugged in (`moelab.models.plug`).
+    experts : "resident" loads everything, with transformers' `eager` experts, the reference for everything else;
+        "external" neither reads nor allocates the experts' weights and supplies them one by one from the checkpoint,
+        slowly, until another source is plugged in (`moelab.models.plug`).
     dtype : of the weights; "auto" takes what config.json says, or else the checkpoint's.
-    device : where to; the CPU by default.
 
-    Returns
-    -------
-    A transformers model in eval mode, with `.tokenizer` (None if the checkpoint has none) and `.spec`.
+    Returns a transformers model in eval mode, with `.tokenizer` (None if the checkpoint has none) and `.spec`.
 
-    Raises
-    ------
-    FileNotFoundError : no such folder, or a hub id that can be had neither from the cache nor the network.
-    ValueError : a dense model, an unknown architecture, a damaged or hostile file, an unknown `experts`; a tensor that
-        is missing, unexpected, of another shape or type than the model's (see `moelab.models.completeness`).
+    Raises FileNotFoundError: no such folder, or a hub id that can be had neither from the cache nor the network.
+    Raises ValueError: a dense model, an unknown architecture, a damaged or hostile file, an unknown `experts`; a tensor
+    that is missing, unexpected, of another shape or type than the model's (see `moelab.models.completeness`).
     """
     if experts not in ("resident", "external"):
         raise ValueError(f"experts is {experts!r}; it must be 'resident' or 'external'")
@@ -114,7 +104,7 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
 
 
 def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, left_out: set[str]) -> Any:
-    """The model with the checkpoint's tensors but those left out; only files that were checked are read.
+    """The model with the checkpoint's tensors but those left out.
 
     Given tensors and no folder, transformers looks for nothing else there: no adapters, other weights or code.
     """
@@ -136,20 +126,18 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
     if wrong := [f"{kind.replace('_', ' ')}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]:
         raise ValueError(f"transformers reports {'; '.join(wrong)}")
     model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
-    own = (checkpoint.folder / "generation_config.json").is_file()
-    with blamed(checkpoint.folder / "generation_config.json", "no generation config can be read of it"):
-        model.generation_config = GenerationConfig.from_pretrained(
-            checkpoint.folder, local_files_only=True, **({} if own else {"config_file_name": "config.json",
-                                                                         "_from_model_config": True}))
+    own = checkpoint.folder / "generation_config.json"
+    options = {} if own.is_file() else {"config_file_name": "config.json", "_from_model_config": True}
+    with blamed(own, "no generation config can be read of it"):
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder, local_files_only=True, **options)
     return model
 
 
 def _take_in(model: Any, plan: LoadingPlan, source: CheckpointExperts) -> None:
     """Give a model that was built without its experts resident ones, read one by one."""
     for layer, stock in zip(discover(model), plan.layers):
-        experts, tensors = stock.experts, {}
-        for name, parameter in banks(experts).items():
-            tensors[name] = torch.empty(parameter.shape, dtype=model.dtype)
+        experts = stock.experts
+        tensors = {name: torch.empty(p.shape, dtype=model.dtype) for name, p in banks(experts).items()}
         for expert in range(stock.E):
             for name, tensor in source(layer.index, expert).items():
                 into = tensors[name][expert] if name in tensors else tensors[f"expert_{expert}.{name}"]
@@ -161,11 +149,8 @@ def _take_in(model: Any, plan: LoadingPlan, source: CheckpointExperts) -> None:
 
 
 def _align(model: torch.nn.Module) -> None:
-    """Move fp32 weights to multiples of 64 bytes; mapped from a file they lie wherever its header happens to end.
-
-    On some processors the last bits of a product with one row depend on that, and a store's file is another than its
-    checkpoint's.
-    """
+    """Move fp32 weights to multiples of 64 bytes, not wherever a file's header ends: on some processors the last bits
+    of a product with one row depend on that, and a store's file is another than its checkpoint's."""
     for weight in model.parameters():
         if weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.data_ptr() % 64:
             weight.data = weight.data.clone()
@@ -182,17 +167,15 @@ def find(name_or_path: str | Path | None) -> Path:
         raise FileNotFoundError(f"there is nothing at {path} yet: its conversion was cut off; run the same convert "
                                 f"command again and it goes on")
     text = str(name_or_path)
-    looks_like_id = text.count("/") <= 1 and not text.startswith((".", "/", "~")) and os.sep * 2 not in text
-    if not looks_like_id:
+    if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(text, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:          # the hub client has a dozen kinds of "cannot be had"
-        raise FileNotFoundError(
-            f"{text!r} is no folder here, and as a hub id it cannot be had ({type(error).__name__}). Check the "
-            f"spelling and the network, or give the folder of a checkpoint; no argument opens the shipped small model"
-        ) from error
+        raise FileNotFoundError(f"{text!r} is no folder here, and as a hub id it cannot be had "
+                                f"({type(error).__name__}). Check the spelling and the network, or give the folder of "
+                                f"a checkpoint; no argument opens the shipped small model") from error
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:
@@ -217,9 +200,9 @@ def _load_tokenizer(folder: Path) -> Any:
     if not has_tokenizer(folder):
         return None
     settings = folder / "tokenizer_config.json"
-    named = read_json(settings).get("fast_tokenizer_files", "") if settings.is_file() else ""
-    if "/" in str(named) or "\\" in str(named):
-        raise ValueError(f"{settings} names {str(named)[:80]}, outside the folder; nothing of the kind is read. Remove "
+    named = str(read_json(settings).get("fast_tokenizer_files", "")) if settings.is_file() else ""
+    if "/" in named or "\\" in named:
+        raise ValueError(f"{settings} names {named[:80]}, outside the folder; nothing of the kind is read. Remove "
                          f"fast_tokenizer_files")
     with blamed(folder, "its tokenizer cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

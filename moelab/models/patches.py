@@ -1,7 +1,7 @@
 """Whatever is put on a model and taken off again: hooks, methods, classes, executors, sources.
 
 Others patch the same model (accelerate, a notebook), before, above and between ours. So each owner keeps a `Patches`,
-whose end takes off what this owner put on, in any order with all others; the rest stays.
+whose end takes off what this owner put on, in any order with all others.
 
     hook    torch's own hooks
     wrap    a method (`forward`, `generate`): calls go through a link that stays valid for whoever has taken hold of
@@ -32,10 +32,7 @@ class Absent:
 
 
 class Patches(ExitStack):
-    """What one owner has put on; taken off by `close`, or at the end of a `with` block.
-
-    `pop_all` hands everything on to another `Patches`, so that what is put on in steps is put on atomically.
-    """
+    """What one owner has put on; taken off by `close`, or at the end of a `with` block; `pop_all` hands it on."""
 
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
         """`register(function, **options)`, where `register` is one of a module's `register_…_hook`."""
@@ -52,8 +49,6 @@ class Patches(ExitStack):
             link.set((*link.layers, layer))
             vars(target)[_place(target, name)] = link
 
-
-# ------------------------------------------------------------------------------------------------------------- hooks
 
 class _Hook:
     """A hook of torch's that a copy of its module has no part in."""
@@ -76,8 +71,6 @@ class _Hook:
 def _nothing(*_: Any) -> None:
     pass
 
-
-# ----------------------------------------------------------------------------------------------------------- methods
 
 class _Link:
     """Stands in an object in place of one of its methods; calls the topmost layer, or else what it found there."""
@@ -150,12 +143,10 @@ def _clear(target: Any, name: str) -> None:
                 held[place] = MethodType(getattr(type(target), name), target)
 
 
-def bare(target: Any, name: str = "forward") -> bool:
-    """Whether a method is the class's own, with nothing put on it by anybody."""
-    return getattr(getattr(target, name), "__func__", None) is getattr(type(target), name)
+def bare(module: Any) -> bool:
+    """Whether a module's forward is the class's own, with nothing put on it by anybody."""
+    return getattr(module.forward, "__func__", None) is type(module).forward
 
-
-# ------------------------------------------------------------------------------------------------ values and classes
 
 class _Stack:
     """The values of one attribute: what was there first, what shows, and (owner, make) of all that was put on."""

@@ -1,13 +1,8 @@
 """The seam: every MoE layer of every architecture as one call, `executor(x, ids, weights, experts)`.
 
-transformers 5 calls the routed experts of 70-odd architectures as `experts(hidden_states, top_k_index,
-top_k_weights)`. `plug` turns a model's experts modules into `SeamExperts`, whose computation is an *executor* and
-whose weights come from a *source*. Architectures with another interface get a block that translates
-(`moelab.models.dialects`).
-
-    x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    →  [T, H]
-
-The executor `eager` repeats transformers' eager arithmetic and is bit-identical to it.
+`plug` turns a model's experts modules into `SeamExperts`, whose computation is an *executor* and whose weights come
+from a *source*. Architectures that do not call `experts(hidden_states, top_k_index, top_k_weights)` get a block that
+translates (`moelab.models.dialects`). Shapes: x [T, H], ids [T, K] (E means "no expert"), weights [T, K] → [T, H].
 """
 
 from __future__ import annotations
@@ -48,13 +43,11 @@ class MoELayer:
 
     @property
     def E(self) -> int:
-        """Experts of the layer."""
         return next(getattr(self.experts, count) for count in COUNTS if hasattr(self.experts, count))
 
     def routing(self, router_output: Any) -> tuple[Tensor, Tensor]:
         """(ids [T, K], weights [T, K]) from what the router's forward returned; dropped tokens have id E."""
-        adapter = ROUTING.get(type(self.router).__name__)
-        if adapter is not None:
+        if adapter := ROUTING.get(type(self.router).__name__):
             return adapter(self.router, router_output)
         _, weights, ids, *_ = router_output
         return ids, weights
@@ -77,15 +70,12 @@ class MoELayer:
 
 
 def discover(model: nn.Module) -> list[MoELayer]:
-    """The MoE layers of a model in execution order (an encoder's before its decoder's).
-
-    Raises ValueError: the model has none.
-    """
+    """The MoE layers of a model in execution order (an encoder's before its decoder's); ValueError for none."""
     layers = []
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] != "experts" or not any(hasattr(module, count) for count in COUNTS):
+        block_name, _, last = name.rpartition(".")
+        if last != "experts" or not any(hasattr(module, count) for count in COUNTS):
             continue
-        block_name = name.rpartition(".")[0]
         block = model.get_submodule(block_name)
         router = next((getattr(block, n) for n in ("gate", "router") if isinstance(getattr(block, n, None), nn.Module)),
                       None)
@@ -114,10 +104,8 @@ def plug(model: nn.Module, executor: Run | None = None, source: Source | None = 
 
     executor, source : None leaves what is there, at first `eager` and the module's own parameters.
 
-    Raises
-    ------
-    ValueError : no MoE layer, or one whose experts compute what the seam does not (`moelab.models.guard`); an experts
-        module with a forward of its own; an executor or source with weights of another model.
+    Raises ValueError: no MoE layer, or one whose experts compute what the seam does not (`moelab.models.guard`); an
+    experts module with a forward of its own; an executor or source with weights of another model.
     """
     layers = _checked(model, executor, source)
     with Patches() as trial:                            # what cannot be put on leaves nothing behind
@@ -137,13 +125,8 @@ def _checked(model: nn.Module, executor: Run | None, source: Source | None) -> l
 
 def check(layer: MoELayer, dtype: torch.dtype) -> None:
     """Compare a layer's arithmetic with transformers' own, see `moelab.models.guard`; ValueError where it differs."""
-    block = _stock(type(layer.block))
-    guard.check(layer, dtype, _stock(type(layer.experts)), seam_class, eager,
-                block_class(block) if block.__name__ in BLOCKS else None)
-
-
-def _stock(cls: type) -> type:
-    return getattr(cls, "stock", cls)
+    block, experts = (getattr(type(module), "stock", type(module)) for module in (layer.block, layer.experts))
+    guard.check(layer, dtype, experts, seam_class, eager, block_class(block) if block.__name__ in BLOCKS else None)
 
 
 def unplug(model: nn.Module) -> None:
@@ -179,10 +162,7 @@ def _put(owner: Patches | str, layers: list[MoELayer], executor: Run | None, sou
 # -------------------------------------------------------------------------------------------------- experts modules
 
 class SeamExperts(Dressed, nn.Module):
-    """Mixin over an architecture's experts class: computed by `executor`, weights from `source` (see `plug`).
-
-    layer : index of the MoE layer.    num_experts : E.    shapes : parameter name → shape of one expert's tensor.
-    """
+    """Mixin over an architecture's experts class: computed by `executor`, weights from `source` (see `plug`)."""
 
     stock: type
     layer: int = -1
@@ -201,7 +181,6 @@ class SeamExperts(Dressed, nn.Module):
 
     @property
     def resident(self) -> bool:
-        """Whether the module holds its experts' parameters itself."""
         return next(self.parameters(recurse=False), None) is not None
 
     def weights(self, expert: int) -> Weights:
@@ -347,29 +326,26 @@ KINDS = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _Swit
 @lru_cache(maxsize=None)
 def external_class(cls: type) -> type:
     """A `SeamExperts` subclass that is constructed without parameters, for opening a model without its experts."""
-    seam = seam_class(cls)
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
             cls.__init__(self, *args, **kwargs)
+        self.shapes = guard.shapes(self)
         if isinstance(self, nn.ModuleDict):
             # One expert without memory stands for all: in a tuple, so that it is no submodule.
             self._template = (self["expert_0"],)
-            shapes = {name: tuple(p.shape) for name, p in self["expert_0"].named_parameters()}
             self.clear()
         else:
-            banks = dict(self.named_parameters(recurse=False))
-            shapes = {name: tuple(p.shape[1:]) for name, p in banks.items()}
-            for name in banks:
+            for name in self.shapes:
                 delattr(self, name)
-        self.shapes = shapes
         self._is_hf_initialized = True          # nothing here for transformers to initialise
 
-    members: dict[str, Any] = {"__init__": __init__, "stock": cls}
+    def __getitem__(self, key: str) -> nn.Module:
+        return self._template[0] if hasattr(self, "_template") else nn.ModuleDict.__getitem__(self, key)
+
+    members = {"__init__": __init__, "stock": cls}
     if issubclass(cls, nn.ModuleDict):
-        members["__getitem__"] = lambda self, key: self._template[0] if hasattr(self, "_template") else \
-            nn.ModuleDict.__getitem__(self, key)
-    return type("External" + cls.__name__, (seam,), members)
+        members["__getitem__"] = __getitem__
+    return type("External" + cls.__name__, (seam_class(cls),), members)
 
 
 # -------------------------------------------------------------------------------------------------------- executors

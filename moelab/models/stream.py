@@ -1,15 +1,13 @@
 """The residual stream around a MoE block: what its norm reads, what the block adds, what the next block gets of it.
 
-Architectures differ: a norm on the block's output, a factor on the routed experts or on everything that is added, a
-branch beside the block, no norm before the router. It is measured in one forward pass of a few tokens, in which the
-experts' output is replaced by noise (no expert's weights are read), in three copies:
+It is measured in one forward pass of a few tokens, with noise in place of the experts' output, in three copies:
 
     noise    the experts put out u                          their difference is what routed experts do to the stream
     quiet    the experts put out 0
     silent   every module within a layer puts out 0         what is left is the stream itself
 
-For each MoE layer the relation below follows, each part compared with what the model did; an architecture with
-another one (hyper-connections, convolutions of the sum, gated residuals) is refused.
+For each MoE layer the relation below follows; an architecture with another one (hyper-connections, convolutions of
+the sum, gated residuals) is refused.
 
     s = norm(r)      v = κ Σ_k g_k e_k(s) + rest      r' = α r + β post(v)      r of the next MoE layer = γ r' + …
 
@@ -27,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from moelab.models.seam import MoELayer, SeamExperts, discover, plugged
+from moelab.models.seam import MoELayer, discover, plugged
 
 NOISE, QUIET, SILENT = 0, 1, 2
 TOKENS = 5
@@ -39,8 +37,7 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, to
 class Stream:
     """The residual stream around one MoE layer, verified on the live model.
 
-    layer : the MoE layer.
-    holder : the decoder layer that it is in.
+    holder : the decoder layer that `layer` is in.
     norm : makes the router's input of r; None where the router reads r itself.
     place : where v is to be seen: "block" (the block's output), "post" (the input of `post`) or "layer" (r' − α r).
     post : what the model does to v before it is added; None for nothing.
@@ -74,13 +71,9 @@ class Stream:
     def listen(self, see: Callable[[Tensor], None]) -> list[Any]:
         """Hooks that hand every v of the running model to `see`, [B, S, H] or [T, H]."""
         if self.place == "post":
-            def before_post(_module: nn.Module, args: tuple) -> None:
-                see(args[0])
-            return [self.post.register_forward_pre_hook(before_post)]
+            return [self.post.register_forward_pre_hook(lambda _m, args: see(args[0]))]
         if self.place == "block":
-            def after_block(_module: nn.Module, _args: tuple, output: Any) -> None:
-                see(first(output))
-            return [self.layer.block.register_forward_hook(after_block)]
+            return [self.layer.block.register_forward_hook(lambda _m, _a, output: see(first(output)))]
         entered: list[Tensor] = []
 
         def after_layer(_module: nn.Module, _args: tuple, output: Any) -> None:
@@ -91,10 +84,7 @@ class Stream:
 
 
 def streams(model: nn.Module) -> list[Stream]:
-    """The residual stream around every MoE layer of a model; measured once a model.
-
-    Raises ValueError: the stream, or the router, is of a kind that the relation above does not describe; it says which.
-    """
+    """The residual stream around every MoE layer, measured once a model; ValueError for another relation."""
     for layer, (found, reason) in zip(discover(model), _measured(model)):
         if found is None:
             raise ValueError(f"{layer.name} ({type(layer.block).__name__}): {reason}. Residuals, and what is computed "
@@ -119,8 +109,8 @@ def stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:
     layers = discover(model)
     if not model.config.is_encoder_decoder:
         return [(model.base_model, layers)]
-    stacks = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
-    return [(stack, [layer for layer in layers if side in layer.name.split(".")]) for side, stack in stacks.items()]
+    sides = (("encoder", model.get_encoder()), ("decoder", model.get_decoder()))
+    return [(stack, [layer for layer in layers if side in layer.name.split(".")]) for side, stack in sides]
 
 
 def first(output: Any) -> Tensor:
@@ -139,11 +129,11 @@ def times(factor: float, x: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------------------------------------------- measuring
 
+#: for each MoE layer of a model its stream, or None and the reason
 _found: WeakKeyDictionary[nn.Module, list[tuple[Stream | None, str]]] = WeakKeyDictionary()
 
 
 def _measured(model: nn.Module) -> list[tuple[Stream | None, str]]:
-    """For each MoE layer its stream, or None and the reason."""
     if model not in _found:
         _found[model] = _measure(model)
     return _found[model]
@@ -162,12 +152,9 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
     patterns = {re.sub(r"\d+", "N", watch.name) for watch in watches.values()}
     holders = [module for name, module in modules.items() if re.sub(r"\d+", "N", name) in patterns]
 
-    def noise(x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-        return watches[experts.layer].noise(x)
-
     model.eval()
     try:
-        with plugged(model, noise):
+        with plugged(model, lambda x, ids, weights, experts: watches[experts.layer].noise(x)):
             for watch in watches.values():
                 hooks += watch.attach()
             for holder in holders:
@@ -205,10 +192,7 @@ def holder_name(name: str) -> str:
 def _branches(holder: nn.Module) -> Iterator[nn.Module]:
     """The modules that a layer is made of."""
     for child in holder.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from child.children()
-        else:
-            yield child
+        yield from child.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else [child]
 
 
 def _silence(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -241,13 +225,12 @@ class _LayerProbe:
         self.output: Tensor | None = None
 
     def attach(self) -> list[Any]:
-        inner = set(self.layer.experts.modules()) | set(self.layer.router.modules())
-        return [
-            self.holder.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.holder.register_forward_hook(self._leave),
-            self.layer.router.register_forward_hook(self._routed, with_kwargs=True),
-            *(module.register_forward_hook(self._called, with_kwargs=True) for module in self.holder.modules()
-              if module not in inner and module is not self.holder)]
+        inner = {self.holder, *self.layer.experts.modules(), *self.layer.router.modules()}
+        return [self.holder.register_forward_pre_hook(self._enter, with_kwargs=True),
+                self.holder.register_forward_hook(self._leave),
+                self.layer.router.register_forward_hook(self._routed, with_kwargs=True),
+                *(module.register_forward_hook(self._called, with_kwargs=True) for module in self.holder.modules()
+                  if module not in inner)]
 
     def _enter(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.size = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).float().square().mean().sqrt()
@@ -306,7 +289,6 @@ class _LayerProbe:
         return Stream(self.layer, self.holder, norm, place, post, scale, gain, keep, carry)
 
     def _check_router(self) -> None:
-        """Asked by itself, the router must choose what it chose."""
         ids, weights = self.routing
         try:
             again, again_weights = self.layer.routing(self.layer.ask(self.s.reshape(len(ids), -1)))
@@ -338,10 +320,8 @@ class _LayerProbe:
         def adds(v: Tensor) -> float | None:
             """β of r' = α r + β v, where it holds in both copies."""
             gain = self._ratio(apart(out), apart(v))
-            live = slice(NOISE, SILENT)
-            if gain is None or not close(out[live], kept[live] + gain * v[live].double(), self.tolerance):
-                return None
-            return gain
+            holds = gain is not None and close(out[:SILENT], kept[:SILENT] + gain * v[:SILENT].double(), self.tolerance)
+            return gain if holds else None
 
         for module, _, y, _ in self.calls:
             if module is self.layer.block and y.shape == out.shape:
