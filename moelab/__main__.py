@@ -63,7 +63,11 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 (it found a failure), 2 (bad input), 130 (interrupted)."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    args = build_parser(arguments).parse_args(arguments)
+    parser = build_parser(arguments)
+    if not arguments:
+        parser.print_help()
+        return 2
+    args = parser.parse_args(arguments)
     try:
         return args.main(args)
     except KeyboardInterrupt:

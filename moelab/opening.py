@@ -29,6 +29,9 @@ from moelab.store.bits import split
 from moelab.store.layout import ExpertStore
 from moelab.store.planes import StorePlanes
 
+#: further options with `memory`: those of `offload` and of `Reader`
+OPTIONS = ("plan", "scope", "margin", "staging", "ahead", "delays", "mode", "bandwidth", "verify")
+
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
 
@@ -63,6 +66,9 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     ValueError for a dense model, an unknown architecture, a damaged or incomplete checkpoint, a budget that is too
     small, an unknown name or option, another model's calibration or predictor.
     """
+    if unknown := options.keys() - set(OPTIONS):
+        raise ValueError(f"open_model takes no {', '.join(sorted(unknown))}; beside the parameters of its docstring, "
+                         f"with memory, it takes {', '.join(OPTIONS)}")
     if memory is None:
         wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):

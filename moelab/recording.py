@@ -158,6 +158,9 @@ class _Writer:
         self.hidden: dict[str, dict[int, Tensor]] = {name: {} for name in HIDDEN}
 
     def put(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+        if layer in self.routed:
+            raise ValueError(f"MoE layer {layer} calls its experts more than once in a forward pass, so its routing "
+                             f"cannot be told from one call: it needs a line in moelab/models/dialects.py")
         self.routed[layer] = ids, weights
 
     def see(self, name: str, layer: int, value: Tensor) -> None:

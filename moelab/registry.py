@@ -10,7 +10,8 @@ Each kind is a dictionary, name → `Entry`, in the package that has the techniq
 from __future__ import annotations
 
 from importlib import import_module
-from inspect import signature
+from difflib import get_close_matches
+from inspect import isfunction, signature
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -63,13 +64,22 @@ def find(kind: str, name: str) -> Any:
     """What is registered under a name: a class or a function. ValueError: there is none of that name."""
     known = entries(kind)
     if name not in known:
-        raise ValueError(f"there is no {kind} {name!r}; there are: {', '.join(known)}")
+        close = get_close_matches(name.lower(), (lower := {one.lower(): one for one in known}), n=1)
+        hint = f" Did you mean {lower[close[0]]!r}?" if close else ""
+        raise ValueError(f"there is no {kind} {name!r}.{hint} There are: {', '.join(known)}")
     return known[name].load()
 
 
 def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
-    """What is registered under a name, called with its options. ValueError: an unknown name, or other options."""
+    """An object of the class that is registered under a name, made with its options; a function as it is.
+
+    Raises ValueError: an unknown name, or other options.
+    """
     made = find(kind, name)
+    if isfunction(made):
+        if positional or options:
+            raise ValueError(f"{kind} {name!r} is a function, so it takes no options")
+        return made
     takes = signature(made)
     try:
         takes.bind(*positional, **options)

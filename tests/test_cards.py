@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,3 +221,28 @@ def test_every_file_is_listed_and_short():
         lines = file.read_text(encoding="utf-8").splitlines()
         assert len(lines) < 70 and max(map(len, lines)) <= 120, file
         tomllib.loads("\n".join(lines))
+
+
+@pytest.mark.parametrize("line, problem", [
+    ('unit = "MB/s"', "it must be a number in GB/s"), ('value = "fast"', "it must be a number in GB/s"), ('kind = "guessed"', "not 'guessed'"),
+    ('source = ""\nsauce = "x"', "sauce"), (None, "source")])
+def test_a_figure_that_means_something_else_is_named(line, problem, tmp_path, monkeypatch):
+    figure = {"value": "value = 2.1", "unit": 'unit = "GB/s"', "kind": 'kind = "measured"', "source": 'source = "fio"'}
+    figure |= {"source": ""} if line is None else {line.partition(" ")[0]: line}
+    (tmp_path / "devices").mkdir()
+    (tmp_path / "devices" / "mine.toml").write_text("\n".join(['name = "Mine"', "[figures.storage_read_gbs]",
+                                                              *figure.values()]))
+    monkeypatch.setattr(cards, "files", lambda _: tmp_path)
+    monkeypatch.setattr(cards, "DEVICES", cards.entries_of("devices", cards.load_device))
+    with pytest.raises(ValueError, match=r"mine.toml, figures.storage_read_gbs.*" + re.escape(problem)):
+        cards.load_device.__wrapped__("mine")
+
+
+def test_a_figures_name_ends_in_its_unit(tmp_path, monkeypatch):
+    (tmp_path / "devices").mkdir()
+    (tmp_path / "devices" / "mine.toml").write_text("name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\n"
+                                                    "kind = 'measured'\nsource = 'x'")
+    monkeypatch.setattr(cards, "files", lambda _: tmp_path)
+    monkeypatch.setattr(cards, "DEVICES", cards.entries_of("devices", cards.load_device))
+    with pytest.raises(ValueError, match="figures.disk_speed.*its name ends in its unit: _gbs"):
+        cards.load_device.__wrapped__("mine")

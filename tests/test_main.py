@@ -55,3 +55,8 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         build_parser(["chekc"]).parse_args(["chekc"])
     assert end.value.code == 2 and "reproduce" in capsys.readouterr().err
+
+
+def test_without_a_command_it_lists_them(capsys):
+    assert main([]) == 2
+    assert "reproduce" in (told := capsys.readouterr().out) and "generate" in told

@@ -133,7 +133,7 @@ def test_prefetching_changes_no_token(folder, prefetch):
 
 @pytest.mark.parametrize("options, told", [
     ({"cache": "lfu"}, "cache: for experts that are loaded"), ({"verify": False}, "verify: for experts"),
-    ({"prefetch": "router"}, "memory="), ({"executor": "fsat"}, "there is no executor 'fsat'; there are: exact"),
+    ({"prefetch": "router"}, "memory="), ({"executor": "fsat"}, "there is no executor 'fsat'. Did you mean 'fast'"),
     ({"memory": "60%", "cache": "lur"}, "'lur'"), ({"memory": "60%", "prefetch": "oracle"}, "trace"),
     ({"memory": "60%", "executor": "int8"}, "must fit in memory"), ({"memory": "1kB"}, "the least that works"),
     ({"memory": "60%", "workers": 0}, "at least one thread")])
@@ -157,3 +157,19 @@ def test_every_name_says_what_it_is_for():
         for name, (purpose, use) in moelab.describe(kind).items():
             assert purpose and use in ("use", "teaching"), f"{kind} {name}"
     assert opening.make_executor(None, "exact") is None
+
+
+def test_a_model_whose_experts_are_elsewhere_is_not_saved(tmp_path):
+    """transformers would write it without them, and fill them with random numbers when it is loaded."""
+    for options in ({"memory": "50%"}, {"experts": "external"}):
+        with moelab.open_model(**options) as lm, pytest.raises(ValueError, match="not in memory, so they would not be saved"):
+            lm.save_pretrained(tmp_path / "saved")
+    with moelab.open_model() as lm:
+        lm.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").stat().st_size > 5e6
+
+
+@pytest.mark.parametrize("options", [{"device_map": "auto"}, {"memory": "50%", "load_in_8bit": True}])
+def test_an_unknown_option_is_named(options):
+    with pytest.raises(ValueError, match=f"open_model takes no {list(options)[-1]}"):
+        moelab.open_model(**options)

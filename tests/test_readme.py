@@ -9,8 +9,10 @@ from torch import nn
 
 import moelab
 from moelab import cards
-from moelab.models import plug
+from moelab.experts import EXECUTORS
+from moelab.models import eager, plug
 from moelab.models.dialects import BLOCKS, ROUTING
+from moelab.registry import Entry, make
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -46,6 +48,25 @@ def test_the_way_in(tmp_path, monkeypatch):
     run = names["run"]
     assert len(run.steps) == len(run.forwards) == 32
     assert moelab.simulate(run, cache="belady").hit_rate >= moelab.simulate(run).hit_rate
+
+
+def test_the_executors_recipe_by_name(monkeypatch):
+    names: dict = {}
+    exec(block_with("def strong_choices").split("with moelab")[0], names)
+    monkeypatch.setitem(EXECUTORS, "strong", Entry(names["strong_choices"], "choices with a weight above 0.1"))
+    ids = torch.tensor([[5, 6, 7, 8]])
+
+    def masked(x, ids, weights, experts):
+        return eager(x, torch.where(weights > 0.1, ids, experts.num_experts), weights, experts)
+    with moelab.open_model(dtype=torch.float32) as lm, moelab.using(lm, executor=masked):
+        expected = lm(ids).logits
+    for memory in (None, "50%"):
+        with moelab.open_model(memory=memory, executor="strong", dtype=torch.float32) as lm:
+            torch.testing.assert_close(lm(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="a function, so it takes no options"):
+        make("executor", "strong", factor=2.0)
+    with pytest.raises(ValueError, match="Did you mean 'strong'"):
+        make("executor", "Strong")
 
 
 def test_a_cards_recipe(tmp_path, monkeypatch):
@@ -91,7 +112,7 @@ class MyModel(nn.Module):
         self.mlp = MyMoE(MyRouter(2, stock.num_experts, stock.hidden_dim), stock)
 
 
-@pytest.mark.parametrize("wrong", [True, False])           # what has passed once is not compared again
+@pytest.mark.parametrize("wrong", [False, True])           # one that has passed does not let another pass
 def test_a_dialects_recipe(wrong, monkeypatch):
     """The translation runs as the block does; one that forgets the router's weights is refused."""
     names: dict = {}

@@ -7,6 +7,7 @@ import torch
 
 from moelab import recording
 from moelab import open_model
+from moelab.models.patches import Patches
 from moelab.models import discover, open_checkpoint, plug
 from moelab.models.stream import streams
 from moelab.recording import record
@@ -141,3 +142,13 @@ def test_bad_prompts_are_refused(tmp_path, prompts, message):
     model = open_model(tiny.save("mixtral", tmp_path / "m"))
     with pytest.raises(ValueError, match=message):
         record(model, prompts)
+
+
+def test_a_block_that_calls_its_experts_twice_is_refused(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"))
+    block = discover(model)[0].block
+    forward = type(block).forward
+    with Patches() as patches:
+        patches.wrap(block, "forward", lambda below: lambda x: (forward(block, x), forward(block, x))[1])
+        with pytest.raises(ValueError, match="MoE layer 0 calls its experts more than once"):
+            record(model, PROMPTS)

@@ -17,6 +17,10 @@ from moelab.registry import Entry
 from moelab.specs import DeviceSpec, Figure, MoESpec
 
 
+#: end of a figure's name → its unit
+UNITS = {"gbs": "GB/s", "gb": "GB", "tflops": "TFLOPS", "tops": "TOPS", "ghz": "GHz", "w": "W", "count": "1"}
+
+
 def load_card(name: str) -> dict[str, Any]:
     """The card of a model or a device as it stands in its file, with sources and notes. ValueError: there is none."""
     return _read("models", name) if name in MODELS else _read("devices", name, [*MODELS, *DEVICES])
@@ -36,7 +40,17 @@ def load_model(name: str) -> MoESpec:
 def load_device(name: str) -> DeviceSpec:
     """The spec of a device card. ValueError: an unknown name."""
     card = _read("devices", name)
-    return DeviceSpec(card["name"], {key: Figure(**figure) for key, figure in card["figures"].items()})
+    figures = {}
+    for key, figure in card["figures"].items():
+        try:
+            figures[key] = Figure(**figure)
+            unit = UNITS[key.rpartition("_")[2]]
+            if unit != figures[key].unit or type(figures[key].value) not in (int, float):
+                raise ValueError(f"it must be a number in {unit}")
+        except (TypeError, ValueError, KeyError) as error:
+            raise ValueError(f"{name}.toml, figures.{key} = {figure}: {error}. A figure has value, unit, kind and "
+                             f"source, and its name ends in its unit: _{', _'.join(UNITS)}") from error
+    return DeviceSpec(card["name"], figures)
 
 
 def entries_of(kind: str, load: Any) -> dict[str, Entry]:
@@ -54,7 +68,10 @@ def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
         close = difflib.get_close_matches(name.lower(), by_lower, n=1)
         hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
         raise ValueError(f"there is no card {name!r}.{hint} There are: {', '.join(known)}")
-    return tomllib.loads((files(__name__) / kind / f"{name}.toml").read_text(encoding="utf-8"))
+    try:
+        return tomllib.loads((files(__name__) / kind / f"{name}.toml").read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}.toml is no TOML: {error}") from error
 
 
 #: card name → what loads its spec

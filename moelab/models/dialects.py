@@ -71,12 +71,13 @@ BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _swit
           "LongcatFlashMoE": _longcat_forward}
 
 
-@lru_cache(maxsize=None)
 def block_class(cls: type) -> type:
     """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`; itself of any other."""
-    if cls.__name__ not in BLOCKS:
-        return cls
+    return _translated(cls) if cls.__name__ in BLOCKS else cls
 
+
+@lru_cache(maxsize=None)
+def _translated(cls: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine = isinstance(self, made)                   # or it was taken off, while somebody kept this method
         return (BLOCKS[cls.__name__] if mine else type(self).forward)(self, *args, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.models.dialects import BLOCKS
 from moelab.models.patches import HELD, STACKS
 from moelab.specs import MoESpec
 
@@ -36,7 +37,8 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
 
     Raises ValueError: they differ, or the stock class cannot be run.
     """
-    key = stock, dtype, translated, _settings(layer.experts), tuple(shapes(layer.experts).items())
+    forward = BLOCKS[translated.stock.__name__] if translated else None
+    key = stock, dtype, translated, forward, _settings(layer.experts), tuple(shapes(layer.experts).items())
     if key in _PASSED:
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -46,9 +48,10 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
             problem = f"cannot be compared with the seam ({type(error).__name__}: {error})"
     if problem:
         import transformers
+        remedy = "another line in moelab/models/dialects.py" if translated else "a class in moelab/models/seam.py"
         raise ValueError(f"{layer.name}: {stock.__name__} of transformers {transformers.__version__} {problem}. Here "
-                         f"it would not give its own results, so it is not run: it needs a class in "
-                         f"moelab/models/seam.py. Until then use the model without moelab")
+                         f"it would not give its own results, so it is not run: it needs {remedy}. Until then use the "
+                         f"model without moelab")
     _PASSED.add(key)
 
 

@@ -41,6 +41,13 @@ class OpenedModel(Dressed):
     def __exit__(self, *_: object) -> None:
         self.moelab.close()
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; ValueError where the experts are not in memory, since they would be left out."""
+        if any(getattr(layer.experts, "resident", True) is False for layer in discover(self)):
+            raise ValueError("this model's experts are not in memory, so they would not be saved: copy its folder, "
+                             "restore its store (moelab.restore), or open it without memory=")
+        return super().save_pretrained(*args, **kwargs)
+
 
 @lru_cache(maxsize=None)
 def opened_class(cls: type) -> type:
