@@ -81,7 +81,9 @@ def fast_router(module: nn.Module) -> Router | None:
             or len(list(module.parameters())) > 1 or len(list(module.buffers())) or w.dtype not in KINDS \
             or not (w.is_cpu and w.is_contiguous()):
         return None
-    tokens = torch.randn(4, 1, w.shape[1], generator=torch.Generator().manual_seed(0)).to(w.dtype)
+    tokens = torch.randn(8, 1, w.shape[1], generator=torch.Generator().manual_seed(0))
+    tokens[::2] /= w.float().norm(dim=1).mean()             # logits of about 1: where a softmax is not saturated
+    tokens = tokens.to(w.dtype)
     wanted = [module(x) for x in tokens]
     if any(len(found) != 3 or found[1].shape != (1, K) or found[1].dtype not in KINDS for found in wanted):
         return None

@@ -29,6 +29,7 @@ DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 1e-5, N=2)
 
 
 def threads():
+    gc.collect()                                    # models that another test has dropped
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("moelab")}
 
 
