@@ -127,7 +127,7 @@ def test_the_registry_is_covered():
 @pytest.mark.parametrize("name, options, said", [
     ("tiered", {}, "'capacities'.*capacities, overflow='prune'"),
     ("grouped", {"overflow": "pad"}, "'groups'"), ("gemv", {"colour": 2}, "'colour'; it takes no options"),
-    ("quick", {}, "there is no executor 'quick'; there are: exact")])
+    ("quick", {}, "there is no executor 'quick'. There are: exact")])
 def test_what_cannot_be_made_is_explained(name, options, said):
     with pytest.raises(ValueError, match=said):
         make("executor", name, **options)
