@@ -1,7 +1,7 @@
 """`record`: run prompts through a model and write down which experts every token visited.
 
 Hooks at the seam see the *executed* ids and weights, whatever runs the experts. Padding and tokens of finished
-sequences, which a batch computes in vain, are left out: a batched trace equals the traces of its prompts one by one.
+sequences, whose results are not used, are left out: a batched trace equals the traces of its prompts one by one.
 """
 
 from __future__ import annotations
