@@ -142,7 +142,7 @@ class _Writer:
         B, S = tokens.shape
         keep = torch.ones(B, S, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask[:, -S:].bool().cpu()
         decoding = tuple(layers) in self.seen
-        if decoding:                                                # ended sequences compute in vain
+        if decoding:                                                # what ended sequences compute is not used
             self.finished |= torch.isin(tokens[:, -1], self.eos)
             keep &= ~self.finished[:, None]
         before = self.seen.get(tuple(layers), torch.zeros(B, dtype=torch.long))
