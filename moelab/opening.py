@@ -19,15 +19,13 @@ from moelab import datasets, registry
 from moelab.calibration import Calibration
 from moelab.experts.quantization import Quantized
 from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
-from moelab.models import discover, eager, identity, open_checkpoint, plug, plugged
+from moelab.models import eager, identity, open_checkpoint, plug, plugged
 from moelab.models.fast_decode import FastDecode
 from moelab.models.patches import Patches, put
 from moelab.offloading.offload import offload
 from moelab.offloading.session import Session
 from moelab.speculate import Predictor, Speculation, default_vectors, takes
-from moelab.store.bits import split
 from moelab.store.layout import ExpertStore
-from moelab.store.planes import StorePlanes
 
 #: further options with `memory`: those of `offload` and of `Reader`
 OPTIONS = ("plan", "scope", "margin", "staging", "ahead", "delays", "mode", "bandwidth", "verify")
@@ -132,7 +130,7 @@ def make_executor(model: Any, name: str, calibration: Calibration | None = None,
     """An executor by its name, with what it needs of the model where it is not among the options; None for "exact".
 
     Static capacities ("tiered", "grouped") follow from the calibration or, without, from a uniform popularity, and pad
-    rather than drop; "gemv_planes" multiplies the store's byte planes or, without a store, those of the weights.
+    rather than drop.
     """
     if name == "exact":
         return None
@@ -142,10 +140,6 @@ def make_executor(model: Any, name: str, calibration: Calibration | None = None,
         tiers: list[Tiers] = capacity_tiers(counts, tokens, chunk)
         options = {"overflow": "pad"} | ({"capacities": [of.capacity for of in tiers]} if name == "tiered" else {
             "groups": [form_groups(of, layer, size=4) for of, layer in zip(tiers, counts)]})
-    if name == "gemv_planes" and not options:
-        layers, store = discover(model), model.moelab.store
-        options = {"planes": StorePlanes(store) if store is not None else lambda layer, expert: {
-            name: tuple(split(weight.contiguous())) for name, weight in layers[layer].experts.weights(expert).items()}}
     return registry.make("executor", name, **options)
 
 

@@ -15,7 +15,6 @@ EXECUTORS = {
     "grouped_mm": Entry("moelab.experts.gemm:GroupedMM", "all experts of a layer in one grouped product of torch"),
     "sorted": Entry("moelab.experts.executor:Sorted", "tokens sorted by expert, one product each; runs everywhere"),
     "int8": Entry("moelab.experts.quantization:Int8", "INT8 weights multiplied without dequantising them"),
-    "gemv_planes": Entry("moelab.experts.gemv:PlanesGEMV", "GEMV on a store's split bf16 bytes, never joined"),
     "selective": Entry("moelab.experts.neuron:Selective", "only the experts that a step chose (Neuron guide)", True),
     "all_experts": Entry("moelab.experts.neuron:AllExperts", "every expert on every token (Neuron guide)", True),
     "blockwise": Entry("moelab.experts.blockwise:Blockwise", "blocks of fixed size, dropless (Neuron guide)", True),

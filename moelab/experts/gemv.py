@@ -1,4 +1,4 @@
-"""Decode by GEMV: all experts of the step in two calls, each weight read once, as bf16, from where it lies.
+"""Decode by GEMV: all experts of the step in two calls, each weight read once, as it lies: bf16, bf12, fp32, fp16.
 
 Source: AWS Neuron's MoE guide, "Memory-bound characteristics of token generation"; NPUMoE, "Limitation", before §6, on
 its decode. One call multiplies up for all experts, the architecture's own gate runs on [n, 2I], one call multiplies
@@ -8,7 +8,6 @@ cached, so weights may lie anywhere. Sums are in fp32; unlike in eager, what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,24 +35,31 @@ class GEMV(Sorted):
         matrices = self._matrices(experts, hit, x.dtype) if len(hit) else None
         if matrices is None:
             return super().run(x, ids, weights, experts)
-        kind, (up, down), alive = matrices
+        (up, down), alive = matrices
         self.count(len(tokens), len(tokens), len(tokens))
         transposed = experts.is_transposed
         if silu_gated(experts) and (around.TEAM or torch.get_num_threads() == 1):
-            return around.feed_forward(kind, up, down, bounds, x, tokens, rows, weights, transposed)
-        h = products.multiply(kind, up[0], bounds, x, tokens, up[1], transposed)
-        y = products.multiply(kind, down[0], bounds, activate(experts, h), None, down[1], transposed)
+            return around.feed_forward(up, down, bounds, x, tokens, rows, weights, transposed)
+        h = products.multiply(up[0], up[1], bounds, x, tokens, up[2], transposed)
+        y = products.multiply(down[0], down[1], bounds, activate(experts, h), None, down[2], transposed)
         del alive                                       # the weights' owners may go only now
         return around.combine(y, rows, weights, x.dtype)
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
-        """(kind, of up and down (addresses [M, 4], R), what must live), or None if these weights are not for us.
+        """((kind, matrices [M, 4], R) of up and of down, what must live), or None if these weights are not for us.
 
-        A source may have `addresses(layer, experts, dtype)`: where its contiguous tensors lie.
+        A source may have `matrices(layer, experts, dtype)`: where its tensors lie, see `moelab.offloading.slots`.
         """
-        find = getattr(experts.source, "addresses", None)
-        if find is not None and (places := find(experts.layer, hit.tolist(), dtype)) is not None:
-            return products.KINDS[dtype], [_table(experts, name, places) for name in names(experts)], places
+        find = getattr(experts.source, "matrices", None)
+        if find is not None and (found := find(experts.layer, hit.tolist(), dtype)) is not None:
+            tables = []
+            for name in names(experts):
+                packed, table = found[name]
+                if experts.has_bias:
+                    table[:, 2] = found[name + "_bias"][1][:, 0]
+                R = experts.shapes[name][-1 if experts.is_transposed else -2]
+                tables.append((products.BF12 if packed else products.KINDS[dtype], table, R))
+            return tables, found
         given = None if banks(experts, "down_proj") is not None else [experts.weights(e) for e in hit.tolist()]
         tables, alive = [], [given]
         for name in names(experts):
@@ -70,57 +76,10 @@ class GEMV(Sorted):
                 alive.append(tensors)
                 if column == 0:
                     R = w.shape[-1 if experts.is_transposed else -2]
-            tables.append((table, R))
-        return products.KINDS[dtype], tables, alive
+            tables.append((products.KINDS[dtype], table, R))
+        return tables, alive
 
 
 def _computable(x: Tensor, weights: Tensor, experts: Any) -> bool:
     return products is not None and x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts) \
         and not wants_grad(x, weights)
-
-
-def _table(experts: Any, name: str, places: dict[str, np.ndarray]) -> tuple[np.ndarray, int]:
-    table = np.zeros((len(places[name]), 4), np.int64)
-    table[:, 0] = places[name]
-    if experts.has_bias:
-        table[:, 2] = places[name + "_bias"]
-    return table, experts.shapes[name][-1 if experts.is_transposed else -2]
-
-
-class PlanesGEMV(GEMV):
-    """`GEMV` on bf16 weights that stay split in their two bytes; experts it cannot do raise ValueError.
-
-    planes : (layer, expert) → parameter name → (exponents, sign-mantissa), uint8 arrays or CPU tensors, contiguous;
-        `moelab.store.planes.StorePlanes(store)` is one.
-    """
-
-    def __init__(self, planes: Callable[[int, int], dict[str, tuple[Any, Any]]]) -> None:
-        super().__init__()
-        self.planes = planes
-        self.identity, self.name = getattr(planes, "identity", None), getattr(planes, "name", None)   # whose weights
-
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if not _computable(x, weights, experts):
-            raise ValueError("split weights are multiplied on the CPU, with numba, without gradients, and only for "
-                             "plain experts (up, gate, down); join them (moelab.store.bits.join) for a source and use "
-                             "another executor")
-        return super().run(x, ids, weights, experts)
-
-    def _matrices(self, experts: Any, hit: list[int], dtype: torch.dtype) -> Any:
-        tables, given = [], [self.planes(experts.layer, e) for e in hit.tolist()]
-        for name in names(experts):
-            table = np.zeros((len(hit), 4), np.int64)
-            for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
-                for i, expert in enumerate(given):
-                    table[i, column:column + 2] = [_address(plane) for plane in expert[part]]
-            shape = experts.shapes[name] if hasattr(experts, "shapes") else getattr(experts, name).shape[1:]
-            tables.append((table, shape[-1 if experts.is_transposed else 0]))
-        return np.uint8, tables, given
-
-
-def _address(plane: Any) -> int:
-    tensor = isinstance(plane, Tensor)
-    contiguous = plane.is_contiguous() and plane.device.type == "cpu" if tensor else plane.flags.c_contiguous
-    if not contiguous or plane.dtype not in (torch.uint8, np.uint8):
-        raise ValueError(f"a plane must be contiguous uint8 in the CPU's memory, not {plane.dtype}")
-    return plane.data_ptr() if tensor else plane.ctypes.data

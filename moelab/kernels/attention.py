@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.kernels import products
-from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, read, size_of, spread, take, together,
+from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, read, span, spread, take, together,
                                   weight, write)
 from moelab.kernels.compile import c_function, kernel
 
@@ -150,8 +150,8 @@ def _project(kind, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k
     for m in range(heads + kv_heads):
         for i in range(half):
             a, b = y[m, i], y[m, i + half]
-            turned[i] = a * weight(kind, cos, 0, i) - b * weight(kind, sin, 0, i)
-            turned[i + half] = b * weight(kind, cos, 0, i + half) + a * weight(kind, sin, 0, i + half)
+            turned[i] = a * weight(kind, cos, i) - b * weight(kind, sin, i)
+            turned[i + half] = b * weight(kind, cos, i + half) + a * weight(kind, sin, i + half)
         if m < heads:
             for i in range(D):
                 turned[i] *= np.float32(scaling)
@@ -175,7 +175,7 @@ def _normalise(kind, y, w, width, eps):
             total += y[first + i] * y[first + i]
         inverse = np.float32(1 / np.sqrt(total / width + eps))
         for i in range(width):
-            y[first + i] *= inverse * weight(kind, w, 0, i)
+            y[first + i] *= inverse * weight(kind, w, i)
 
 
 @kernel
@@ -184,7 +184,7 @@ def _attend(kind, matrices, bounds, tokens, q, k, v, kv_heads, S, stride, D, out
     mixed, y = np.empty(len(q), np.float32), np.empty(H, np.float32)
     job = np.empty(10, np.int64)
     job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, len(q) // D // kv_heads, S, D
-    job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, k, v, mixed.ctypes.data, stride * size_of(kind)
+    job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, k, v, mixed.ctypes.data, span(kind, stride)
     together(team, heads_work, threads, job)
     job = products.job_of(np.float32(0), kind, matrices, bounds, mixed.ctypes.data, 1, len(q), tokens, H, y.ctypes.data)
     kept(mixed)
@@ -198,7 +198,7 @@ def _heads(kind, job):
     """One key head after the other, with the query heads that share it, until none is left."""
     kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
     q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
-    whole, row = D - D % STEP, D * size_of(kind)
+    whole, row = D - D % STEP, span(kind, D)
     scores, sums, inputs = np.empty((group, S), np.float32), np.empty(D, np.float32), np.empty(group, np.int64)
     while True:
         h = take(job)
@@ -210,24 +210,24 @@ def _heads(kind, job):
         for g in range(group):
             x, to = inputs.ctypes.data + 8 * g, scores.ctypes.data + 4 * g * S
             for s in range(0, S - 3, 4):
-                dots(1, 4, kind, x, keys + s * row, 0, D, whole, to + 4 * s, S)
+                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S)
             for s in range(S - S % 4, S):
-                dots(1, 1, kind, x, keys + s * row, 0, D, whole, to + 4 * s, S)
+                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S)
             for s in range(S if whole < D else 0):
                 for i in range(whole, D):
-                    scores[g, s] += weight(np.float32(0), inputs[g], 0, i) * weight(kind, keys, 0, s * D + i)
+                    scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)
             largest, total = scores[g].max(), np.float32(0)
             for s in range(S):
                 scores[g, s] = np.exp(scores[g, s] - largest)
                 total += scores[g, s]
             sums[:] = 0
             for s in range(0, S - 3, 4):
-                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, D, whole, sums.ctypes.data)
+                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole, sums.ctypes.data)
             for s in range(S - S % 4, S):
-                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, D, whole, sums.ctypes.data)
+                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole, sums.ctypes.data)
             for i in range(whole, D):
                 for s in range(S):
-                    sums[i] += scores[g, s] * weight(kind, values, 0, s * D + i)
+                    sums[i] += scores[g, s] * weight(kind, values, s * D + i)
             for i in range(D):
                 write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
 

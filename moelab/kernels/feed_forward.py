@@ -52,14 +52,15 @@ def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tenso
     return out
 
 
-def feed_forward(kind: type, up: tuple[np.ndarray, int], down: tuple[np.ndarray, int], bounds: np.ndarray, x: Tensor,
+def feed_forward(up: tuple[type, np.ndarray, int], down: tuple[type, np.ndarray, int], bounds: np.ndarray, x: Tensor,
                  tokens: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
-    """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down are (matrices, R)."""
+    """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind, matrices, R)."""
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
-    out = torch.empty(T, down[1], dtype=x.dtype)
-    _feed_forward(KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), *up, *down, bounds, x.data_ptr(), T, n,
-                  tokens, rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
-                  entry(kind, transposed), TEAM, torch.get_num_threads())
+    out = torch.empty(T, down[2], dtype=x.dtype)
+    orders = [np.float32(0) if transposed else kind(0) for kind, _, _ in (up, down)]
+    _feed_forward(KINDS[x.dtype](0), *orders, *up[1:], *down[1:], bounds, x.data_ptr(), T, n, tokens, rows,
+                  KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
+                  entry(up[0], transposed), entry(down[0], transposed), TEAM, torch.get_num_threads())
     return out
 
 
@@ -76,7 +77,7 @@ def _combine(w_kind, kind, y, rows, w, out):
         total[:] = 0
         for k in range(K):
             if rows[t, k] >= 0:
-                factor, row = weight(w_kind, w, 0, t * K + k), y[rows[t, k]]
+                factor, row = weight(w_kind, w, t * K + k), y[rows[t, k]]
                 for h in range(len(total)):
                     total[h] += factor * row[h]
         for h in range(len(total)):
@@ -84,15 +85,15 @@ def _combine(w_kind, kind, y, rows, w, out):
 
 
 @kernel
-def _feed_forward(x_kind, order, up, two_I, down, H, bounds, x, T, n, tokens, rows, w_kind, w, out, outputs, work,
-                  team, threads):
+def _feed_forward(x_kind, up_order, down_order, up, two_I, down, H, bounds, x, T, n, tokens, rows, w_kind, w, out,
+                  outputs, up_work, down_work, team, threads):
     N, I = bounds[-1], two_I // 2
     h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
-    together(team, work, threads, job_of(x_kind, order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data, outputs))
+    together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data, outputs))
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + np.exp(-h[j, i])) * h[j, I + i]
-    together(team, work, threads, job_of(np.float32(0), order, down, bounds, a.ctypes.data, N, I, tokens[:0], H,
-                                         y.ctypes.data, outputs))
+    together(team, down_work, threads, job_of(np.float32(0), down_order, down, bounds, a.ctypes.data, N, I, tokens[:0],
+                                              H, y.ctypes.data, outputs))
     kept(a)
     _combine(w_kind, x_kind, y, rows, w, out)

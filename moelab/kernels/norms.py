@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moelab.kernels.attention import epsilon
 from moelab.kernels.compile import kernel
 from moelab.kernels.products import KINDS, widen
-from moelab.kernels.tiles import STEP, dots, kept, size_of, weight, write
+from moelab.kernels.tiles import STEP, dots, kept, span, weight, write
 
 #: entries of a norm's x up to which one thread of ours is faster than torch's many operations
 LARGEST_NORM = 1 << 16
@@ -102,7 +102,7 @@ def _rms_norm(kind, x, w, rows, H, eps, out):
     row, scale = np.empty(H, np.float32), np.empty(H, np.float32)
     widen(kind, np.float32(0), w, H, scale.ctypes.data)
     for r in range(rows):
-        at, to = x + r * H * size_of(kind), out + r * H * size_of(kind)
+        at, to = x + span(kind, r * H), out + span(kind, r * H)
         widen(kind, np.float32(0), at, H, row.ctypes.data)
         total = np.float32(0)
         for i in range(H):
@@ -110,24 +110,24 @@ def _rms_norm(kind, x, w, rows, H, eps, out):
         inverse = np.float32(1 / np.sqrt(total / H + eps))
         for i in range(H):
             write(kind, to, i, row[i] * inverse)                # rounded before the weight, as transformers does it
-            write(kind, to, i, weight(kind, to, 0, i) * scale[i])
+            write(kind, to, i, weight(kind, to, i) * scale[i])
 
 
 @kernel
 def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids):
-    whole, size, inputs = H - H % STEP, size_of(kind), np.empty(H, np.float32)
+    whole, inputs = H - H % STEP, np.empty(H, np.float32)
     widen(kind, kind, x, H, inputs.ctypes.data)
     p, row = np.empty(E, np.float32), np.empty(1, np.int64)
     row[0] = inputs.ctypes.data
     for e in range(0, E - 3, 4):
-        dots(1, 4, kind, row.ctypes.data, w + e * H * size, 0, H, whole, p.ctypes.data + 4 * e, E)
+        dots(1, 4, kind, row.ctypes.data, w + span(kind, e * H), 0, 0, H, whole, p.ctypes.data + 4 * e, E)
     for e in range(E - E % 4, E):
-        dots(1, 1, kind, row.ctypes.data, w + e * H * size, 0, H, whole, p.ctypes.data + 4 * e, E)
+        dots(1, 1, kind, row.ctypes.data, w + span(kind, e * H), 0, 0, H, whole, p.ctypes.data + 4 * e, E)
     for e in range(E):
         for i in range(whole, H):
-            p[e] += inputs[i] * weight(kind, w, 0, e * H + i)
+            p[e] += inputs[i] * weight(kind, w, e * H + i)
         write(kind, logits, e, p[e])                            # rounded before the softmax, as transformers does it
-        p[e] = weight(kind, logits, 0, e)
+        p[e] = weight(kind, logits, e)
     kept(row)
     p = np.exp(p - p.max())
     total = p.sum()

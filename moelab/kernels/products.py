@@ -18,12 +18,13 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, prefetch, read, size_of, spread, take, together,
+from moelab.kernels.tiles import (add_rows, dots, kept, number, place, prefetch, read, span, spread, step, take, together,
                                   weight, write)
 from moelab.kernels.compile import c_function, kernel
 
-#: torch's types of weights → numba's kinds; split bytes are np.uint8
+#: torch's types of weights → numba's kinds
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+BF12 = np.int8                  # the kind of what `moelab.store.bf12` packs
 #: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
 HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
@@ -39,9 +40,9 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
              transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
     """All products: [N, R] of `dtype`, summed in fp32.
 
-    kind : a value of `KINDS`, or np.uint8 for split bytes.
-    matrices : int64 [M, 4], addresses of w, other, bias, other bias (`other`s of split bytes; 0 for none); each [R, n],
-        or [n, R] if `transposed`.
+    kind : a value of `KINDS`, or BF12 for weights whose last dimension is a multiple of 64.
+    matrices : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases, 0 for none:
+        (w, 0, bias, 0), or (low bytes, codes, bias in bf16, number of escapes).
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
     x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the other.
     """
@@ -64,10 +65,10 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
 @kernel
 def widen(kind, order, x, n, out):
     """Write n numbers of a kind at x as fp32, in `place`'s order for weights of the kind `order`."""
-    whole = n - n % STEP
+    whole = n - n % step(order)
     spread(kind, order, x, whole, out)
     for i in range(whole, n):
-        write(np.float32(0), out, i, weight(kind, x, 0, i))
+        write(np.float32(0), out, i, weight(kind, x, i))
 
 
 @kernel
@@ -85,14 +86,14 @@ def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs=PIECE
     for j in range(N):
         job[HEADER + 6 * M + j] = wide + 4 * n * (tokens[j] if len(tokens) > 0 else j)
     for t in range(T):
-        widen(x_kind, order, x + t * n * size_of(x_kind), n, wide + 4 * t * n)
+        widen(x_kind, order, x + span(x_kind, t * n), n, wide + 4 * t * n)
     return job
 
 
 @kernel
 def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R, outputs, work, team, threads):
     N, pieces = bounds[-1], len(matrices) * ((R + outputs - 1) // outputs)
-    wide = size_of(out_kind) == 4
+    wide = span(out_kind, 1) == 4
     y = np.empty(0 if wide else N * R, np.float32)
     together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R,
                                                       out if wide else y.ctypes.data, outputs))
@@ -105,103 +106,140 @@ def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R
 def _rows(kind, job):
     """Pieces of the rows layout until none is left."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
-    whole, size, inputs = n - n % STEP, size_of(kind), job + 8 * (HEADER + 6 * M)
+    whole, inputs = n - n % step(kind), job + 8 * (HEADER + 6 * M)
     while True:
         piece = take(job)
         if piece >= M * pieces:
             return
         matrix, begin = HEADER + 6 * (piece // pieces), piece % pieces * PIECE
         w, other = read(job, matrix), read(job, matrix + 1)
-        bias, other_bias = read(job, matrix + 2), read(job, matrix + 3)
+        bias, escapes, table = read(job, matrix + 2), read(job, matrix + 3), w - 16
         first, last, end = read(job, matrix + 4), read(job, matrix + 5), min(begin + PIECE, R)
         for group in range(first, last, GROUP):
             group_end, r = min(group + GROUP, last), begin
             while r < end:
                 # few tokens are memory-bound: one row at a time, read from front to back
                 rows = TILE if group_end - group > 2 and r + TILE <= end else 1
-                at, second = w + r * n * size, other + r * n
-                ahead = max(AHEAD, rows * n * size)
+                at, second = w + span(kind, r * n), other + span(kind, r * n) // 2
+                ahead = max(AHEAD, span(kind, rows * n))
                 token = group
                 while token < group_end:
                     tokens = TILE if token + TILE <= group_end else 2 if token + 2 <= group_end else 1
-                    share = rows * n * size * tokens // (group_end - group)     # of what comes next, for each tile
+                    share = span(kind, rows * n) * tokens // (group_end - group)     # of what comes next, for each tile
                     for line in range(ahead, ahead + share, 64):
                         if rows == 1:
                             prefetch(3, at + line)
                         else:
                             prefetch(2, at + line)
                         if other != 0:
-                            prefetch(3, second + line)
+                            prefetch(3, second + line // 2)
                     ahead += share
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == TILE:
                         if tokens == TILE:
-                            dots(TILE, TILE, kind, x, at, second, n, whole, to, R)
+                            dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R)
                         elif tokens == 2:
-                            dots(2, TILE, kind, x, at, second, n, whole, to, R)
+                            dots(2, TILE, kind, x, at, second, table, n, whole, to, R)
                         else:
-                            dots(1, TILE, kind, x, at, second, n, whole, to, R)
+                            dots(1, TILE, kind, x, at, second, table, n, whole, to, R)
                     elif tokens == TILE:
-                        dots(TILE, 1, kind, x, at, second, n, whole, to, R)
+                        dots(TILE, 1, kind, x, at, second, table, n, whole, to, R)
                     elif tokens == 2:
-                        dots(2, 1, kind, x, at, second, n, whole, to, R)
+                        dots(2, 1, kind, x, at, second, table, n, whole, to, R)
                     else:
-                        dots(1, 1, kind, x, at, second, n, whole, to, R)
+                        dots(1, 1, kind, x, at, second, table, n, whole, to, R)
                     if whole < n or bias != 0:
-                        _add_rest(kind, x, tokens, at, second, whole, n, bias, other_bias, r, rows, to, R)
+                        _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
                     token += tokens
                 r += rows
+        if escapes > 0:
+            values = other + span(kind, R * n) // 2
+            i = _first(values, escapes, begin * n)
+            while i < escapes and number(values, i) < end * n:
+                r, c, missing = number(values, i) // n, number(values, i) % n, _missing(table, values, escapes, i)
+                for token in range(first, last):
+                    _add(y, token * R + r, missing * weight(np.float32(0), read(inputs, token), place(kind, c)))
+                i += 1
 
 
 @kernel
-def _add_rest(kind, x, tokens, w, other, whole, n, bias, other_bias, r, rows, to, R):
+def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
     """Add to a tile what is beyond the whole steps, and the bias."""
     for t in range(tokens):
         for i in range(rows):
-            total = weight(np.float32(0), to, 0, t * R + i)
+            total = weight(np.float32(0), to, t * R + i)
             for j in range(whole, n):
-                total += weight(kind, w + i * n * size_of(kind), other + i * n, j) * \
-                    weight(np.float32(0), read(x, t), 0, j)
+                total += weight(kind, w + span(kind, i * n), j) * weight(np.float32(0), read(x, t), j)
             if bias != 0:
-                total += weight(kind, bias, other_bias, r + i)
+                total += weight(kind, bias, r + i)
             write(np.float32(0), to, t * R + i, total)
+
+
+@kernel
+def _first(values, escapes, index):
+    """Which escape is the first one at or behind a weight."""
+    low, high = 0, escapes
+    while low < high:
+        middle = (low + high) // 2
+        if number(values, middle) < index:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def _missing(table, values, escapes, i):
+    """What an escape's weight lacks to its true value: its codes are 0, which is the first of the table."""
+    return weight(np.uint16(0), values + 4 * escapes, i) - weight(np.uint16(0), table - 1, 0)
+
+
+@kernel
+def _add(y, i, value):
+    write(np.float32(0), y, i, weight(np.float32(0), y, i) + value)
 
 
 @kernel
 def _columns(kind, job):
     """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights are read."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
-    size, sums, inputs = size_of(kind), np.empty((8, OUTPUTS), np.float32), job + 8 * (HEADER + 6 * M)
+    sums, inputs = np.empty((8, OUTPUTS), np.float32), job + 8 * (HEADER + 6 * M)
     while True:
         piece = take(job)
         if piece >= M * pieces:
             return
         matrix, begin = HEADER + 6 * (piece // pieces), piece % pieces * OUTPUTS
         w, other = read(job, matrix), read(job, matrix + 1)
-        bias, other_bias = read(job, matrix + 2), read(job, matrix + 3)
+        bias, escapes, table = read(job, matrix + 2), read(job, matrix + 3), w - 16
         first, last, columns = read(job, matrix + 4), read(job, matrix + 5), min(OUTPUTS, R - begin)
-        whole = columns - columns % STEP
+        whole, values = columns - columns % step(kind), other + span(kind, R * n) // 2
         for token in range(first, last, len(sums)):
             tokens = min(len(sums), last - token)
             sums[:] = 0
             for i in range(0, n, 4):
-                at, second = w + (i * R + begin) * size, other + i * R + begin
+                at, second = w + span(kind, i * R + begin), other + span(kind, i * R + begin) // 2
                 for t in range(tokens):
                     x, to = read(inputs, token + t) + 4 * i, sums.ctypes.data + 4 * OUTPUTS * t
                     if i + 4 <= n:
-                        add_rows(4, kind, x, at, second, R, whole, to)
+                        add_rows(4, kind, x, at, second, table, R, whole, to)
                     else:
                         for j in range(n - i):
-                            add_rows(1, kind, x + 4 * j, at + j * R * size, second + j * R, R, whole, to)
+                            add_rows(1, kind, x + 4 * j, at + span(kind, j * R), second + span(kind, j * R) // 2,
+                                     table, R, whole, to)
                     for j in range(min(4, n - i) if whole < columns else 0):
-                        value = weight(np.float32(0), x, 0, j)
+                        value = weight(np.float32(0), x, j)
                         for c in range(whole, columns):
-                            sums[t, c] += value * weight(kind, at + j * R * size, second + j * R, c)
+                            sums[t, c] += value * weight(kind, at + span(kind, j * R), c)
+            for i in range(escapes):
+                r, c = number(values, i) // R, number(values, i) % R - begin
+                for t in range(tokens if 0 <= c < columns and r < n else 0):
+                    sums[t, place(kind, c)] += _missing(table, values, escapes, i) * \
+                        weight(np.float32(0), read(inputs, token + t), r)
             for t in range(tokens):
                 for c in range(columns):
                     total = sums[t, place(kind, c) if c < whole else c]
                     if bias != 0:
-                        total += weight(kind, bias, other_bias, begin + c)
+                        total += weight(kind, bias, begin + c)
                     write(np.float32(0), y, (token + t) * R + begin + c, total)
 
 
@@ -228,7 +266,7 @@ def _entries(kind: type) -> tuple[Callable, Callable]:
     return rows, columns
 
 
-_ENTRIES = {kind: _entries(kind) for kind in (*KINDS.values(), np.uint8)}
+_ENTRIES = {kind: _entries(kind) for kind in (*KINDS.values(), BF12)}
 
 
 def entry(kind: type, transposed: bool = False) -> int:

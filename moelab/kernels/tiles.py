@@ -2,14 +2,17 @@
 
 Source: register blocking (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", TOMS 2008), with
 sums along the vectors, so that nothing is packed. A weight is loaded once for all tokens of the tile and widened to
-fp32. bf16 comes in pairs, so inputs lie in the order of `place`: of each 2·WIDTH the even ones first, then the odd
-ones. A *kind* is a numba type that says how weights are stored: float32, uint16 for bf16, int16 for fp16, and uint8 for
-the two bytes of `moelab.store.bits`, exponents at one address and `mantissa << 1 | sign` at another.
+fp32; the inputs lie in the order in which a kind's weights come out (`place`). A *kind* is a numba type that says how
+weights are stored: float32, uint16 for bf16, int16 for fp16, int8 for bf12 (`moelab.store.bf12`): low bytes of bf16 at
+one address, at another 4 bits a weight that stand for the high byte, by a table of 16. Two masks, a shift, a table
+look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are read instead of 128.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -21,9 +24,11 @@ from numba.extending import intrinsic
 
 _FEATURES = llvm.get_host_cpu_features()
 WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4     # fp32 numbers in a vector register
-STEP = 2 * WIDTH                # weights a step of the loops below
-SIZES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}        # bytes of a weight at an address
-PAIRED = (types.uint16, types.uint8)                                               # kinds widened two by two
+STEP = 2 * WIDTH                # weights a step of the loops below takes of plain kinds
+BLOCK = 64                      # and of packed ones
+BF12 = types.int8
+#: kind → bytes of `BLOCK` weights at their first address, and at the other one
+SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32)}
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
@@ -47,27 +52,83 @@ def _all(kind: Any, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
-def _joined(builder: Any, exponent: Any, rest: Any, words: Any) -> Any:
-    """16-bit weights of their two bytes: one shift to put them together, one rotation."""
-    rotated = builder.or_(builder.shl(builder.zext(exponent, words), _all(words, 8)), builder.zext(rest, words))
-    return builder.or_(builder.lshr(rotated, _all(words, 1)), builder.shl(rotated, _all(words, 15)))
+def _step(kind: Any) -> int:
+    """Weights that are widened at a time: kinds of 16 bits in pairs, packed ones in blocks."""
+    return BLOCK if kind == BF12 else STEP
 
 
-def _vectors(builder: Any, kind: Any, weights: Any, other: Any) -> list[Any]:
-    """STEP weights at an address as two fp32 vectors."""
+def _order(kind: Any) -> list[int]:
+    """In which order the weights of a step come out of `_vectors`."""
+    if kind == types.uint16:
+        return [*range(0, STEP, 2), *range(1, STEP, 2)]
+    if kind != BF12:
+        return list(range(STEP))
+    return [begin + 16 * lane + 8 * half + 2 * pair + odd for begin in range(0, BLOCK, 4 * WIDTH) for half in range(2)
+            for odd in range(2) for lane in range(WIDTH // 4) for pair in range(4)]
+
+
+def _skip(builder: Any, kind: Any, address: Any, count: Any, which: int = 0) -> Any:
+    """The address `count` weights of a kind further on: where they begin, or of what else belongs to them."""
+    size = SIZES[kind][which]
+    if size % BLOCK == 0:
+        return _at(builder, address, count, size // BLOCK)
+    return builder.add(address, builder.lshr(builder.mul(count, ir.Constant(_I64, size)), ir.Constant(_I64, 6)))
+
+
+def _vectors(builder: Any, kind: ir.Type, weights: Any, other: Any = None, table: Any = None) -> list[Any]:
+    """The weights of a step as fp32 vectors, in `_order`."""
     if kind == types.float32:
         return [_load(builder, _FLOATS, _at(builder, weights, WIDTH * i, 4)) for i in range(2)]
     if kind == types.int16:
         halves = ir.VectorType(ir.HalfType(), WIDTH)
         return [builder.fpext(_load(builder, halves, _at(builder, weights, WIDTH * i, 2)), _FLOATS) for i in range(2)]
     if kind == types.uint16:
-        words = _load(builder, _WORDS, weights)
-    else:
-        plane = ir.VectorType(_I8, STEP)
-        bits = _joined(builder, _load(builder, plane, weights), _load(builder, plane, other), ir.VectorType(_I16, STEP))
-        words = builder.bitcast(bits, _WORDS)
+        return _widened(builder, _load(builder, _WORDS, weights))
+    found = []
+    for low, high in _halves(builder, weights, other, table):
+        n = low.type.count
+        for half in range(2):                           # within 16 bytes, as processors unpack
+            order = [16 * lane + 8 * half + i + n * byte for lane in range(n // 16) for i in range(8) for byte in (0, 1)]
+            found += _widened(builder, builder.bitcast(_shuffle(builder, low, high, order), _WORDS))
+    return found
+
+
+def _widened(builder: Any, words: Any) -> list[Any]:
+    """Pairs of bf16 as fp32: the even ones, the odd ones."""
     return [builder.bitcast(builder.shl(words, _all(_WORDS, 16)), _FLOATS),
             builder.bitcast(builder.and_(words, _all(_WORDS, 0xFFFF0000)), _FLOATS)]
+
+
+def _halves(builder: Any, weights: Any, other: Any, table: Any) -> Iterator[tuple[Any, Any]]:
+    """The low and the high bytes of a block of bf12 weights, one vector register after the other."""
+    n, half = 4 * WIDTH, BLOCK // 2
+    for begin in range(0, BLOCK, n):
+        low = _load(builder, ir.VectorType(_I8, n), _at(builder, weights, begin, 1))
+        codes = _load(builder, ir.VectorType(_I8, min(n, half)), _at(builder, other, begin % half, 1))
+        parts = [builder.and_(codes, _all(codes.type, 15)), builder.lshr(codes, _all(codes.type, 4))]
+        yield low, _looked_up(builder, table, _shuffle(builder, *parts, list(range(n))) if n > half
+                              else parts[begin // half])
+
+
+def _looked_up(builder: Any, table: Any, codes: Any) -> Any:
+    """table[code] of each byte of a vector; `table` has 16 bytes."""
+    n = codes.type.count
+    names = {"x86_64": {64: "x86.avx512.pshuf.b.512", 32: "x86.avx2.pshuf.b", 16: "x86.ssse3.pshuf.b.128"},
+             "AMD64": {64: "x86.avx512.pshuf.b.512", 32: "x86.avx2.pshuf.b"},
+             "aarch64": {16: "aarch64.neon.tbl1.v16i8"}, "arm64": {16: "aarch64.neon.tbl1.v16i8"}}
+    name = names.get(platform.machine(), {}).get(n)
+    if name is not None and (n > 16 or "aarch64" in name or _FEATURES.get("ssse3")):
+        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(codes.type, [codes.type] * 2), "llvm." + name)
+        return builder.call(f, [_shuffle(builder, table, table, [i % 16 for i in range(n)]), codes])
+    found = _all(codes.type, 0)
+    for code in range(16):
+        one = _shuffle(builder, table, table, [code] * n)
+        found = builder.select(builder.icmp_unsigned("==", codes, _all(codes.type, code)), one, found)
+    return found
+
+
+def _table(builder: Any, kind: Any, address: Any) -> Any:
+    return _load(builder, ir.VectorType(_I8, 16), address) if kind == BF12 else None
 
 
 def _fma(builder: Any) -> Callable:
@@ -102,36 +163,41 @@ def _four_sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return total
 
 
-def _steps(builder: Any, n: Any) -> Any:
-    return cgutils.for_range_slice(builder, ir.Constant(_I64, 0), n, ir.Constant(_I64, STEP), _I64)
+def _steps(builder: Any, n: Any, step: int) -> Any:
+    return cgutils.for_range_slice(builder, ir.Constant(_I64, 0), n, ir.Constant(_I64, step), _I64)
 
 
 @intrinsic(prefer_literal=True)
-def dots(typing, tokens, rows, kind, x, w, other, stride, n, out, apart):
-    """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of STEP.
+def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart):
+    """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
-    x : where the addresses of the tokens' fp32 rows lie. w, other : address of the first row of weights, `stride`
-    weights apart; `other` only of split bytes.
+    x : where the addresses of the tokens' fp32 rows lie. w, other, table : addresses of the first row of weights,
+    `stride` weights apart; the last two only of packed kinds.
     """
-    T, R, size = tokens.literal_value, rows.literal_value, SIZES[kind]
+    T, R = tokens.literal_value, rows.literal_value
 
     def code(context, builder, signature, args):
-        x, w, other, stride, n, out, apart = args[3:]
-        inputs = [_load(builder, _I64, _at(builder, x, t, 8)) for t in range(T)]
+        x, w, other, table, stride, n, out, apart = args[3:]
+        inputs, table = [_load(builder, _I64, _at(builder, x, t, 8)) for t in range(T)], _table(builder, kind, table)
         skip = [builder.mul(stride, ir.Constant(_I64, r)) for r in range(R)]
-        matrix = [(_at(builder, w, s, size), _at(builder, other, s, 1)) for s in skip]
-        sums = [[cgutils.alloca_once_value(builder, _all(_FLOATS, 0.0)) for _ in range(R)] for _ in range(T)]
-        fma = _fma(builder)
-        with _steps(builder, n) as (i, _):
-            values = [_vectors(builder, types.float32, _at(builder, p, i, 4), None) for p in inputs]
+        matrix = [(_skip(builder, kind, w, s), _skip(builder, kind, other, s, 1)) for s in skip]
+        # one sum of a row would wait for itself: packed weights come faster than an addition ends
+        chains = 4 if kind == BF12 and T * R == 1 else 1
+        sums = [[[cgutils.alloca_once_value(builder, _all(_FLOATS, 0.0)) for _ in range(chains)] for _ in range(R)]
+                for _ in range(T)]
+        fma, step = _fma(builder), _step(kind)
+        with _steps(builder, n, step) as (i, _):
+            values = [[_load(builder, _FLOATS, _at(builder, _at(builder, p, i, 4), at, 4))
+                       for at in range(0, step, WIDTH)] for p in inputs]
             for r, (first, second) in enumerate(matrix):
-                for half, weights in enumerate(_vectors(builder, kind, _at(builder, first, i, size),
-                                                        _at(builder, second, i, 1))):
+                for part, weights in enumerate(_vectors(builder, kind, _skip(builder, kind, first, i),
+                                                        _skip(builder, kind, second, i, 1), table)):
                     for t in range(T):
-                        builder.store(fma(values[t][half], weights, builder.load(sums[t][r])), sums[t][r])
+                        total = sums[t][r][part % chains]
+                        builder.store(fma(values[t][part], weights, builder.load(total)), total)
         for t in range(T):
             to = _at(builder, out, builder.mul(apart, ir.Constant(_I64, t)), 4)
-            found = [builder.load(s) for s in sums[t]]
+            found = [reduce(builder.fadd, map(builder.load, chain)) for chain in sums[t]]
             if R == 4:
                 _store(builder, _four_sums(builder, *found), to)
             else:
@@ -139,90 +205,120 @@ def dots(typing, tokens, rows, kind, x, w, other, stride, n, out, apart):
                     _store(builder, _sum(builder, found[r]), _at(builder, to, r, 4))
         return context.get_dummy_value()
 
-    return types.void(tokens, rows, kind, x, w, other, stride, n, out, apart), code
+    return types.void(tokens, rows, kind, x, w, other, table, stride, n, out, apart), code
 
 
 @intrinsic(prefer_literal=True)
-def add_rows(typing, rows, kind, x, w, other, stride, n, sums):
-    """Add to n fp32 sums, a multiple of STEP, rows of weights times one input each: the transposed layout.
+def add_rows(typing, rows, kind, x, w, other, table, stride, n, sums):
+    """Add to n fp32 sums, a multiple of `step`, rows of weights times one input each: the transposed layout.
 
-    x : where the inputs lie, fp32 [rows]. Sums of bf16 and split bytes come in the order of `place`.
+    x : where the inputs lie, fp32 [rows]. Sums come in the order of `place`.
     """
-    R, size = rows.literal_value, SIZES[kind]
+    R = rows.literal_value
 
     def code(context, builder, signature, args):
-        x, w, other, stride, n, sums = args[2:]
-        skip = [builder.mul(stride, ir.Constant(_I64, r)) for r in range(R)]
-        matrix = [(_at(builder, w, s, size), _at(builder, other, s, 1)) for s in skip]
+        x, w, other, table, stride, n, sums = args[2:]
+        skip, table = [builder.mul(stride, ir.Constant(_I64, r)) for r in range(R)], _table(builder, kind, table)
+        matrix = [(_skip(builder, kind, w, s), _skip(builder, kind, other, s, 1)) for s in skip]
         inputs = []
         for r in range(R):
             one = builder.insert_element(_all(_FLOATS, 0.0), _load(builder, _F32, _at(builder, x, r, 4)), _all(_I32, 0))
             inputs.append(builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * WIDTH)))
-        fma = _fma(builder)
-        with _steps(builder, n) as (i, _):
-            places = [_at(builder, _at(builder, sums, i, 4), WIDTH * half, 4) for half in range(2)]
+        fma, step = _fma(builder), _step(kind)
+        with _steps(builder, n, step) as (i, _):
+            places = [_at(builder, _at(builder, sums, i, 4), at, 4) for at in range(0, step, WIDTH)]
             values = [_load(builder, _FLOATS, place) for place in places]
             for r, (first, second) in enumerate(matrix):
-                pair = _vectors(builder, kind, _at(builder, first, i, size), _at(builder, second, i, 1))
-                values = [fma(inputs[r], weights, value) for weights, value in zip(pair, values)]
+                parts = _vectors(builder, kind, _skip(builder, kind, first, i), _skip(builder, kind, second, i, 1), table)
+                values = [fma(inputs[r], weights, value) for weights, value in zip(parts, values)]
             for value, place in zip(values, places):
                 _store(builder, value, place)
         return context.get_dummy_value()
 
-    return types.void(rows, kind, x, w, other, stride, n, sums), code
+    return types.void(rows, kind, x, w, other, table, stride, n, sums), code
 
 
 @intrinsic
 def spread(typing, kind, order, x, n, out):
-    """Write n numbers, a multiple of STEP, of a kind as fp32 in `place`'s order for weights of the kind `order`."""
+    """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`."""
     def code(context, builder, signature, args):
         x, n, out = args[2:]
-        with _steps(builder, n) as (i, _):
-            pair = _vectors(builder, kind, _at(builder, x, i, SIZES[kind]), None)
-            if (kind in PAIRED) != (order in PAIRED):
-                mixed = [i + half for i in range(WIDTH) for half in (0, WIDTH)]
-                orders = (range(0, STEP, 2), range(1, STEP, 2)) if order in PAIRED else (mixed[:WIDTH], mixed[WIDTH:])
-                pair = [_shuffle(builder, *pair, list(of)) for of in orders]
-            for half, vector in enumerate(pair):
-                _store(builder, vector, _at(builder, _at(builder, out, i, 4), WIDTH * half, 4))
+        size, given, wanted = _step(order), _order(kind), _order(order)
+        with _steps(builder, n, size) as (i, _):
+            parts, where = [], {}
+            for begin in range(0, size, STEP):
+                where |= {begin + number: begin + at for at, number in enumerate(given)}
+                parts += _vectors(builder, kind, _skip(builder, kind, x, builder.add(i, ir.Constant(_I64, begin))))
+            if wanted != [begin + number for begin in range(0, size, STEP) for number in given]:
+                while len(parts) > 1:                   # all of the step in one vector, for the shuffles
+                    parts = [_shuffle(builder, a, b, list(range(2 * a.type.count)))
+                             for a, b in zip(parts[::2], parts[1::2])]
+                order_of = [wanted[at:at + WIDTH] for at in range(0, size, WIDTH)]
+                parts = [_shuffle(builder, parts[0], parts[0], [where[number] for number in one]) for one in order_of]
+            for at, vector in enumerate(parts):
+                _store(builder, vector, _at(builder, _at(builder, out, i, 4), WIDTH * at, 4))
         return context.get_dummy_value()
 
     return types.void(kind, order, x, n, out), code
 
 
 @intrinsic
-def weight(typing, kind, w, other, i):
-    """The i-th weight at an address, as fp32."""
+def join(typing, w, other, table, n, out):
+    """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
     def code(context, builder, signature, args):
-        _, w, other, i = args
-        place = _at(builder, w, i, SIZES[kind])
+        w, other, table, n, out = args
+        table = _table(builder, BF12, table)
+        with _steps(builder, n, BLOCK) as (i, _):
+            at = _at(builder, out, i, 2)
+            for low, high in _halves(builder, _skip(builder, BF12, w, i), _skip(builder, BF12, other, i, 1), table):
+                count = low.type.count
+                order = [number + count * byte for number in range(count) for byte in (0, 1)]
+                _store(builder, _shuffle(builder, low, high, order), at)
+                at = _at(builder, at, count, 2)
+        return context.get_dummy_value()
+
+    return types.void(w, other, table, n, out), code
+
+
+@intrinsic
+def weight(typing, kind, w, i):
+    """The i-th weight at an address, as fp32; a packed matrix has biases of bf16."""
+    def code(context, builder, signature, args):
+        _, w, i = args
+        place = _at(builder, w, i, 4 if kind == types.float32 else 2)
         if kind == types.float32:
             return _load(builder, _F32, place)
         if kind == types.int16:
             return builder.fpext(_load(builder, ir.HalfType(), place), _F32)
-        bits = _load(builder, _I16, place) if kind == types.uint16 else \
-            _joined(builder, _load(builder, _I8, place), _load(builder, _I8, _at(builder, other, i, 1)), _I16)
-        return builder.bitcast(builder.shl(builder.zext(bits, _I32), _all(_I32, 16)), _F32)
-    return types.float32(kind, w, other, i), code
+        return builder.bitcast(builder.shl(builder.zext(_load(builder, _I16, place), _I32), _all(_I32, 16)), _F32)
+    return types.float32(kind, w, i), code
 
 
 @intrinsic
 def place(typing, kind, i):
-    """Where the i-th input lies among those that `dots` is given; i counts from a multiple of STEP."""
+    """Where the i-th input lies among those that `dots` is given; i counts from a multiple of `step`."""
     def code(context, builder, signature, args):
-        i = args[1]
-        if kind not in PAIRED:
+        i, step, order = args[1], _step(kind), _order(kind)
+        if order == list(range(step)):
             return i
-        inside, one = builder.and_(i, _all(_I64, STEP - 1)), _all(_I64, 1)
-        odd = builder.mul(builder.and_(i, one), _all(_I64, WIDTH))
-        return builder.add(builder.sub(i, inside), builder.add(odd, builder.lshr(inside, one)))
+        values = ir.ArrayType(_I64, step)([ir.Constant(_I64, order.index(number)) for number in range(step)])
+        known = cgutils.global_constant(builder, f"moelab_place_{step}_{kind}", values)
+        inside = builder.and_(i, _all(_I64, step - 1))
+        return builder.add(builder.sub(i, inside), builder.load(builder.gep(known, [_all(_I32, 0), inside])))
     return types.int64(kind, types.int64), code
 
 
 @intrinsic
-def size_of(typing, kind):
-    """Bytes of a weight at an address."""
-    return types.int64(kind), lambda context, builder, signature, args: _all(_I64, SIZES[kind])
+def step(typing, kind):
+    """Weights of a kind that the loops above take at a time."""
+    return types.int64(kind), lambda context, builder, signature, args: _all(_I64, _step(kind))
+
+
+@intrinsic
+def span(typing, kind, count):
+    """Bytes of so many weights at their first address."""
+    return types.int64(kind, types.int64), lambda context, builder, signature, args: _skip(
+        builder, kind, _all(_I64, 0), args[1])
 
 
 @intrinsic(prefer_literal=True)
@@ -281,8 +377,15 @@ def read(typing, address, i):
 
 
 @intrinsic
+def number(typing, address, i):
+    """The i-th uint32 at an address."""
+    return types.int64(types.int64, types.int64), lambda context, builder, signature, args: builder.zext(_load(
+        builder, _I32, _at(builder, args[0], args[1], 4)), _I64)
+
+
+@intrinsic
 def write(typing, kind, address, i, value):
-    """Set the i-th number of a kind (not split bytes) at an address to an fp32 value, rounded to the nearest."""
+    """Set the i-th number of a plain kind at an address to an fp32 value, rounded to the nearest."""
     def code(context, builder, signature, args):
         _, address, i, value = args
         if kind == types.int16:
@@ -294,6 +397,6 @@ def write(typing, kind, address, i, value):
             nan = builder.fcmp_unordered("uno", value, value)
             bits = builder.select(nan, _all(_I32, 0x7FC00000), rounded)
             value = builder.trunc(builder.lshr(bits, _all(_I32, 16)), _I16)
-        _store(builder, value, _at(builder, address, i, SIZES[kind]))
+        _store(builder, value, _skip(builder, kind, address, i))
         return context.get_dummy_value()
     return types.void(kind, types.int64, types.int64, types.float32), code

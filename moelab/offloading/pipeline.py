@@ -111,7 +111,7 @@ class Pipeline:
 
     def tensors(self, key: tuple[int, int]) -> dict[str, torch.Tensor]:
         """The tensors of an expert (layer, expert) that is loaded."""
-        return self.slots.tensors(self.queue.held[key]["full"], key[0])
+        return self.slots.tensors(self.queue.held[key]["full"], *key)
 
     def wake(self) -> None:
         self._ready.put(None)

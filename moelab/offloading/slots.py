@@ -1,8 +1,8 @@
 """The engine's memory: three arrays of equal slots, allocated once, for E-chunks, SM-chunks and joined tensors.
 
 Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for any expert of the
-store and begins on a multiple of 4096 bytes; nothing is copied or allocated while a model runs. In a raw store an
-expert lies as it does in memory, so it is read *in place*, to where it is computed from, and needs no other slot.
+store and begins on a multiple of 4096 bytes; nothing is copied or allocated while a model runs. Under the codecs "raw"
+and "bf12" an expert lies as it is computed, so it is read *in place* and needs no other slot.
 
 `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of 4096.
 """
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
+from moelab.store import bf12
+from moelab.store.codecs import IN_PLACE
 from moelab.store.headers import DTYPES
-from moelab.store.layout import ALIGN, ExpertStore, aligned, run
+from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
 from moelab.store.reader import aligned_buffer
 
 
@@ -35,7 +37,7 @@ class Sizes:
         """`in_place` : whether to read experts in place; by default if they lie so in the store."""
         experts = [entries for layer in store.layers for entries in layer.experts]
         if in_place if in_place is not None else lies_as_in_memory(store):
-            return cls(max(_offsets(entries, ALIGN)[1] for entries in experts), 0, 0, True)
+            return cls(max(run(entries, "both")[1] for entries in experts), 0, 0, True)
         return cls(full=max(_offsets(entries)[1] for entries in experts),
                    e=max(run(entries, "E")[1] for entries in experts),
                    sm=max(run(entries, "SM")[1] for entries in experts))
@@ -47,8 +49,8 @@ class Sizes:
 
 
 def lies_as_in_memory(store: ExpertStore) -> bool:
-    """Whether the chunks of every expert are its tensors, one after another, as they are in memory: the codec "raw"."""
-    return all(len(entry.planes) == 1 and entry.planes[0][0] == "raw" and len(entry.planes[0][1]) == 1
+    """Whether every tensor of every expert is one chunk that can be computed from."""
+    return all(len(entry.planes) == 1 and entry.planes[0][0] in IN_PLACE and len(entry.planes[0][1]) == 1
                for layer in store.layers for entries in layer.experts for entry in entries.values())
 
 
@@ -64,7 +66,10 @@ class Slots:
             self._full = torch.from_numpy(self._chunks["full"])
         else:
             self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
-        self._store, self._views, self._places, kinds = store, {}, {}, {}
+        self._store, self._views, kinds = store, {}, {}
+        self._packed = self.sizes.in_place and any(entry.planes[0][0] != "raw" for layer in store.layers
+                                                   for entries in layer.experts for entry in entries.values())
+        self._matrices: dict[int, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
         # layer → a number that layers share whose experts have tensors of the same shapes
         self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]
 
@@ -77,25 +82,39 @@ class Slots:
         size = getattr(self.sizes, kind)
         return self._chunks[kind][slot * size:(slot + 1) * size]
 
-    def tensors(self, slot: int, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors of an expert of this layer in a slot of joined tensors."""
-        key = slot, self._shapes[layer]
-        if key not in self._views:
-            entries = self._store.layers[layer].experts[0]
-            memory = self._full[slot * self.sizes.full:(slot + 1) * self.sizes.full]
-            offsets, _ = _offsets(entries, ALIGN if self.sizes.in_place else 64)
-            self._views[key] = {
-                name: memory[offsets[name]:offsets[name] + entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
-                for name, entry in entries.items()}
-        return self._views[key]
+    def tensors(self, slot: int, layer: int, expert: int = 0) -> dict[str, torch.Tensor]:
+        """The tensors of an expert in a slot of joined tensors; one of bf12 is unpacked into new memory."""
+        entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
+        if key in self._views:
+            return self._views[key]
+        memory = self._full[slot * self.sizes.full:(slot + 1) * self.sizes.full]
+        if not self.sizes.in_place:
+            offsets, _ = _offsets(entries)
+            found = {name: _view(entry, memory[offsets[name]:]) for name, entry in entries.items()}
+        else:
+            found = {name: _view(entry, memory[offset:]) if codec == "raw" else _unpacked(entry, memory[offset:end])
+                     for name, (codec, offset, end, entry) in _in_place(entries).items()}
+        if not self._packed:
+            self._views[key] = found
+        return found
 
-    def addresses(self, slots: list[int], layer: int) -> dict[str, np.ndarray]:
-        """Where the tensors of experts of this layer lie in slots of joined tensors: name → int64 [slots]."""
-        kind = self._shapes[layer]
-        if kind not in self._places:
-            self._places[kind] = {name: t.data_ptr() for name, t in self.tensors(0, layer).items()}
-        skip = np.array(slots, np.int64) * self.sizes.full
-        return {name: first + skip for name, first in self._places[kind].items()}
+    def matrices(self, slots: list[int], layer: int, experts: list[int]) -> dict[str, tuple[bool, np.ndarray]] | None:
+        """How kernels find the tensors of experts of this layer in slots of joined tensors: name → (whether they are
+        bf12, int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None if only some are bf12."""
+        if layer not in self._matrices:
+            of = [_matrices(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
+            self._matrices[layer] = {name: (np.array([one[name][0] for one in of]), np.array([one[name][1] for one in of]))
+                                     for name in of[0]}
+        begin = self._full.data_ptr() + np.array(slots, np.int64) * self.sizes.full
+        found = {}
+        for name, (packed, places) in self._matrices[layer].items():
+            kind, places = packed[experts], places[experts]
+            if kind.any() != kind.all():
+                return None
+            places[:, 0] += begin
+            places[:, 1] += begin * kind
+            found[name] = bool(kind[0]), places
+        return found
 
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
@@ -115,10 +134,41 @@ def _host_memory(n: int, device: torch.device) -> np.ndarray:
     return pinned[skip:skip + n]
 
 
-def _offsets(entries: dict, alignment: int = 64) -> tuple[dict[str, int], int]:
-    """Where each tensor of an expert begins in a slot, and the slot's size."""
+def _offsets(entries: dict[str, TensorEntry]) -> tuple[dict[str, int], int]:
+    """Where each joined tensor of an expert begins in a slot, and the slot's size."""
     offsets, at = {}, 0
     for name, entry in entries.items():
         offsets[name] = at
-        at += -(-entry.nbytes // alignment) * alignment
+        at += -(-entry.nbytes // 64) * 64
     return offsets, aligned(at)
+
+
+def _in_place(entries: dict[str, TensorEntry]) -> dict[str, tuple[str, int, int, TensorEntry]]:
+    """name → (codec, begin, end in a slot that the expert is read into, entry)."""
+    begin, found = run(entries, "both")[0], {}
+    for name, entry in entries.items():
+        codec, (chunk,) = entry.planes[0]
+        found[name] = codec, chunk.offset - begin, chunk.offset - begin + chunk.length, entry
+    return found
+
+
+def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tuple[bool, list[int]]]:
+    """name → (whether it is bf12, its row of `Slots.matrices`, from the beginning of the slot on)."""
+    if not in_place:
+        return {name: (False, [offset, 0, 0, 0]) for name, offset in _offsets(entries)[0].items()}
+    found = {}
+    for name, (codec, offset, end, entry) in _in_place(entries).items():
+        low = offset + bf12.HEAD
+        found[name] = (True, [low, low + entry.n, 0, bf12.escapes(end - offset, entry.nbytes)]) if codec == "bf12" \
+            else (False, [offset, 0, 0, 0])
+    return found
+
+
+def _view(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
+    return memory[:entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _unpacked(entry: TensorEntry, blob: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    bf12.unpack(blob, out)
+    return out

@@ -4,7 +4,7 @@ Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (exponents in shar
 "SM-chunk"). A float of w bytes is rotated left by one bit (`moelab.store.bits`) and split into w planes, one for each
 byte, the top one first: exponents and sign-mantissa for bf16. A plane is compressed, in shards that different threads
 can decode, if that saves at least 2 %, and raw otherwise; so the zero bytes of weights that were widened from a
-narrower type are found, too. Under the codec "raw" a tensor is one plane, its own bytes.
+narrower type are found, too. Under the codecs "raw" and "bf12" a tensor is one plane; what "bf12" does not fit is raw.
 
 Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or more shards.
 """
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from moelab.registry import Entry
-from moelab.store import bits, huffman
+from moelab.store import bf12, bits, huffman
 from moelab.store.bits import as_bytes
 
 
@@ -125,9 +125,12 @@ CODECS: dict[str, Entry] = {
     "lz4hc": Entry(Codec(_lz4_compress, _lz4_decompress), "ZipMoE's LZ4HC, level 9"),
     "zstd": Entry(Codec(_zstd_compress(1), _zstd_decompress), "ZipMoE's ZSTD, level 1"),
     "zstd-huffman": Entry(Codec(_zstd_compress(0), _zstd_decompress), "Huffman coding in standard zstd frames"),
+    "bf12": Entry(Codec(bf12.pack, bf12.unpack), "bf16 in twelve bits, read in place and multiplied as it lies"),
     "huffman": Entry(Codec(_huffman_compress, huffman.decompress_into), "table Huffman of our own, the fastest"),
 }
 DEFAULT = "huffman"
+#: codecs of a whole tensor, which is read in place: to where it is computed from
+IN_PLACE = ("raw", "bf12")
 
 
 def find_codec(name: str) -> Codec:
@@ -182,7 +185,14 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = 4) -> Pack
     shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
     find_codec(codec)
-    planes = [as_bytes(weights)] if codec == "raw" else _planes(weights)
+    if codec == "bf12" and getattr(weights, "dtype", None) in (torch.bfloat16, np.uint16) and bf12.fits(weights.shape):
+        blob = bf12.pack(weights)
+        if len(blob) <= WORTH * 2 * len(weights.reshape(-1)):
+            return PackedTensor(len(as_bytes(weights)), (Plane(codec, (blob,)),))
+    if codec in IN_PLACE:
+        codec, planes = "raw", [as_bytes(weights)]
+    else:
+        planes = _planes(weights)
     return PackedTensor(len(planes[0]), tuple(_pack(plane, codec, shards, exponents=not i)
                                               for i, plane in enumerate(planes)))
 

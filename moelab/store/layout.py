@@ -38,6 +38,7 @@ from typing import Any
 import xxhash
 
 from moelab.specs import MoESpec
+from moelab.store import bf12
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codecs import find_codec
 from moelab.store.headers import DTYPES, header_bytes, nbytes
@@ -143,6 +144,8 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str
         _need(len(planes) in (1, DTYPES[dtype].itemsize), f"impossible entry: {name} in {len(planes)} planes")
         for codec, chunks in entry.planes:
             find_codec(codec)
+            _need(codec != "bf12" or (dtype, len(planes), len(chunks)) == ("BF16", 1, 1) and bf12.fits(entry.shape)
+                  and bf12.escapes(chunks[0].length, entry.nbytes) >= 0, f"impossible entry: {name} is no bf12")
             stored, n = [chunk.length for chunk in chunks], entry.nbytes // len(planes)
             _need(stored == [n] if codec == "raw" else stored and 0 < min(stored) and sum(stored) <= n,
                   f"impossible entry: {name} is {n:,} bytes in a plane, and its chunks ({codec}) have {stored}")

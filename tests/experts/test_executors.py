@@ -121,7 +121,7 @@ def test_weights_from_a_source_are_those_used(name):
 
 
 def test_the_registry_is_covered():
-    assert set(EXECUTORS) - set(lossless()) == {"capacity", "tiered", "grouped", "int8", "gemv_planes"}
+    assert set(EXECUTORS) - set(lossless()) == {"capacity", "tiered", "grouped", "int8"}
 
 
 @pytest.mark.parametrize("name, options, said", [

@@ -1,4 +1,4 @@
-"""The kernels under the executors: products against float64 numpy, split planes against joined weights, caches."""
+"""The kernels under the executors: products against float64 numpy, bf12 against the weights themselves, caches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moelab.experts import gemv as gemv_module
 from moelab.experts.executor import plain, silu_gated
 from moelab.experts.fast import Fast
 from moelab.experts.gemm import AVAILABLE, SUPPORTED, Packed
-from moelab.experts.gemv import GEMV, PlanesGEMV
+from moelab.experts.gemv import GEMV
 from moelab.kernels import linear
 from moelab.models.seam import eager
 from moelab.registry import make
-from moelab.store import bits
+from moelab.store import bf12
 
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
@@ -118,52 +118,74 @@ def test_arranged_choices(T, K, E, seed):
     assert sorted(rows[rows >= 0].tolist()) == list(range(len(tokens)))
 
 
-# ------------------------------------------------------------------------------------------------------ split planes
+# -------------------------------------------------------------------------------------------------------------- bf12
 
-def multiply_planes(x, exponents, sign_mantissa):
-    """x Wᵀ from the two planes of W [R, n], fp32."""
-    rows, n = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    matrix = np.array([[gemv_module._address(exponents), gemv_module._address(sign_mantissa), 0, 0]])
-    return products.multiply(np.uint8, matrix, np.array([0, len(rows)]), rows, None, len(exponents.ravel()) // n, False)
+def packed_row(w, blob, bias=None):
+    """The row of `products.multiply`'s matrices of a blob; [R, n] or, transposed, [n, R]."""
+    low = np.frombuffer(blob, np.uint8).ctypes.data + bf12.HEAD
+    return [low, low + w.numel(), 0 if bias is None else bias.data_ptr(), bf12.escapes(len(blob), 2 * w.numel())]
 
 
-@settings(max_examples=60)
-@given(st.integers(1, 6), st.integers(1, 200), st.integers(1, 90), st.integers(0, 99))
-def test_split_weights_multiply_like_joined_ones(T, n, R, seed):
+def wild(shape, rng, share):
+    """bf16 weights, a share of them with any 16 bits at all, but finite."""
+    w = torch.randn(shape, generator=rng).bfloat16()
+    bits = torch.randint(-1 << 15, 1 << 15, shape, generator=rng, dtype=torch.int16).view(torch.bfloat16)
+    bits = torch.where(bits.isfinite() & (bits.abs() < 1e4), bits, torch.zeros(()).bfloat16())
+    return torch.where(torch.rand(shape, generator=rng) < share, bits, w)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 150),
+       st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.sampled_from((0, 0.01, 0.5)), st.integers(0, 99))
+def test_packed_products_of_any_size(T, counts, blocks, rows, dtype, transposed, biased, share, seed):
     rng = torch.Generator().manual_seed(seed)
-    w, x = torch.randn(R, n, generator=rng).bfloat16(), torch.randn(T, n, generator=rng)
-    planes = bits.split(w)
-    y = multiply_planes(x, *planes)
-    assert torch.allclose(y.double(), x.double() @ w.double().T, atol=1e-4 * n ** 0.5)
-    kind = products.KINDS[torch.bfloat16]
-    joined = products.multiply(kind, np.array([[w.data_ptr(), 0, 0, 0]]), np.array([0, T]),
-                               x, None, R, False)
-    assert torch.equal(y, joined)                                                       # the same sums, bit for bit
-    assert torch.equal(multiply_planes(x[:1], *(p.numpy() for p in planes)), multiply_planes(x[:1], *planes))
+    n, R = (rows, 64 * blocks) if transposed else (64 * blocks, rows)
+    x = torch.randn(T, n, generator=rng).to(dtype)
+    matrices = [wild((n, R) if transposed else (R, n), rng, share) for _ in counts]
+    biases = [torch.randn(R, generator=rng).bfloat16() if biased else None for _ in counts]
+    blobs = [bf12.pack(w) for w in matrices]
+    table, bounds = np.array(list(map(packed_row, matrices, blobs, biases))), np.cumsum([0, *counts])
+    who = np.random.default_rng(seed).integers(0, T, bounds[-1])
+    y = products.multiply(products.BF12, table, bounds, x, who, R, transposed)
+    for i, (w, b) in enumerate(zip(matrices, biases)):
+        mine, wide = slice(bounds[i], bounds[i + 1]), (w if transposed else w.T).double()
+        found = x[who[mine]].double() @ wide + (b.double() if biased else 0)
+        size = x[who[mine]].double().abs() @ wide.abs() + 1
+        assert ((y[mine].double() - found).abs() <= 1e-5 * size).all()
 
 
-def test_every_bf16_number_is_read_right():
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_bf16_number_is_read_right(transposed):
     words = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
-    words = words[words.isfinite()]
-    w, x = words[:len(words) // 32 * 32].view(-1, 32), torch.eye(32)
-    assert torch.equal(multiply_planes(x, *bits.split(w.contiguous())).T, w.float())
+    words = torch.where(words.isfinite(), words, torch.zeros_like(words))       # 0 · ∞ is no number
+    for w in words.view(32, 32, 64):                        # of few high bytes each, so that none is an escape
+        blob, T = bf12.pack(w), len(w) if transposed else w.shape[1]
+        y = products.multiply(products.BF12, np.array([packed_row(w, blob)]), np.array([0, T]), torch.eye(T), None,
+                              w.numel() // T, transposed)
+        assert torch.equal(y if transposed else y.T, w.float())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_of_planes_are_those_of_joined_weights(layout, threads):
-    x, ids, weights, experts = step(layout=layout, dtype=torch.bfloat16)
-    y = GEMV()(x, ids, weights, experts)
-    executor = PlanesGEMV(lambda layer, e: {name: bits.split(w.contiguous()) for name, w in experts.own(e).items()})
-    assert torch.equal(executor(x, ids, weights, experts), y)
-    assert executor.tally.executed == ids.numel()
+@pytest.mark.parametrize("few", [False, True])
+def test_experts_of_bf12_are_those_of_bf16(layout, few, threads):
+    x, ids, weights, experts = step(H=64, I=128, layout=layout, dtype=torch.bfloat16)
+    expected = naive(x, ids, weights, experts)
+    kept = {e: {name: (w, bf12.pack(w) if w.dim() == 2 else None) for name, w in experts.own(e).items()}
+            for e in range(6)}
 
+    class Source:
+        def __call__(self, layer, expert):
+            return {name: w for name, (w, _) in kept[expert].items()}
 
-def test_planes_that_do_not_fit():
-    x, ids, weights, experts = step(dtype=torch.bfloat16)
-    for wrong in (torch.zeros(4, dtype=torch.int8), torch.zeros(4, 4, dtype=torch.uint8).T):
-        with pytest.raises(ValueError, match="contiguous uint8"):
-            PlanesGEMV(lambda layer, e: dict.fromkeys(("gate_up_proj", "down_proj"), (wrong, wrong)))(
-                x, ids, weights, experts)
+        def matrices(self, layer, experts, dtype):
+            if few and len(experts) > 1:
+                return None                                 # some packed and some not: `weights` are asked for
+            return {name: (blob is not None, np.array([packed_row(kept[e][name][0], kept[e][name][1]) if blob is not None
+                                                       else [kept[e][name][0].data_ptr(), 0, 0, 0] for e in experts]))
+                    for name, (_, blob) in kept[0].items()}
+    experts.shapes = {name: w.shape for name, w in experts.own(0).items()}
+    experts.source = Source()
+    assert (GEMV()(x, ids, weights, experts).double() - expected).abs().max() <= 4e-2
 
 
 # -------------------------------------------------------------------------------------------------------- executors
@@ -302,8 +324,6 @@ def test_what_gemv_cannot_do_falls_back(monkeypatch):
     y = make("executor", "sorted")(x, ids, weights, experts)
     monkeypatch.setattr(gemv_module, "products", None)                                  # no numba
     assert torch.equal(GEMV()(x, ids, weights, experts), y)
-    with pytest.raises(ValueError, match="plain experts"):
-        PlanesGEMV(lambda layer, e: {})(x, ids, weights, experts)
     monkeypatch.undo()
     experts.source = lambda layer, e: {name: w.mT.contiguous().mT if w.dim() == 2 else w    # strided
                                        for name, w in experts.own(e).items()}

@@ -1,0 +1,111 @@
+"""bf12: bf16 weights in twelve bits, lossless, multiplied as they lie.
+
+The high byte of a bf16 weight, its sign and most of its exponent, takes few values in a trained tensor: the 16 most
+frequent ones cover more than 99.9 %. So the low bytes stay, the high bytes become 4 bits each by a table of 16, and the
+few others, *escapes*, are listed. The length of a code is fixed, so a weight is found at once, and a processor looks 64
+of them up in one instruction (`moelab.kernels.tiles`): nothing is decoded before it is multiplied. ZipServ (ASPLOS
+2026) gives exponents 3 bits in bitmaps, for tensor cores.
+
+    blob of N weights, N a multiple of 64: 48 zeros, table [16] | low bytes [N] | codes [N/2] |
+                                           indices of m escapes uint32 [m], their weights [m]
+
+Of each 64 weights, the byte i of the codes has those of the weights i (low nibble) and i + 32. An escape's low byte and
+code are 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from moelab.kernels.compile import kernel
+from moelab.kernels.tiles import BLOCK, join
+from moelab.store.bits import as_bytes
+
+HEAD = 64                           # bytes before the low bytes, which so begin on a cache line
+_NEVER = (0x7F, 0xFF)               # high bytes of infinities and NaN, by which escapes' codes must not multiply
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+    """Whether bf16 weights of a shape can be multiplied as they lie: matrices whose rows are whole blocks."""
+    return len(shape) > 1 and shape[-1] % BLOCK == 0 and 0 < math.prod(shape) < 1 << 32
+
+
+def escapes(length: int, nbytes: int) -> int:
+    """How many escapes a blob of `length` bytes has, of weights of `nbytes`. ValueError for an impossible length."""
+    blocks, tail = divmod(nbytes, 2 * BLOCK)
+    count, rest = divmod(length - HEAD - blocks * BLOCK * 3 // 2 - tail, 6)
+    if rest or not 0 <= count <= blocks * BLOCK:
+        raise ValueError(f"no bf12 blob of {nbytes:,} bytes of weights has {length:,} bytes")
+    return count
+
+
+def pack(data: Any) -> bytes:
+    """The blob of a bytes-like object; what is beyond its whole blocks of weights follows unchanged."""
+    source = as_bytes(data)
+    words, tail = _whole(source)
+    counts = _high_bytes(words)
+    counts[list(_NEVER)] = -1
+    table = np.argsort(-counts, kind="stable")[:16].astype(np.uint8)
+    codes = np.full(256, 255, np.uint8)
+    codes[table] = np.arange(16)
+    blob = np.zeros(HEAD + len(words) // 2 * 3 + 6 * int(len(words) - counts[table].sum()) + len(tail), np.uint8)
+    blob[HEAD - 16:HEAD] = table
+    *parts, rest = _parts(blob, len(source))
+    _pack(words, codes, *parts)
+    rest[:] = tail
+    return blob.tobytes()
+
+
+def unpack(blob: Any, out: Any) -> None:
+    """Write the weights of a blob into a writable buffer of exactly their size; ValueError if it is damaged."""
+    source, target = as_bytes(blob), as_bytes(out, writable=True)
+    low, codes, indices, values, rest = _parts(source, len(target))
+    words, tail = _whole(target)
+    if len(indices) and not (np.all(indices[1:] > indices[:-1]) and indices[-1] < len(words)):
+        raise ValueError("the escapes of a bf12 blob are not in order")
+    _join(low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data)
+    words[indices] = values
+    tail[:] = rest
+
+
+def _whole(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The weights of whole blocks, and the bytes behind them."""
+    end = len(data) - len(data) % (2 * BLOCK)
+    return data[:end].view(np.uint16), data[end:]
+
+
+def _parts(blob: np.ndarray, nbytes: int) -> tuple[np.ndarray, ...]:
+    """Low bytes, codes, indices of escapes, their weights, the bytes behind."""
+    n, m = nbytes // (2 * BLOCK) * BLOCK, escapes(len(blob), nbytes)
+    low, codes, indices, values, rest = np.split(blob[HEAD:], np.cumsum([n, n // 2, 4 * m, 2 * m]))
+    return low, codes, indices.view(np.uint32), values.view(np.uint16), rest
+
+
+@kernel
+def _join(low, codes, n, out):
+    join(low, codes, low - 16, n, out)
+
+
+@kernel
+def _high_bytes(words):
+    counts = np.zeros(256, np.int64)
+    for word in words:
+        counts[word >> 8] += 1
+    return counts
+
+
+@kernel
+def _pack(words, codes, low, packed, indices, values):
+    m = 0
+    for i in range(len(words)):
+        code = codes[words[i] >> 8]
+        if code == 255:
+            indices[m], values[m], code = i, words[i], 0
+            m += 1
+        else:
+            low[i] = words[i] & 255
+        at = i % 64
+        packed[i // 64 * 32 + at % 32] |= code << 4 if at >= 32 else code
