@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import moelab
 from moelab.store import bf12
 from moelab.store.codecs import compress_tensor, decompress_tensor
-from moelab.store.layout import ExpertStore, StoreError
+from moelab.store.layout import StoreError
 
 
 def naive(blob, nbytes):
@@ -106,12 +106,11 @@ def test_the_small_model_computes_the_same(store, memory):
 
 
 def test_stored_bytes_and_a_damaged_chunk(store):
-    opened = ExpertStore(store)
-    experts = [entry for layer in opened.layers for entries in layer.experts for entry in entries.values()]
+    experts = [entry for layer in store.layers for entries in layer.experts for entry in entries.values()]
     assert {codec for entry in experts for codec, _ in entry.planes} == {"bf12"}
     assert sum(entry.stored() for entry in experts) < 0.77 * sum(entry.nbytes for entry in experts)
-    chunk = opened.entries(0, 0)["down_proj"].planes[0][1][0]
-    file = store / opened.layers[0].file
+    chunk = store.entries(0, 0)["down_proj"].planes[0][1][0]
+    file = store.folder / store.layers[0].file
     content = file.read_bytes()
     try:
         file.write_bytes(content[:chunk.offset] + bytes([content[chunk.offset] ^ 1]) + content[chunk.offset + 1:])
