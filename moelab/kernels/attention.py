@@ -222,9 +222,11 @@ def _heads(kind, job):
                 total += scores[g, s]
             sums[:] = 0
             for s in range(0, S - 3, 4):
-                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole, sums.ctypes.data)
+                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
+                         sums.ctypes.data)
             for s in range(S - S % 4, S):
-                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole, sums.ctypes.data)
+                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
+                         sums.ctypes.data)
             for i in range(whole, D):
                 for s in range(S):
                     sums[i] += scores[g, s] * weight(kind, values, s * D + i)

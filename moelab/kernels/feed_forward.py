@@ -89,7 +89,8 @@ def _feed_forward(x_kind, up_order, down_order, up, two_I, down, H, bounds, x, T
                   outputs, up_work, down_work, team, threads):
     N, I = bounds[-1], two_I // 2
     h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
-    together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data, outputs))
+    together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data,
+                                            outputs))
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + np.exp(-h[j, i])) * h[j, I + i]

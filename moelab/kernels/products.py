@@ -18,8 +18,8 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from moelab.kernels.tiles import (add_rows, dots, kept, number, place, prefetch, read, span, spread, step, take, together,
-                                  weight, write)
+from moelab.kernels.tiles import (add_rows, dots, kept, number, place, prefetch, read, span, spread, step, take,
+                                  together, weight, write)
 from moelab.kernels.compile import c_function, kernel
 
 #: torch's types of weights → numba's kinds

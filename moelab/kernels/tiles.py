@@ -88,7 +88,8 @@ def _vectors(builder: Any, kind: ir.Type, weights: Any, other: Any = None, table
     for low, high in _halves(builder, weights, other, table):
         n = low.type.count
         for half in range(2):                           # within 16 bytes, as processors unpack
-            order = [16 * lane + 8 * half + i + n * byte for lane in range(n // 16) for i in range(8) for byte in (0, 1)]
+            order = [16 * lane + 8 * half + i + n * byte
+                     for lane in range(n // 16) for i in range(8) for byte in (0, 1)]
             found += _widened(builder, builder.bitcast(_shuffle(builder, low, high, order), _WORDS))
     return found
 
@@ -118,7 +119,8 @@ def _looked_up(builder: Any, table: Any, codes: Any) -> Any:
              "aarch64": {16: "aarch64.neon.tbl1.v16i8"}, "arm64": {16: "aarch64.neon.tbl1.v16i8"}}
     name = names.get(platform.machine(), {}).get(n)
     if name is not None and (n > 16 or "aarch64" in name or _FEATURES.get("ssse3")):
-        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(codes.type, [codes.type] * 2), "llvm." + name)
+        of = ir.FunctionType(codes.type, [codes.type] * 2)
+        f = cgutils.get_or_insert_function(builder.module, of, "llvm." + name)
         return builder.call(f, [_shuffle(builder, table, table, [i % 16 for i in range(n)]), codes])
     found = _all(codes.type, 0)
     for code in range(16):
@@ -229,7 +231,8 @@ def add_rows(typing, rows, kind, x, w, other, table, stride, n, sums):
             places = [_at(builder, _at(builder, sums, i, 4), at, 4) for at in range(0, step, WIDTH)]
             values = [_load(builder, _FLOATS, place) for place in places]
             for r, (first, second) in enumerate(matrix):
-                parts = _vectors(builder, kind, _skip(builder, kind, first, i), _skip(builder, kind, second, i, 1), table)
+                parts = _vectors(builder, kind, _skip(builder, kind, first, i), _skip(builder, kind, second, i, 1),
+                                 table)
                 values = [fma(inputs[r], weights, value) for weights, value in zip(parts, values)]
             for value, place in zip(values, places):
                 _store(builder, value, place)

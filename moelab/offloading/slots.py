@@ -103,7 +103,7 @@ class Slots:
         bf12, int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None if only some are bf12."""
         if layer not in self._matrices:
             of = [_matrices(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
-            self._matrices[layer] = {name: (np.array([one[name][0] for one in of]), np.array([one[name][1] for one in of]))
+            self._matrices[layer] = {name: tuple(np.array([one[name][i] for one in of]) for i in range(2))
                                      for name in of[0]}
         begin = self._full.data_ptr() + np.array(slots, np.int64) * self.sizes.full
         found = {}

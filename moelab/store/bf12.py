@@ -38,7 +38,7 @@ def escapes(length: int, nbytes: int) -> int:
     blocks, tail = divmod(nbytes, 2 * BLOCK)
     count, rest = divmod(length - HEAD - blocks * BLOCK * 3 // 2 - tail, 6)
     if rest or not 0 <= count <= blocks * BLOCK:
-        raise ValueError(f"no bf12 blob of {nbytes:,} bytes of weights has {length:,} bytes")
+        raise ValueError(f"no bf12 blob of {nbytes} bytes of weights has {length} bytes")
     return count
 
 

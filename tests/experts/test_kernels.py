@@ -180,9 +180,9 @@ def test_experts_of_bf12_are_those_of_bf16(layout, few, threads):
         def matrices(self, layer, experts, dtype):
             if few and len(experts) > 1:
                 return None                                 # some packed and some not: `weights` are asked for
-            return {name: (blob is not None, np.array([packed_row(kept[e][name][0], kept[e][name][1]) if blob is not None
-                                                       else [kept[e][name][0].data_ptr(), 0, 0, 0] for e in experts]))
-                    for name, (_, blob) in kept[0].items()}
+            rows = {name: [[w.data_ptr(), 0, 0, 0] if blob is None else packed_row(w, blob)
+                           for w, blob in (kept[e][name] for e in experts)] for name in kept[0]}
+            return {name: (kept[0][name][1] is not None, np.array(row)) for name, row in rows.items()}
     experts.shapes = {name: w.shape for name, w in experts.own(0).items()}
     experts.source = Source()
     assert (GEMV()(x, ids, weights, experts).double() - expected).abs().max() <= 4e-2
