@@ -33,11 +33,10 @@ from moelab.experts import EXECUTORS
 from moelab.experts.gemm import Packed
 from moelab.experts.gemv import GEMV
 from moelab.kernels.compile import kernel
+from moelab.models.fast_decode import as_bf12
 from moelab.models.seam import seam_class
 from moelab.registry import make
 from moelab.specs import DeviceSpec, Figure
-from moelab.store import bf12
-from moelab.store.reader import aligned_buffer
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -92,11 +91,11 @@ class Layers:
                 if (run := make("executor", name)).lossless:
                     arms[name] = self._arm(run, steps)
         if T == 1 and self.dtype == torch.bfloat16:
-            packed = [copy.copy(seam) for seam in self.seam]
-            for seam in packed:
+            bf12 = [copy.copy(seam) for seam in self.seam]
+            for seam in bf12:
                 seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
                 seam.source = PackedExperts(seam)
-            arms[BF12] = lambda i: GEMV()(*steps[i][1:], packed[steps[i][0]])
+            arms[BF12] = lambda i: GEMV()(*steps[i][1:], bf12[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
 
@@ -123,12 +122,9 @@ class PackedExperts:
         self.rows, self.blobs = {name: [] for name in experts.own(0)}, []
         for e in range(experts.num_experts):
             for name, w in experts.own(e).items():
-                blob = bf12.pack(w)
-                memory = aligned_buffer(len(blob))
-                memory[:] = np.frombuffer(blob, np.uint8)
+                memory, row = as_bf12(w)
                 self.blobs.append(memory)
-                low = memory.ctypes.data + bf12.HEAD
-                self.rows[name].append([low, low + w.numel(), 0, bf12.escapes(len(blob), w.nbytes)])
+                self.rows[name].append(row)
 
     def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[bool, np.ndarray]]:
         return {name: (True, np.array([rows[e] for e in experts])) for name, rows in self.rows.items()}

@@ -23,6 +23,7 @@ from moelab.kernels import products
 from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, read, span, spread, take, together,
                                   weight, write)
 from moelab.kernels.compile import c_function, kernel
+from moelab.kernels.products import Matrices, Pack
 
 #: classes of transformers whose attention is the one above; a probe must agree as well
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
@@ -33,9 +34,12 @@ _NONE = np.zeros(1, np.int64)
 
 
 class DecodeAttention:
-    """The forward of one layer's attention; the module's own for everything but a single token."""
+    """The forward of one layer's attention; the module's own for everything but a single token.
 
-    def __init__(self, module: nn.Module) -> None:
+    pack : as of `moelab.kernels.linear.FastLinears`.
+    """
+
+    def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
         self.module, self.own = module, type(module).forward
         self.linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
         norms = [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
@@ -45,16 +49,15 @@ class DecodeAttention:
         self.norms = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
             if len(norms) == 2 else (0, 0, D, D, 0.0)
         kind = products.KINDS[self.linears[0].weight.dtype]
-        self.kind, self.work, self.heads_work = kind(0), products.entry(kind), c_function(_ENTRIES[kind])
-        size, rows = self.linears[0].weight.element_size(), []
-        for linear in self.linears[:3]:                             # a matrix for each head
-            bias, width = linear.bias, linear.in_features * D * size
-            rows += [[linear.weight.data_ptr() + head * width, 0, 0 if bias is None else bias.data_ptr()
-                      + head * D * size, 0] for head in range(linear.out_features // D)]
-        out = self.linears[3]
-        self.before = np.array(rows), np.arange(len(rows) + 1), np.zeros(len(rows), np.int64)
-        self.after = np.array([[out.weight.data_ptr(), 0, 0 if out.bias is None else out.bias.data_ptr(), 0]]), \
-            np.array([0, 1]), _NONE
+        self.kind, self.heads_work = kind(0), c_function(_ENTRIES[kind])
+        before = [Matrices(linear.weight, linear.bias, linear.out_features // D, pack) for linear in self.linears[:3]]
+        if len({matrices.kind for matrices in before}) > 1:
+            before = [Matrices(linear.weight, linear.bias, linear.out_features // D) for linear in self.linears[:3]]
+        after = Matrices(self.linears[3].weight, self.linears[3].bias, 1, pack)
+        rows = np.concatenate([matrices.rows for matrices in before])           # a matrix for each head
+        self.before = before[0].kind(0), rows, np.arange(len(rows) + 1), np.zeros(len(rows), np.int64)
+        self.after = after.kind(0), after.rows, np.array([0, 1]), _NONE
+        self.works, self.alive = [products.entry(before[0].kind), products.entry(after.kind)], (before, after)
         self.addresses = _addresses(module)
         self.rooms: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()      # of caches' layers
 
@@ -74,12 +77,12 @@ class DecodeAttention:
         x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
         q = np.empty(self.heads * self.D, np.float32)
         _project(self.kind, *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.data_ptr(),
-                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), k.stride(1), self.work,
+                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), k.stride(1), self.works[0],
                  products.TEAM, threads)
         keys, values = grown or (t.contiguous() for t in past_key_values.update(k, v, module.layer_idx))
         S, y = keys.shape[2], torch.empty_like(x)
         _attend(self.kind, *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, keys.stride(1), self.D,
-                y.data_ptr(), y.numel(), self.heads_work, self.work, products.TEAM, threads)
+                y.data_ptr(), y.numel(), self.heads_work, self.works[1], products.TEAM, threads)
         return y, None
 
 
@@ -114,7 +117,7 @@ def epsilon(norm: nn.Module) -> float | None:
 
 
 @torch.inference_mode()
-def decode_attention(module: nn.Module) -> DecodeAttention | None:
+def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAttention | None:
     """The forward for this module; None if a probe on a random token and angle shows another attention."""
     config = getattr(module, "config", None)
     if type(module).__name__ not in ATTENTIONS or getattr(config, "clip_qkv", None):
@@ -125,7 +128,7 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
                                           or not linear.weight.is_contiguous() or linear.weight.dtype != dtype
                                           for linear in linears):
         return None
-    ours, rng = DecodeAttention(module), torch.Generator().manual_seed(0)
+    ours, rng = DecodeAttention(module, pack), torch.Generator().manual_seed(0)
     angle = torch.rand(1, 1, ours.D // 2, generator=rng).repeat(1, 1, 2) * 6
     past = [torch.randn(1, ours.kv_heads, 3, ours.D, generator=rng).to(dtype) for _ in range(2)]
     given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None,
@@ -137,12 +140,12 @@ def decode_attention(module: nn.Module) -> DecodeAttention | None:
 
 
 @kernel
-def _project(kind, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k,
+def _project(kind, order, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k,
              v, stride, work, team, threads):
     """q fp32 [heads, D], scaled, in the order of `place`; k and v, heads `stride` numbers apart. A norm may be 0."""
     M, heads, whole = len(matrices), len(q) // D, D - D % STEP
     kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
-    together(team, work, threads, products.job_of(kind, kind, matrices, bounds, x, 1, n, tokens, D, y.ctypes.data))
+    together(team, work, threads, products.job_of(kind, order, matrices, bounds, x, 1, n, tokens, D, y.ctypes.data))
     flat = y.reshape(M * D)
     _normalise(kind, flat[:heads * D], q_norm, q_width, eps)
     _normalise(kind, flat[heads * D:(heads + kv_heads) * D], k_norm, k_width, eps)
@@ -179,14 +182,16 @@ def _normalise(kind, y, w, width, eps):
 
 
 @kernel
-def _attend(kind, matrices, bounds, tokens, q, k, v, kv_heads, S, stride, D, out, H, heads_work, work, team, threads):
+def _attend(kind, order, matrices, bounds, tokens, q, k, v, kv_heads, S, stride, D, out, H, heads_work, work, team,
+            threads):
     """The output [H] from q of `_project` and keys and values [kv heads, S, D], `stride` numbers from head to head."""
     mixed, y = np.empty(len(q), np.float32), np.empty(H, np.float32)
     job = np.empty(10, np.int64)
     job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, len(q) // D // kv_heads, S, D
     job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, k, v, mixed.ctypes.data, span(kind, stride)
     together(team, heads_work, threads, job)
-    job = products.job_of(np.float32(0), kind, matrices, bounds, mixed.ctypes.data, 1, len(q), tokens, H, y.ctypes.data)
+    job = products.job_of(np.float32(0), order, matrices, bounds, mixed.ctypes.data, 1, len(q), tokens, H,
+                          y.ctypes.data)
     kept(mixed)
     together(team, work, threads, job)
     for i in range(H):

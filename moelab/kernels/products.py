@@ -36,6 +36,28 @@ AHEAD = 4096                    # bytes to ask for before they are needed; the h
 _ONE = threading.Lock()         # numba's simplest pool of threads, where there is no OpenMP, must not be shared
 
 
+#: bf16 weights [R, n] → (memory of them as bf12, its row of `multiply`'s matrices); None where that does not pay
+Pack = Callable[[Tensor], tuple[np.ndarray, list[int]] | None]
+
+
+class Matrices:
+    """The rows of one weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
+
+    kind : of all parts: bf12 if `pack` packs each of them.    rows : int64 [parts, 4]; valid while this object lives.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> None:
+        found = [pack(part) for part in weight.chunk(parts)] if pack and weight.dtype == torch.bfloat16 else [None]
+        if all(found):
+            self.kind, self.alive, rows = BF12, [memory for memory, _ in found], [row for _, row in found]
+        else:
+            size = weight.nbytes // parts
+            self.kind, rows = KINDS[weight.dtype], [[weight.data_ptr() + i * size, 0, 0, 0] for i in range(parts)]
+        self.rows = np.array(rows)
+        if bias is not None:
+            self.rows[:, 2] = bias.data_ptr() + np.arange(parts) * (bias.nbytes // parts)
+
+
 def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, tokens: np.ndarray | None, R: int,
              transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
     """All products: [N, R] of `dtype`, summed in fp32.

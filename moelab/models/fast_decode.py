@@ -6,10 +6,15 @@ take the modules' own forwards. Results are transformers' within the dtype's tol
 
 from __future__ import annotations
 
-from torch import nn
+from functools import partial
+
+import numpy as np
+from torch import Tensor, nn
 
 from moelab.kernels.linear import FastLinears
 from moelab.models.patches import Patches, bare
+from moelab.store import bf12
+from moelab.store.reader import aligned_buffer
 
 try:
     from moelab.kernels.attention import decode_attention
@@ -25,16 +30,20 @@ class FastDecode(Patches):
     """A model that uses the fused decode kernels; undone by `close`, or at the end of a `with` block.
 
     rows : up to how many rows linear layers use them; None measures it.
+    packed : whether linear layers, attention's and the head too, multiply by bf12 copies of their weights, made now: 75 %
+        more memory for these, 25 % fewer bytes a token. Lossless, so results differ in the order of sums only.
     norms, routers, attentions, linears : count the modules with another forward. One that had another is left alone.
     """
 
-    def __init__(self, model: nn.Module, rows: float | None = None) -> None:
+    def __init__(self, model: nn.Module, rows: float | None = None, packed: bool = False) -> None:
         super().__init__()
         self.norms = self.routers = self.attentions = self.linears = 0
-        find_linear = FastLinears(rows)
+        pack = as_bf12 if packed else None
+        find_linear = FastLinears(rows, pack)
         self.rows = find_linear.rows
         try:
             for what, find in (KERNELS | {"linears": find_linear}).items():
+                find = partial(find, pack=pack) if what == "attentions" else find
                 for module in model.modules():                  # attention's probe is of the norms in it, too
                     if bare(module) and (fast := find(module)) is not None:
                         self.wrap(module, "forward", lambda _, fast=fast: fast)
@@ -42,3 +51,13 @@ class FastDecode(Patches):
         except BaseException:
             self.close()
             raise
+
+
+def as_bf12(weight: Tensor) -> tuple[np.ndarray, list[int]] | None:
+    """A weight as bf12 in memory, and its row for the kernels (`moelab.kernels.products.Pack`)."""
+    blob = bf12.pack_tensor(weight)
+    if blob is None:
+        return None
+    memory = aligned_buffer(len(blob), 64)
+    memory[:] = np.frombuffer(blob, np.uint8)
+    return memory, bf12.row(memory.ctypes.data, len(blob), weight.numel())

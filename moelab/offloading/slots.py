@@ -158,9 +158,8 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
         return {name: (False, [offset, 0, 0, 0]) for name, offset in _offsets(entries)[0].items()}
     found = {}
     for name, (codec, offset, end, entry) in _in_place(entries).items():
-        low = offset + bf12.HEAD
-        found[name] = (True, [low, low + entry.n, 0, bf12.escapes(end - offset, entry.nbytes)]) if codec == "bf12" \
-            else (False, [offset, 0, 0, 0])
+        packed = codec == "bf12"
+        found[name] = packed, bf12.row(offset, end - offset, entry.n) if packed else [offset, 0, 0, 0]
     return found
 
 

@@ -19,6 +19,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from moelab.kernels.compile import kernel
 from moelab.kernels.tiles import BLOCK, join
@@ -57,6 +58,19 @@ def pack(data: Any) -> bytes:
     _pack(words, codes, *parts)
     rest[:] = tail
     return blob.tobytes()
+
+
+def pack_tensor(weights: Any) -> bytes | None:
+    """The blob of a bf16 tensor (or uint16 array, its bits); None where it does not fit or saves less than 2 %."""
+    if weights.dtype not in (torch.bfloat16, np.uint16) or not fits(weights.shape):
+        return None
+    blob = pack(weights)
+    return blob if len(blob) <= 0.98 * 2 * math.prod(weights.shape) else None
+
+
+def row(address: int, length: int, n: int) -> list[int]:
+    """Of `moelab.kernels.products.multiply`'s matrices: a blob of n weights in memory, without a bias."""
+    return [address + HEAD, address + HEAD + n, 0, escapes(length, 2 * n)]
 
 
 def unpack(blob: Any, out: Any) -> None:

@@ -185,10 +185,8 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = 4) -> Pack
     shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
     find_codec(codec)
-    if codec == "bf12" and getattr(weights, "dtype", None) in (torch.bfloat16, np.uint16) and bf12.fits(weights.shape):
-        blob = bf12.pack(weights)
-        if len(blob) <= WORTH * 2 * len(weights.reshape(-1)):
-            return PackedTensor(len(as_bytes(weights)), (Plane(codec, (blob,)),))
+    if codec == "bf12" and hasattr(weights, "dtype") and (blob := bf12.pack_tensor(weights)) is not None:
+        return PackedTensor(len(as_bytes(weights)), (Plane(codec, (blob,)),))
     if codec in IN_PLACE:
         codec, planes = "raw", [as_bytes(weights)]
     else:

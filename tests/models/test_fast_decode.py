@@ -2,15 +2,17 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
 from moelab import open_model
-from moelab.models.fast_decode import FastDecode
+from moelab.models.fast_decode import FastDecode, as_bf12
 from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
+from moelab.kernels import products         # noqa: E402
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
 
@@ -44,6 +46,36 @@ def test_linear_layers_give_the_same_logits(name, tmp_path, monkeypatch):
             with FastDecode(model) as again:
                 assert again.linears == again.norms == again.routers == again.attentions == 0   # not twice
         assert torch.equal(model(ids).logits, logits)
+
+
+def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
+    monkeypatch.setattr("moelab.kernels.linear.LARGE", 1)
+    model, ids = open_model(), torch.arange(3, 17)[None]
+
+    def logits(packed):
+        with FastDecode(model, rows=1e9, packed=packed) as fast, torch.inference_mode():
+            cache = model(ids).past_key_values
+            out = [model(ids).logits, model(torch.tensor([[5]]), past_key_values=cache).logits]
+        return fast.attentions, fast.linears, torch.cat([one.flatten() for one in out]).float()
+    plain, bf12 = logits(False), logits(True)
+    assert plain[:2] == bf12[:2] and plain[0] == model.spec.num_layers
+    assert (plain[2] - bf12[2]).abs().mean() < 0.02 * plain[2].abs().mean()
+
+    monkeypatch.setattr("moelab.kernels.products.KINDS", {torch.float32: np.float32})       # no other weights are read
+    attention = model.model.layers[0].self_attn
+    weight = attention.o_proj.weight
+    x = torch.randn(2, weight.shape[1]).bfloat16()
+    found = products.Matrices(weight, None, pack=as_bf12)
+    y = products.multiply(found.kind, found.rows, np.array([0, 2]), x.float(), None, len(weight), False)
+    assert found.kind == products.BF12 and torch.allclose(y, x.float() @ weight.float().T, atol=1e-3)
+
+
+def test_dense_is_an_option_of_fast():
+    with open_model(executor="fast", dense="bf12") as lm:
+        assert lm.generate(torch.arange(3, 9)[None], max_new_tokens=3, do_sample=False).shape == (1, 9)
+    for wrong in ({"dense": "bf12"}, {"dense": "int3", "executor": "fast"}):
+        with pytest.raises(ValueError, match="bf12"):
+            open_model(**wrong)
 
 
 def test_without_numba_nothing_changes(monkeypatch, tmp_path):
