@@ -71,7 +71,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         raise ValueError(f"open_model takes no {', '.join(sorted(unknown))}; beside the parameters of its docstring, "
                          f"with memory, it takes {', '.join(OPTIONS)}")
     if dense not in (None, "bf12") or dense and executor != "fast":
-        raise ValueError(f"dense is {dense!r}; \"bf12\" is all there is, and only the executor \"fast\" computes with it")
+        raise ValueError(f'dense is {dense!r}; "bf12" is all there is, and only the executor "fast" computes with it')
     if memory is None:
         wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):

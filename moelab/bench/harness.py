@@ -48,7 +48,7 @@ class EngineBenchmark:
         model, gguf, hub = (self.folder / name for name in ("model", "model.gguf", "hub"))
         if not model.exists():
             synthesize(model, self.spec)
-        for codec in ("huffman", "raw"):
+        for codec in ("huffman", "bf12", "raw"):
             if not (self.folder / codec).exists():
                 convert(model, self.folder / codec, codec)
         if not (self.folder / "experts.bin").exists():
@@ -122,20 +122,20 @@ class EngineBenchmark:
                 "faults a token": _mean(found, "decode_major_faults", self.decode),
                 "hit rate": _mean(found, "decode_hit_rate"), "peak GB": _mean(found, "peak_rss_bytes", 1e9),
                 "load s": median(report["load_s"] for report in found),
-                "output": self.judge(arms[name][0], found), "result": found[-1]["limit"]}
+                "output": self.judge(arms[name], found), "result": found[-1]["limit"]}
         return rows, reports
 
     def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float:
         """TPOT of one arm over that of another: the median over rounds of the ratio of their medians."""
         return median(median(a["tpot_s"]) / median(b["tpot_s"]) for a, b in zip(reports[name], reports[base]))
 
-    def judge(self, engine: str, reports: list[dict[str, Any]]) -> str:
+    def judge(self, arm: Arm, reports: list[dict[str, Any]]) -> str:
         """Whether the logits are those of transformers' eager experts."""
         if self.reference is None:
             self.reference = self.report(("eager", {}, None))
         if "result" in self.reference:
             return f"no reference: {self.reference['result']}"
-        if engine in EXACT:
+        if arm[0] in EXACT and arm[1].get("options", {}).get("executor", "exact") == "exact":
             return "= eager" if all(r["digest"] == self.reference["digest"] for r in reports) else "≠ EAGER"
         if not (best := reports[-1].get("best")):
             return "own tokens"

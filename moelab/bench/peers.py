@@ -28,8 +28,7 @@ from typing import Any
 from moelab.offloading.metrics import process
 
 #: name → the module and the class that runs it
-ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "moelab fast": ("moelab.bench.peers", "MoelabFast"),
-           "eager": ("moelab.bench.peers", "Eager"), "mapped": ("moelab.bench.peers", "Mapped"),
+ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "eager": ("moelab.bench.peers", "Eager"), "mapped": ("moelab.bench.peers", "Mapped"),
            "accelerate": ("moelab.bench.peers", "Accelerate"), "llama.cpp": ("moelab.bench.external_engines", "Llama"),
            "ftllm": ("moelab.bench.external_engines", "Ftllm"),
            "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline")}
@@ -145,8 +144,6 @@ class Moelab(Transformers):
     """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps; "predictor";
     "compressed": the budget, a share, is divided into staging, which must be given, and experts kept compressed."""
 
-    executor = "exact"
-
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
         from moelab import open_model
@@ -154,8 +151,8 @@ class Moelab(Transformers):
         given = dict(options.get("options", {}))
         if options.get("compressed"):
             given["plan"] = compressed_pool(options["store"], options["budget"], given["staging"])
-        super().__init__(open_model(options["store"], memory=options["budget"], executor=self.executor,
-                                    prefetch=options.get("predictor"), **given))
+        super().__init__(open_model(options["store"], memory=options["budget"], prefetch=options.get("predictor"),
+                                    **given))
         self.offloading = self.model.moelab
 
     def decoding(self) -> None:
@@ -217,12 +214,6 @@ class Moelab(Transformers):
                 best = max(best, total / (time.perf_counter() - start))
             drop_cache()
         return best
-
-
-class MoelabFast(Moelab):
-    """The same engine with the fused kernels, which equal eager but for rounding."""
-
-    executor = "fast"
 
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float]:

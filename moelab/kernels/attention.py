@@ -140,8 +140,8 @@ def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAtten
 
 
 @kernel
-def _project(kind, order, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q, k,
-             v, stride, work, team, threads):
+def _project(kind, order, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling,
+             q, k, v, stride, work, team, threads):
     """q fp32 [heads, D], scaled, in the order of `place`; k and v, heads `stride` numbers apart. A norm may be 0."""
     M, heads, whole = len(matrices), len(q) // D, D - D % STEP
     kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)

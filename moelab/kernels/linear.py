@@ -48,7 +48,8 @@ class FastLinears:
             self.rows[dtype] = _measured(module.weight) if self._given is None else self._given
         rows, packed = self.rows[dtype], None
         if self._pack is not None:
-            packed, packed_from = products.Matrices(module.weight, module.bias, pack=self._pack), module.weight.data_ptr()
+            packed = products.Matrices(module.weight, module.bias, pack=self._pack)
+        packed_from = module.weight.data_ptr()
 
         def forward(x: Tensor) -> Tensor:
             w, b = module.weight, module.bias                       # asked each time: they may be replaced or moved

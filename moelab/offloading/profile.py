@@ -214,14 +214,14 @@ class Microbenchmarks:
         self.kept = max(workers, min(experts, ROUND_TRIP // Sizes.of(store).full))
         self.slots = Slots(store, {"full": self.kept, "e": workers, "sm": workers})
         self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
-        self.full: dict[int, int] = {}                          # slot → layer of the expert that it holds
+        self.full: dict[int, tuple[int, int]] = {}              # slot → (layer, expert) that it holds
         for slot in range(self.kept):
             layer, expert = self._pick()
-            self.full[slot] = layer
+            self.full[slot] = layer, expert
             if self.slots.sizes.in_place:
                 reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
             else:
-                decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer))
+                decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer, expert))
         largest = max(layer.size for layer in store.layers)
         self.sizes = [size for size in READS if size <= largest]
         self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
@@ -260,7 +260,7 @@ class Microbenchmarks:
         for i in range(self.workers):
             key, slot = self._pick(), (self.done * self.workers + i) % self.kept
             whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
-            self.full[slot] = key[0]
+            self.full[slot] = key
             self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
         list(self.pool.map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None, chunks, chunks,
                                                      {}), whole))
@@ -275,8 +275,8 @@ class Microbenchmarks:
             key, slot = self._pick(), (self.done * self.workers + i) % self.kept
             (e,) = self._read("read E", self.reader.read_parts, *key, {"E": buffers["E"]})
             (sm,) = self._read("read SM", self.reader.read_parts, *key, {"SM": buffers["SM"]})
-            self.full[slot] = key[0]
-            work.append((e, sm, self.slots.tensors(slot, key[0])))
+            self.full[slot] = key
+            work.append((e, sm, self.slots.tensors(slot, *key)))
         for name, stage in (("decompress", _decompress), ("recover", _recover), ("decode", decode)):
             list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
 
@@ -289,11 +289,11 @@ class Microbenchmarks:
 
     def _expert(self, tokens: int) -> None:
         slot = int(self.rng.integers(self.kept))
-        layer, dtype = self.full[slot], self.model.dtype
+        key, dtype = self.full[slot], self.model.dtype
         x, w = torch.randn(tokens, self.store.spec.H).to(dtype), torch.ones(tokens, dtype=dtype)
         rows = torch.arange(tokens)
-        self.timed(f"expert {tokens}", lambda: self.experts[layer].contribution(
-            x, rows, w, _cast(self.slots.tensors(slot, layer), dtype)))
+        self.timed(f"expert {tokens}", lambda: self.experts[key[0]].contribution(
+            x, rows, w, _cast(self.slots.tensors(slot, *key), dtype)))
 
     def _forward(self, tokens: int) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings
