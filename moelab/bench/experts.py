@@ -36,6 +36,7 @@ from moelab.kernels.compile import kernel
 from moelab.models.fast_decode import as_bf12
 from moelab.models.seam import seam_class
 from moelab.registry import make
+from moelab.store.codecs import compress_tensor, decompress_tensor
 from moelab.specs import DeviceSpec, Figure
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
@@ -43,6 +44,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BF12 = "gemv of bf12"
 GATHERED = 4e9                  # bytes that `batched_mm` may copy weights to: beyond, it is not run
 LEFT_OUT = ("exact", "neuron")  # of a comparison of techniques: a naive loop, a choice of others
+MOST = 16                       # experts of a token at most, of `DecodedExperts`
 LOADING = ("selective", "all_experts")
 Arms = dict[str, Callable[[int], Any]]          # name → computes the step of a number
 
@@ -90,7 +92,7 @@ class Layers:
             with suppress(ValueError):              # needs options, such as a plan
                 if (run := make("executor", name)).lossless:
                     arms[name] = self._arm(run, steps)
-        if T == 1 and self.dtype == torch.bfloat16:
+        if T == 1 and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
             bf12 = [copy.copy(seam) for seam in self.seam]
             for seam in bf12:
                 seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
@@ -128,6 +130,44 @@ class PackedExperts:
 
     def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[bool, np.ndarray]]:
         return {name: (True, np.array([rows[e] for e in experts])) for name, rows in self.rows.items()}
+
+
+class DecodedExperts:
+    """A layer's experts compressed in memory by a codec, each decoded by one thread whenever it is used."""
+
+    def __init__(self, experts: Any, codec: str) -> None:
+        self.packed = [{name: compress_tensor(w, codec) for name, w in experts.own(e).items()}
+                       for e in range(experts.num_experts)]
+        self.out = [{name: torch.empty_like(w) for name, w in experts.own(0).items()} for _ in range(MOST)]
+        self.turn = 0
+
+    def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
+        out, self.turn = self.out[self.turn], (self.turn + 1) % MOST
+        for name, packed in self.packed[expert].items():
+            decompress_tensor(packed, out[name])
+        return out
+
+
+def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
+                ) -> tuple[Samples, dict[str, float]]:
+    """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as bf16, as bf12, and
+    kept in a codec and decoded first. Also what each takes of the weights' size."""
+    layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
+    steps, stored, size = layers.steps(1, rounds + 1), {"bf16": 1.0}, layers.expert_bytes
+    sources = {"bf12": [PackedExperts(seam) for seam in layers.seam],
+               f"{codec}, decoded first": [DecodedExperts(seam, codec) for seam in layers.seam]}
+    packed, coded = (found[0] for found in sources.values())
+    stored["bf12"] = sum(map(len, packed.blobs)) / (4 * K * size)
+    stored[f"{codec}, decoded first"] = sum(p.nbytes for e in coded.packed for p in e.values()) / (4 * K * size)
+
+    def arm(source: list[Any] | None) -> Callable[[int], Tensor]:
+        kept = [copy.copy(seam) for seam in layers.seam]
+        for i, seam in enumerate(kept):
+            seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
+            seam.source = source and source[i]
+        return lambda i: GEMV()(*steps[i][1:], kept[steps[i][0]])
+    arms = {"bf16": arm(None)} | {name: arm(source) for name, source in sources.items()}
+    return rounds_of(arms, rounds + 1, "a token's experts"), stored
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:

@@ -28,7 +28,8 @@ from typing import Any
 from moelab.offloading.metrics import process
 
 #: name → the module and the class that runs it
-ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "eager": ("moelab.bench.peers", "Eager"), "mapped": ("moelab.bench.peers", "Mapped"),
+ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "eager": ("moelab.bench.peers", "Eager"),
+           "mapped": ("moelab.bench.peers", "Mapped"),
            "accelerate": ("moelab.bench.peers", "Accelerate"), "llama.cpp": ("moelab.bench.external_engines", "Llama"),
            "ftllm": ("moelab.bench.external_engines", "Ftllm"),
            "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline")}

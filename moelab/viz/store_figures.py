@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 
 from moelab.store.entropy import FORMATS, entropy, marginals
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, add_reference, bar_look, finish, hover, panels)
+from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, add_reference, bar_look, finish, hover,
+                                interval, panels, point_look)
 
 
 def exponents(by_name: Mapping[str, ArrayLike]) -> go.Figure:
@@ -45,6 +46,25 @@ def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float
     figure.update_xaxes(range=[values.min() - 0.12 * span, values.max() + 0.17 * span])
     figure.update_yaxes(categoryorder="array", categoryarray=list(ours), autorange="reversed")
     return finish(figure, "compressed size (% of the weights' size)", "codec")
+
+
+def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bound: float) -> go.Figure:
+    """Time of a token's experts (median and all rounds, ms) against stored size over size, a point for each way of
+    keeping them; the entropy bound as a line."""
+    figure = go.Figure()
+    for i, (name, samples) in enumerate(seconds.items()):
+        milliseconds = 1e3 * np.array(samples)
+        middle = float(np.median(milliseconds))
+        figure.add_scatter(x=[100 * size[name]], y=[middle], name=name, mode="markers+text", text=[name],
+                           textposition="top center", marker=point_look(i) | {"size": 12},
+                           error_y=interval([middle], *np.quantile(milliseconds, (0.1, 0.9))[:, None]),
+                           hovertemplate=hover("%{x:.1f} % of the size, %{y:.2f} ms", name))
+    figure.add_vline(x=100 * bound, line=DASHED, layer="below", annotation_text="entropy bound",
+                     annotation_position="bottom right")
+    figure.update_xaxes(range=[100 * bound - 6, 106])
+    figure.update_yaxes(rangemode="tozero")
+    return finish(figure, "stored size (% of the weights' size)", "a token's experts in one layer (ms)",
+                  showlegend=False)
 
 
 def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str, float] | None = None) -> go.Figure:

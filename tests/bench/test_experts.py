@@ -8,7 +8,7 @@ import torch
 from moelab.bench import experts
 from moelab.experts import gemm
 
-SIZES = {"E": 4, "K": 2, "H": 32, "I": 16}
+SIZES = {"E": 4, "K": 2, "H": 128, "I": 64}
 
 
 def test_a_tiny_run_has_all_sections():
@@ -18,13 +18,13 @@ def test_a_tiny_run_has_all_sections():
         assert {f"transformers {name}" for name in experts.STOCK} | {"exact", "sorted", "gemv"} <= set(rows)
         assert all(row["ms"] > 0 and row["GB/s"] > 0 for row in rows.values())
         assert any(row["× transformers' best"] == 1 for name, row in rows.items() if name.startswith("transformers"))
-    assert experts.PLANES in found["bf16 decode, 1 token"]
+    assert experts.BF12 in found["bf16 decode, 1 token"]
     assert len(found["aims"]) == 4 and all(isinstance(row["met"], bool) for row in found["aims"].values())
 
 
 @torch.inference_mode()
 def test_all_arms_compute_the_same():
-    layers = experts.Layers(**SIZES, dtype=torch.bfloat16, cold=1e5)
+    layers = experts.Layers(**SIZES, dtype=torch.bfloat16, cold=6e5)
     assert len(layers.stock) > 2
     for T in (1, 9):
         arms, read = layers.arms(T, 3)
@@ -37,7 +37,7 @@ def test_all_arms_compute_the_same():
 
 @torch.inference_mode()
 def test_packing_is_no_part_of_what_is_timed(monkeypatch):
-    layers = experts.Layers(**SIZES, dtype=torch.float32, cold=1e5)
+    layers = experts.Layers(**SIZES, dtype=torch.float32, cold=6e5)
     arms, _ = layers.arms(1, 6)
     arms["packed"](0)
     monkeypatch.setattr(gemm, "_OPS", SimpleNamespace(_linear_pointwise=gemm._OPS._linear_pointwise))
@@ -79,3 +79,10 @@ def test_where_loading_all_begins_to_pay():
     ratios = experts.all_over_selective(found)
     assert ratios == {1: 4.0, 8: 0.5} and experts.crossing(ratios) == 8
     assert experts.crossing({1: 1.5}) is None
+
+
+def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():
+    samples, stored = experts.stored_ways("huffman", K=2, H=128, I=64, rounds=2, cold=0)
+    assert list(samples) == list(stored) == ["bf16", "bf12", "huffman, decoded first"]
+    assert all(len(found) == 2 and min(found) > 0 for found in samples.values())
+    assert stored["bf16"] == 1 and 0.75 < stored["bf12"] < 0.8 and 0.6 < stored["huffman, decoded first"] < 0.75

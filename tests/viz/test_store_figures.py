@@ -17,6 +17,7 @@ MADE = Lazily({
     "exponents": lambda: figures.exponents({"experts": EXPONENTS, "flat": np.ones(256)}),
     "fractions": lambda:
         figures.fractions({"lz4hc": 0.75, "huffman": 0.6671}, 0.665, {"lz4hc": 0.74, "entropy bound": 0.66}),
+    "trade": lambda: figures.trade({"bf16": 1.0, "bf12": 0.75}, {"bf16": [2e-3, 3e-3, 4e-3], "bf12": [2e-3] * 3}, 0.66),
     "rates": lambda: figures.rates(RATES, {"memcpy": 30}),
     "delivery": lambda: figures.delivery([0.5, 1, 8], {"as it is": [0.5, 1, 8], "huffman": [0.75, 1.5, 4]},
                                          {"huffman": [(0.9, 1.2)]}),
@@ -63,6 +64,12 @@ def test_the_papers_values_are_apart_from_ours():
     low, high = MADE["fractions"].layout.xaxis.range
     assert low < 66 and high > 75
     assert len(figures.fractions({"huffman": 0.66}, 0.66).data) == 1
+
+
+def test_size_and_time_of_each_way_of_keeping_experts():
+    bf16, bf12 = MADE["trade"].data
+    assert [(trace.x[0], trace.y[0]) for trace in (bf16, bf12)] == [(100, pytest.approx(3)), (75, pytest.approx(2))]
+    assert [shape.x0 for shape in MADE["trade"].layout.shapes] == [66]
 
 
 def test_rates_are_grouped_by_codec_with_references_across():
