@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.cache.residency import Request, Residency, Step
-from moelab.models.seam import SeamExperts, assignments
+from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
@@ -68,6 +69,10 @@ class Engine:
         self.gate, self._announced = PrefetchGate(), None       # (layer, experts)
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before a layer took one
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an offloaded model is bound to its threads, files and memory, so it cannot be copied or "
+                        "pickled: open it again, or open it without memory=")
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`
@@ -203,7 +208,7 @@ class Engine:
                 kept = torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
                 kept[[request.key.expert for request in there]] = True
                 chosen = torch.where(kept[ids], ids, E)
-            out = self.executor(x, chosen, weights, experts)
+            out = execute(self.executor, x, chosen, weights, experts)
             self._executed(there, start)
         else:
             out = torch.zeros_like(x)
@@ -212,7 +217,8 @@ class Engine:
             request, start = loads.pop(self.pipeline.next_ready(ready, self._check)), clock()
             choice, tokens = parts[request.key.expert]
             alone = torch.full((len(tokens), 1), request.key.expert, device=ids.device)
-            out.index_add_(0, tokens, self.executor(x[tokens], alone, weights[tokens, choice][:, None], experts))
+            part = execute(self.executor, x[tokens], alone, weights[tokens, choice][:, None], experts)
+            out.index_add_(0, tokens, part)
             self._executed([request], start)
         return out
 

@@ -106,6 +106,9 @@ class EngineRun:
         self.timeline, self.fetched = Timeline(), PrefetchCounts()
         self.reset()
 
+    def __repr__(self) -> str:
+        return f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, {len(self.timeline)} events>"
+
     @property
     def counters(self) -> CacheCounters:
         return self._residency.counters

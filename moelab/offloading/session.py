@@ -21,7 +21,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.models.dialects import ROUTING
 from moelab.models.patches import Dressed, Patches, dress, put
-from moelab.models.seam import MoELayer, SeamExperts, discover
+from moelab.models.seam import MoELayer, SeamExperts, discover, named
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
 from moelab.offloading.pipeline import clock
@@ -71,8 +71,10 @@ class Session:
         executors, where they are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
+    executor : the name, or the function, by which experts are computed.
     """
 
+    executor: Any = "exact"
     timeline: Timeline = property(lambda self: self.run.timeline)
     forwards: list[Forward] = property(lambda self: self.run.forwards)
     steps: list[list[tuple[int, dict[int, int]]]] = property(lambda self: self.run.steps)
@@ -111,6 +113,14 @@ class Session:
         put(self, model, "moelab", self)
         if engine is not None:
             weakref.finalize(model, engine.close)
+
+    def __repr__(self) -> str:
+        parts = ["all experts in memory"] if self.engine is None else [
+            f"offloaded, {self.budget / 1e9:.3g} GB for experts", named(self.run.settings.policy)]
+        parts += [named(self.executor)]
+        if self.speculation is not None:
+            parts += [f"prefetch {named(self.speculation.predictor)}"]
+        return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:
         """Forget events, forwards and counts; what is in memory stays."""

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,7 @@ from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.progress import progress
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.metrics import Forward, Metrics, metrics
+from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
 from moelab.schedule.affinity import Order, default_order, given_order
@@ -42,7 +43,7 @@ Linear = tuple[float, float]
 Guesses = Sequence[Iterable[tuple[int, Iterable[int]]]]
 
 
-@dataclass
+@dataclass(repr=False)
 class Simulation:
     """A simulated run: the same records as an `EngineRun`'s."""
 
@@ -56,6 +57,9 @@ class Simulation:
     tpot = property(lambda self: self.metrics().tpot)
     ttft = property(lambda self: self.metrics().ttft)
     hit_rate = property(lambda self: self.metrics().hit_rate)
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {len(self.forwards)} forward passes: {told(self.metrics())}>"
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
@@ -127,13 +131,14 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     return Simulation(machine.timeline(), done, residency.counters, machine.queue.counts)
 
 
-def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None = None, pools: Pools | None = None,
-           workers: int | None = None, staging: int | None = None, decompress_gbs: float | None = None) -> Simulation:
+def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
+           pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
+           decompress_gbs: float | None = None) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
     cache : another policy: a name of `moelab.cache.policies.POLICIES`, or your own; "belady" knows the run's future.
-    device : a card or its name, whose figures replace what was measured (`delays_of`).
+    device : a card, its name or the path of your own, whose figures replace what was measured (`delays_of`).
     pools, workers, staging : in place of the run's.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
@@ -154,7 +159,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None
                           settings.margin)
     delays, (other, head) = settings.delays, overheads(run)
     if device is not None:
-        device, head = load_device(device) if isinstance(device, str) else device, (0.0, 0.0)
+        device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
     guesses = run.guesses if settings.ahead and any(run.guesses) else None
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
