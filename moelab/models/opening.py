@@ -93,7 +93,8 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
     from transformers.utils import logging
 
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
-    tensors = {key: files[file].get_slice(key) for key, file in checkpoint.keys() if key not in left_out}
+    tensors = {key: files[entry.file].get_slice(key) for key, entry in checkpoint.tensors.items()
+               if key not in left_out}
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
