@@ -72,7 +72,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     _check("cache", cache, all(hasattr(cache, name) for name in ("touch", "victim")),
            "a policy with the methods touch(key, step) and victim(resident)")
     if prefetch is not None:
-        _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch), "a Predictor")
+        _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
+               "a Predictor, or what makes one of a model")
     if memory is None:
         wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):
@@ -120,8 +121,8 @@ def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration
     Raises ValueError: a model that `open_model` has not opened.
     """
     if not hasattr(model, "moelab"):
-        raise ValueError(f"this {type(model).__name__} was not opened by moelab.open_model, or it is closed; on a model "
-                         f"of transformers' own, moelab.models.plugged(model, executor) changes the executor")
+        raise ValueError(f"this {type(model).__name__} was not opened by moelab.open_model, or it is closed; on a "
+                         f"model of transformers' own, moelab.models.plugged(model, executor) changes the executor")
     with ExitStack() as stack:
         if executor is not None:
             stack.enter_context(_executing(model, executor, calibration, **options))
@@ -183,7 +184,8 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
     if isinstance(predictor, Predictor):
         return predictor
     if not isinstance(predictor, str):
-        _check("predictor", made := predictor(model), isinstance(made, Predictor), "a Predictor, or what makes one of a model")
+        made = predictor(model)
+        _check("predictor", made, isinstance(made, Predictor), "a Predictor, or what makes one of a model")
         return made
     if "vectors" in takes(predictor) and "vectors" not in ingredients:
         with _executing(model, "exact"):                # which sums expert by expert

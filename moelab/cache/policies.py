@@ -212,7 +212,7 @@ class Belady(_ByPriority):
 #: name → policy, a class or an `Entry`; another one is a class and a line here
 POLICIES: dict[str, type | Entry] = {
     "fifo": FIFO, "lru": LRU, "lfu": LFU, "marking": Marking, "least-stale": LeastStale, "zipmoe": FewestTokens,
-    "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", teaching=True),
+    "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True),
 }
 
 

@@ -42,7 +42,7 @@ class Checkpoint:
     def at(cls, folder: str | Path) -> Checkpoint:
         """Find and check the files of a checkpoint; reads headers only.
 
-        Raises FileNotFoundError: no folder, no config.json, no safetensors files, or a shard that the index names is gone.
+        Raises FileNotFoundError: no folder, config.json or safetensors files, or a shard that the index names is gone.
         ValueError: a file is cut off, not safetensors or contradicts itself; an index and its shards disagree; a
             name or a link leads out of the folder; a store that is damaged or unfinished.
         """

@@ -93,7 +93,7 @@ def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
 
 
 def source_files(checkpoint: Checkpoint, checksum: str) -> dict[str, Any]:
-    """For `layout.json`: sizes and headers of a checkpoint's safetensors files, and the kind of checksums of `places`."""
+    """For `layout.json`: sizes and headers of a checkpoint's safetensors files, and the kind of their checksums."""
     files = {}
     for file in checkpoint.files:
         with open(file, "rb") as f:

@@ -373,8 +373,8 @@ def execute(executor: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: Sea
     y = executor(x, ids, weights, experts)
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else f"{y!r:.80}"
-        raise ValueError(f"the executor {named(executor)} returned {given}; it must return [T, H] like the hidden states that it "
-                         f"is given, here {x.dtype} {list(x.shape)}")
+        raise ValueError(f"the executor {named(executor)} returned {given}; it must return [T, H] like the hidden "
+                         f"states that it is given, here {x.dtype} {list(x.shape)}")
     return y
 
 

@@ -107,7 +107,8 @@ class EngineRun:
         self.reset()
 
     def __repr__(self) -> str:
-        return f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, {len(self.timeline)} events>"
+        return (f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, {len(self.timeline)} "
+                f"events>")
 
     @property
     def counters(self) -> CacheCounters:

@@ -166,7 +166,7 @@ class Speculation(AbstractContextManager):
 def check(prediction: Any, T: int, predictor: Predictor) -> None:
     """ValueError, naming the predictor, unless this is a prediction for T tokens."""
     E, told = predictor.spec.E, f"a {type(prediction).__name__}"
-    if isinstance(prediction, (tuple, list)) and len(prediction) == 2 and all(isinstance(t, Tensor) for t in prediction):
+    if isinstance(prediction, tuple) and len(prediction) == 2 and all(isinstance(t, Tensor) for t in prediction):
         (ids, weights), told = prediction, " and ".join(f"{t.dtype} {list(t.shape)}" for t in prediction)
         whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
         if whole and ids.dim() == 2 and ids.shape == weights.shape and len(ids) == T and ids.numel():
