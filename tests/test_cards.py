@@ -260,6 +260,7 @@ def test_a_card_of_your_own_is_read_from_its_path_as_it_is_now(tmp_path):
 
 def test_a_card_says_in_a_phrase_what_is_on_it():
     models, devices = describe("model"), describe("device")
-    assert models["Mixtral-8x7B"][0] == ("46.7B total, 12.9B active parameters; 32 MoE layers of 8 experts, 2 a token")
-    assert devices["jetson-agx-orin-32gb"][0] == "Jetson AGX Orin 32GB: 32 GB, 204.8 GB/s from memory, 3.5 GB/s from disk"
+    assert models["Mixtral-8x7B"][0] == "46.7B total, 12.9B active parameters; 32 MoE layers of 8 experts, 2 a token"
+    assert devices["jetson-agx-orin-32gb"][0] == (
+        "Jetson AGX Orin 32GB: 32 GB, 204.8 GB/s from memory, 3.5 GB/s from disk")
     assert all(cards.load_device(name).name in told for name, (told, _) in devices.items())
