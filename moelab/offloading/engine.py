@@ -244,7 +244,7 @@ class Engine:
             pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
         if self._announced is not None:
             (later, predicted), self._announced = self._announced, None
-            self.run.guess(later, predicted)
+            self.run.predicted(later, predicted)
             read = pipeline.reader.counters
             read_s = read.seconds / max(1, read.requests)
             if requests := self.gate.requests(self.residency, later, predicted, read_s):

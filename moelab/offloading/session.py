@@ -78,7 +78,7 @@ class Session:
     timeline: Timeline = property(lambda self: self.run.timeline)
     forwards: list[Forward] = property(lambda self: self.run.forwards)
     steps: list[list[tuple[int, dict[int, int]]]] = property(lambda self: self.run.steps)
-    guesses: list[list[tuple[int, list[int]]]] = property(lambda self: self.run.guesses)
+    predictions: list[list[tuple[int, list[int]]]] = property(lambda self: self.run.predictions)
 
     def __init__(self, model: Any, engine: Engine | None = None, source: EngineSource | None = None,
                  store: ExpertStore | None = None, budget: int | None = None) -> None:
