@@ -52,6 +52,13 @@ class MoELayer:
         _, weights, ids, *_ = router_output
         return ids, weights
 
+    def listening(self, told: Callable[[Tensor, Tensor], None]) -> tuple[Callable[..., Any], Callable, dict[str, Any]]:
+        """(what registers it, a hook, its options): in each pass the hook calls told(ids [T, K], weights [T, K])."""
+        if not isinstance(self.experts, SeamExperts) and type(self.router).__name__ in ROUTING:
+            return self.router.register_forward_hook, lambda _m, _args, out: told(*self.routing(out)), {}
+        return (self.experts.register_forward_pre_hook,             # of (hidden states, ids, weights)
+                lambda _m, args, kwargs: told(*[*args, *kwargs.values()][1:3]), {"with_kwargs": True})
+
     def ask(self, x: Tensor) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are for real passes.
 

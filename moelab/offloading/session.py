@@ -19,9 +19,8 @@ from typing import Any
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.models.dialects import ROUTING
 from moelab.models.patches import Dressed, Patches, dress, put
-from moelab.models.seam import MoELayer, SeamExperts, discover, named
+from moelab.models.seam import MoELayer, discover, named
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
 from moelab.offloading.pipeline import clock
@@ -105,8 +104,9 @@ class Session:
             for module in (model, *alone):
                 patches.hook(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True)
                 patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
-            for layer in discover(model) if engine is None else ():
-                self._listen(layer, patches)
+            for layer in discover(model) if engine is None else ():         # no engine counts what it is asked for
+                register, hook, options = layer.listening(functools.partial(self._note, layer))
+                patches.hook(register, hook, **options)
             self._patches = patches.pop_all()
         self._parts = ExitStack()                       # what was put on the model besides
         dress(self, model, opened_class)
@@ -212,15 +212,6 @@ class Session:
         if self._calls.get(threading.get_ident()) is self._alone:
             self._calls[threading.get_ident()] = None
 
-    def _listen(self, layer: MoELayer, patches: Patches) -> None:
-        """Note which experts a resident layer is asked for: no engine counts them."""
-        if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
-            patches.hook(layer.router.register_forward_hook,
-                         lambda _m, _args, out: self._note(layer, layer.routing(out)[0]))
-        else:                                           # experts(hidden states, ids, weights)
-            patches.hook(layer.experts.register_forward_pre_hook,
-                         lambda _m, args, kwargs: self._note(layer, [*args, *kwargs.values()][1]), with_kwargs=True)
-
-    def _note(self, layer: MoELayer, ids: Any) -> None:
+    def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself
             self._routed.append((layer, ids))
