@@ -74,9 +74,8 @@ def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, token
 
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    texts = [prompt.text for source in sources
-             for prompt in datasets.prompts(source, n, tokens=tokens, seed=seed, split="train", count=count)]
-    trace = record(model, texts, max_new_tokens=new_tokens, batch_size=batch_size)
+    asked = datasets.prompts(sources, n, tokens=tokens, seed=seed, split="train", count=count)
+    trace = record(model, asked, max_new_tokens=new_tokens, batch_size=batch_size)
     return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
 
 
