@@ -159,8 +159,8 @@ def test_what_is_no_part_of_a_model_is_refused(folder, options, told):
 
 
 @pytest.mark.parametrize("returned, told", [
-    (lambda x: None, "returned None"), (lambda x: x[:, :-1], r"bfloat16 \[7, 31\].*here torch.bfloat16 \[7, 32\]"),
-    (lambda x: x.double(), "float64"), (lambda x: x[None], r"\[1, 7, 32\]"), (lambda x: [x], r"returned \[tensor")])
+    (lambda x: None, "None"), (lambda x: x[:, :-1], r"bfloat16 \[7, 31\].*here torch.bfloat16 \[7, 32\]"),
+    (lambda x: x.double(), "float64"), (lambda x: x[None], r"\[1, 7, 32\]"), (lambda x: [x], r"\[tensor")])
 @pytest.mark.parametrize("memory", [None, "60%"])
 def test_what_an_executor_returns_is_checked(folder, returned, told, memory):
     def mine(x, ids, weights, experts):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,10 +68,6 @@ class Engine:
         self.gate, self._announced = PrefetchGate(), None       # (layer, experts)
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before a layer took one
-
-    def __reduce__(self) -> Any:
-        raise TypeError("an offloaded model is bound to its threads, files and memory, so it cannot be copied or "
-                        "pickled: open it again, or open it without memory=")
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`

@@ -47,6 +47,12 @@ class OpenedModel(Dressed):
                              "restore its store (moelab.restore), or open it without memory=")
         return super().save_pretrained(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.moelab.engine is not None:
+            raise TypeError("an offloaded model is bound to its threads, files and memory, so it cannot be copied or "
+                            "pickled: open it again, or without memory=")
+        return super().__reduce_ex__(protocol)
+
 
 @lru_cache(maxsize=None)
 def opened_class(cls: type) -> type:
