@@ -18,7 +18,7 @@ import hashlib
 import os
 import random
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,9 +61,9 @@ class Fact:
         return f"\nis {claimed} the {self.key}?", " yes" if claimed == self.value else " no"
 
 
-def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split: str = "test",
+def prompts(source: str | Sequence[str], n: int = 32, *, tokens: int = 256, seed: int = 0, split: str = "test",
             count: Callable[[str], int] | None = None) -> list[Prompt]:
-    """`n` prompts of one source (a key of `SOURCES`), the same for the same arguments.
+    """`n` prompts of a source (a key of `SOURCES`), or of each of several, the same for the same arguments.
 
     tokens : the longest prompt, answer included, in tokens of `count`. The generated sources fill it up to
         the last line that fits; of a hub source, prompts that are longer are passed over.
@@ -72,6 +72,9 @@ def prompts(source: str, n: int = 32, *, tokens: int = 256, seed: int = 0, split
 
     Raises ValueError: unknown source or split, `n` or `tokens` too small. RuntimeError: a hub that cannot be reached.
     """
+    if not isinstance(source, str):
+        return [prompt for one in source
+                for prompt in prompts(one, n, tokens=tokens, seed=seed, split=split, count=count)]
     if source not in SOURCES:
         raise ValueError(f"unknown prompt source {source!r}; the sources are {', '.join(SOURCES)}")
     if split not in ("train", "test"):

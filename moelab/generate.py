@@ -27,6 +27,7 @@ from moelab.arguments import number, whole
 from moelab.calibration import Calibration
 from moelab.models import discover, eager, open_checkpoint, plug
 from moelab.models.opening import require_tokenizer
+from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
 from moelab.opening import open_model
 from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
@@ -34,6 +35,7 @@ from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHES = [name for name in registry.names("cache") if name != "belady"]         # which needs the future
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--memory", metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
                         "(default: all in memory)")
-    parser.add_argument("--cache", choices=registry.names("cache"), default="lru", metavar="NAME",
+    parser.add_argument("--cache", choices=CACHES, default="lru", metavar="NAME",
                         help="with --memory, who is evicted (default: %(default)s)")
     parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")
@@ -208,12 +210,7 @@ def _dtype(name: str) -> Any:
 
 
 def _told(result: Generation) -> str:
-    told = [f"{len(result.tokens)} tokens in {result.seconds:.2f} s: TTFT {result.ttft:.3f} s"]
-    if result.tpot is not None:
-        told += [f"TPOT {1e3 * result.tpot:.1f} ms"]
-    if result.hit_rate is not None:
-        told += [f"hit rate {result.hit_rate:.0%}", f"{(result.read_bytes_per_token or 0) / 1e6:.2f} MB read a token"]
-    lines = ["", ", ".join(told)]
+    lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {told(result)}"]
     if result.parallel:
         held = ", ".join(f"{n / 1e6:,.1f}" for n in result.expert_bytes)
         sent = sum(map(sum, result.sent.values()))

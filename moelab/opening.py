@@ -72,10 +72,18 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                          f"with memory, it takes {', '.join(OPTIONS)}")
     if dense not in (None, "bf12") or dense and executor != "fast":
         raise ValueError(f'dense is {dense!r}; "bf12" is all there is, and only the executor "fast" computes with it')
+    _check("executor", executor, executor is None or callable(executor) and not isinstance(executor, type),
+           "a function of (x, ids, weights, experts)")
+    _check("cache", cache, all(hasattr(cache, name) for name in ("touch", "victim")),
+           "a policy with the methods touch(key, step) and victim(resident)")
+    if prefetch is not None:
+        _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
+               "a Predictor, or what makes one of a model")
     if memory is None:
         wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):
-            raise ValueError(f"{', '.join(given)}: for experts that are loaded when they are needed; give memory=, too")
+            raise ValueError(f"{', '.join(given)}: for experts that are loaded when they are needed; give "
+                             f"memory= (--memory), too")
         folder = source.folder if isinstance(source, ExpertStore) else source
         model = open_checkpoint(folder, experts=experts, dtype=dtype, device=device)
         Session(model)
@@ -99,6 +107,14 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     return model
 
 
+def _check(kind: str, given: Any, fits: bool, wanted: str) -> None:
+    """ValueError for an unknown name, TypeError for what is neither a name nor `wanted`, before anything is opened."""
+    if isinstance(given, str):
+        registry.find(kind, given)
+    elif not fits:
+        raise TypeError(f"the {kind} is {given!r}; it must be {wanted}, or one of {', '.join(registry.names(kind))}")
+
+
 @contextmanager
 def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration: Calibration | None = None,
           **options: Any) -> Iterator[Any]:
@@ -106,7 +122,12 @@ def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration
 
     executor, prefetch, calibration : as of `open_model`; None leaves what is there.
     options : of the executor, if it is a name.
+
+    Raises ValueError: a model that `open_model` has not opened.
     """
+    if not hasattr(model, "moelab"):
+        raise ValueError(f"this {type(model).__name__} was not opened by moelab.open_model, or it is closed; on a "
+                         f"model of transformers' own, moelab.models.plugged(model, executor) changes the executor")
     with ExitStack() as stack:
         if executor is not None:
             stack.enter_context(_executing(model, executor, calibration, **options))
@@ -121,6 +142,7 @@ def _executing(model: Any, executor: Any, calibration: Calibration | None = None
     run = make_executor(model, executor, calibration, **options) if isinstance(executor, str) else executor
     session, engine = model.moelab, model.moelab.engine
     with Patches() as patches:
+        put(patches, session, "executor", executor)
         if engine is None:
             source = Quantized(plug(model), "int8") if executor == "int8" else None
             patches.enter_context(plugged(model, run or eager, source))
@@ -168,7 +190,9 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
     if isinstance(predictor, Predictor):
         return predictor
     if not isinstance(predictor, str):
-        return predictor(model)
+        made = predictor(model)
+        _check("predictor", made, isinstance(made, Predictor), "a Predictor, or what makes one of a model")
+        return made
     if "vectors" in takes(predictor) and "vectors" not in ingredients:
         with _executing(model, "exact"):                # which sums expert by expert
             ingredients["vectors"] = default_vectors(model, datasets.prompts("prose", PROMPTS, tokens=128))

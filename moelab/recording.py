@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moelab.models import MoELayer, SeamExperts, identity, spec_of
-from moelab.models.dialects import ROUTING
+from moelab.models import MoELayer, identity, spec_of
 from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress
 from moelab.specs import MoESpec
@@ -109,13 +109,8 @@ def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, around: lis
     hooks = [stack.register_forward_pre_hook(before, with_kwargs=True),
              stack.register_forward_hook(lambda *_: writer.flush())]
     for layer in layers:
-        if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
-            hooks.append(layer.router.register_forward_hook(
-                lambda _m, _a, out, layer=layer: writer.put(layer.index, *layer.routing(out))))
-        else:               # (hidden states, ids, weights) in every architecture
-            hooks.append(layer.experts.register_forward_pre_hook(
-                lambda _m, args, kwargs, i=layer.index: writer.put(i, *(*args, *kwargs.values())[1:3]),
-                with_kwargs=True))
+        register, hook, options = layer.listening(partial(writer.put, layer.index))
+        hooks.append(register(hook, **options))
         if around:
             hooks.append(layer.router.register_forward_pre_hook(
                 lambda _m, args, i=layer.index: writer.see("router_inputs", i, args[0])))

@@ -18,14 +18,8 @@ from typing import Any, NamedTuple
 
 class Entry(NamedTuple):
     home: Any                   # "module:attribute", imported when it is made, or the class or function itself
-    purpose: str                # in a phrase
+    purpose: Any                # in a phrase, or what returns it
     teaching: bool = False      # whether it is there to explain or compare rather than for use
-
-    def load(self) -> Any:
-        if not isinstance(self.home, str):
-            return self.home
-        module, _, attribute = self.home.partition(":")
-        return getattr(import_module(module), attribute)
 
 
 #: kind → "module:dictionary"
@@ -57,17 +51,27 @@ def names(kind: str) -> list[str]:
 
 def describe(kind: str) -> dict[str, tuple[str, str]]:
     """Name → (what it is for, "use" or "teaching")."""
-    return {name: (entry.purpose, "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()}
+    return {name: (entry.purpose() if callable(entry.purpose) else entry.purpose,
+                   "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()}
 
 
 def find(kind: str, name: str) -> Any:
-    """What is registered under a name: a class or a function. ValueError: there is none of that name."""
+    """What is registered under a name: a class or a function. ValueError: there is none of that name or in its home."""
     known = entries(kind)
     if name not in known:
         close = get_close_matches(name.lower(), (lower := {one.lower(): one for one in known}), n=1)
         hint = f" Did you mean {lower[close[0]]!r}?" if close else ""
         raise ValueError(f"there is no {kind} {name!r}.{hint} There are: {', '.join(known)}")
-    return known[name].load()
+    if not isinstance(home := known[name].home, str):
+        return home
+    module, _, attribute = home.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise                               # the module is there, and lacks a package that it needs
+        raise ValueError(f"{kind} {name!r} is registered as {home!r} in {KINDS[kind]}, and there is no such thing "
+                         f"({error}); write 'module:class'") from error
 
 
 def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from moelab.files import atomic, load_tensors, save_tensors
 from moelab.specs import MoESpec
+from moelab.store.headers import NAMES
 from moelab.table import html_table
 
 PREFILL, DECODE = 0, 1
@@ -192,9 +193,8 @@ class GrowingTensor:
             self._file.close()
             self._part.unlink(missing_ok=True)
             return
-        names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
         size = self._file.tell() - self.ROOM
-        header = json.dumps({self.name: {"dtype": names[self.dtype], "shape": [self.rows, *self.shape],
+        header = json.dumps({self.name: {"dtype": NAMES[self.dtype], "shape": [self.rows, *self.shape],
                                          "data_offsets": [0, size]}}).encode()
         self._file.seek(0)
         self._file.write((self.ROOM - 8).to_bytes(8, "little") + header.ljust(self.ROOM - 8))

@@ -12,6 +12,7 @@ import transformers
 
 from moelab.configs import spec_from_config
 from moelab import cards
+from moelab.registry import describe
 from moelab.specs import DTYPE_BYTES, MoESpec
 
 FOLDER = Path(cards.__file__).parent
@@ -226,23 +227,40 @@ def test_every_file_is_listed_and_short():
 @pytest.mark.parametrize("line, problem", [
     ('unit = "MB/s"', "it must be a number in GB/s"), ('value = "fast"', "it must be a number in GB/s"), ('kind = "guessed"', "not 'guessed'"),
     ('source = ""\nsauce = "x"', "sauce"), (None, "source")])
-def test_a_figure_that_means_something_else_is_named(line, problem, tmp_path, monkeypatch):
+def test_a_figure_that_means_something_else_is_named(line, problem, tmp_path):
     figure = {"value": "value = 2.1", "unit": 'unit = "GB/s"', "kind": 'kind = "measured"', "source": 'source = "fio"'}
     figure |= {"source": ""} if line is None else {line.partition(" ")[0]: line}
-    (tmp_path / "devices").mkdir()
-    (tmp_path / "devices" / "mine.toml").write_text("\n".join(['name = "Mine"', "[figures.storage_read_gbs]",
-                                                              *figure.values()]))
-    monkeypatch.setattr(cards, "files", lambda _: tmp_path)
-    monkeypatch.setattr(cards, "DEVICES", cards.entries_of("devices", cards.load_device))
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(['name = "Mine"', "[figures.storage_read_gbs]", *figure.values()]))
     with pytest.raises(ValueError, match=r"mine.toml, figures.storage_read_gbs.*" + re.escape(problem)):
-        cards.load_device.__wrapped__("mine")
+        cards.load_device(file)
 
 
-def test_a_figures_name_ends_in_its_unit(tmp_path, monkeypatch):
-    (tmp_path / "devices").mkdir()
-    (tmp_path / "devices" / "mine.toml").write_text("name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\n"
-                                                    "kind = 'measured'\nsource = 'x'")
-    monkeypatch.setattr(cards, "files", lambda _: tmp_path)
-    monkeypatch.setattr(cards, "DEVICES", cards.entries_of("devices", cards.load_device))
+def test_a_figures_name_ends_in_its_unit(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\nkind = 'measured'\nsource = 'x'")
     with pytest.raises(ValueError, match="figures.disk_speed.*its name ends in its unit: _gbs"):
-        cards.load_device.__wrapped__("mine")
+        cards.load_device(file)
+
+
+def test_a_card_of_your_own_is_read_from_its_path_as_it_is_now(tmp_path):
+    file = tmp_path / "mine.toml"
+    for rate in (2.5, 3.5):
+        file.write_text(f"name = 'Mine'\n[figures.storage_read_gbs]\nvalue = {rate}\nunit = 'GB/s'\n"
+                        "kind = 'measured'\nsource = 'fio'")
+        for path in (file, str(file)):
+            assert cards.load_device(path).name == "Mine" and cards.load_device(path)["storage_read_gbs"] == rate
+    for text, told in (("name = 'Mine'", "needs a name and figures"), ("name =", "is no TOML")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=told):
+            cards.load_device(file)
+    with pytest.raises(FileNotFoundError):
+        cards.load_device(tmp_path / "other.toml")
+
+
+def test_a_card_says_in_a_phrase_what_is_on_it():
+    models, devices = describe("model"), describe("device")
+    assert models["Mixtral-8x7B"][0] == "46.7B total, 12.9B active parameters; 32 MoE layers of 8 experts, 2 a token"
+    assert devices["jetson-agx-orin-32gb"][0] == (
+        "Jetson AGX Orin 32GB: 32 GB, 204.8 GB/s from memory, 3.5 GB/s from disk")
+    assert all(cards.load_device(name).name in told for name, (told, _) in devices.items())

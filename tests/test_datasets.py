@@ -31,6 +31,12 @@ def test_generated_prompts_are_reproducible_and_fit(source):
             assert words(prompt.text) > 120             # filled up to the last line that fits
 
 
+def test_several_sources_give_so_many_prompts_each():
+    how = {"tokens": 100, "seed": 5, "split": "train", "count": words}
+    assert datasets.prompts(("yesno", "lookup"), 3, **how) == [
+        *datasets.prompts("yesno", 3, **how), *datasets.prompts("lookup", 3, **how)]
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), source=st.sampled_from(["needle", "needle_multikey", "lookup", "yesno"]))
 def test_the_answer_is_the_one_the_facts_give(seed, source):

@@ -75,7 +75,7 @@ def test_the_executor_int8_quantises_and_needs_a_whole_model():
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--prefetch", "router"], "give memory="), (["--memory", "1kB"], "the least that works"),
+    (["--prefetch", "router"], "--memory"), (["--memory", "1kB"], "the least that works"),
     (["--memory", "50%", "--prefetch", "oracle"], "trace"), (["--parallel", "ep"], "torchrun"),
     (["--prompt", ""], "empty"),
     (["nowhere/at/all"], "no checkpoint folder")])

@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 import transformers
 
 import moelab
-from moelab import opening
+from moelab import opening, registry
+from moelab.experts import EXECUTORS
+from moelab.experts.executor import Sorted
 from moelab.models import discover
 from moelab.offloading import session
 from moelab.speculate import Predictor
@@ -136,10 +139,90 @@ def test_prefetching_changes_no_token(folder, prefetch):
     ({"prefetch": "router"}, "memory="), ({"executor": "fsat"}, "there is no executor 'fsat'. Did you mean 'fast'"),
     ({"memory": "60%", "cache": "lur"}, "'lur'"), ({"memory": "60%", "prefetch": "oracle"}, "trace"),
     ({"memory": "60%", "executor": "int8"}, "must fit in memory"), ({"memory": "1kB"}, "the least that works"),
-    ({"memory": "60%", "workers": 0}, "at least one thread")])
+    ({"memory": "60%", "workers": 0}, "at least one thread"), ({"memory": "130%"}, "all of them are 100%"),
+    ({"memory": "0%"}, "bytes.* are the least that works"),
+    ({"memory": "60%", "cache": "belady"}, r"needs the future.*simulate\(run")])
 def test_what_cannot_be_is_explained(folder, options, told):
     with pytest.raises(ValueError, match=told):
         moelab.open_model(folder, **options)
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"executor": True}, "the executor is True; it must be a function of"),
+    ({"executor": Sorted}, "the executor is <class"), ({"cache": lambda: 1}, "the cache is <function"),
+    ({"cache": 7}, r"the cache is 7; it must be .* touch\(key, step\)"),
+    ({"prefetch": True}, "the predictor is True; it must be a Predictor.*, or one of router"),
+    ({"prefetch": lambda model: 3}, "the predictor is 3")])
+def test_what_is_no_part_of_a_model_is_refused(folder, options, told):
+    with pytest.raises(TypeError, match=told):
+        moelab.open_model(folder, memory="60%", **options)
+
+
+@pytest.mark.parametrize("returned, told", [
+    (lambda x: None, "None"), (lambda x: x[:, :-1], r"bfloat16 \[7, 31\].*here torch.bfloat16 \[7, 32\]"),
+    (lambda x: x.double(), "float64"), (lambda x: x[None], r"\[1, 7, 32\]"), (lambda x: [x], r"\[tensor")])
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_what_an_executor_returns_is_checked(folder, returned, told, memory):
+    def mine(x, ids, weights, experts):
+        return returned(x)
+    with moelab.open_model(folder, memory=memory, executor=mine) as lm:
+        with pytest.raises(ValueError, match=f"the executor mine returned.*{told if memory is None else ''}"):
+            lm(IDS)
+        with moelab.using(lm, executor="exact"):
+            assert lm(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("guess, told", [
+    (lambda ids, weights: ids, "predicted a Tensor"), (lambda ids, weights: (ids, None), "predicted a tuple"),
+    (lambda ids, weights: (ids[:-1], weights[:-1]), r"int64 \[6, 3\].*expected are \(ids, weights\), \[7, K\]"),
+    (lambda ids, weights: (ids, weights[:, :1]), r"\[7, 3\] and .*\[7, 1\]"),
+    (lambda ids, weights: (ids.float(), weights), "float32"), (lambda ids, weights: (ids - 9, weights), "ids from -"),
+    (lambda ids, weights: (ids + 9, weights), "ids from .* 0 to 7, or 8")])
+def test_what_a_predictor_predicts_is_checked(folder, guess, told):
+    class Mine(Predictor):
+        def predict(self, layer, s, r, ids, weights):
+            return guess(ids, weights)
+    with moelab.open_model(folder, memory="60%", prefetch=Mine) as lm:
+        with pytest.raises(ValueError, match=f"the predictor Mine .*{told}"):
+            lm(IDS)
+
+
+def test_what_is_offloaded_cannot_be_copied(folder):
+    with moelab.open_model(folder, memory="60%") as lm:
+        for again in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="bound to its threads, files and memory"):
+                again(lm)
+        assert lm(IDS).logits.isfinite().all()
+
+
+def test_using_is_for_opened_models(folder):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    moelab.models.plug(theirs)
+    with pytest.raises(ValueError, match="not opened by moelab.open_model"), moelab.using(theirs, executor="sorted"):
+        pass
+
+
+def test_they_tell_about_themselves_in_a_line(folder):
+    with moelab.open_model(folder, memory="60%", executor="sorted", prefetch="router", cache="lfu") as lm:
+        assert repr(lm.moelab.metrics()) == "<Metrics: no forward pass yet>"
+        tokens(lm)
+        assert re.fullmatch(r"<moelab: offloaded, [\d.e-]+ GB for experts, lfu, sorted, prefetch NextRouter; "
+                            r"4 forward passes>", repr(lm.moelab))
+        with moelab.using(lm, executor=Sorted()):
+            assert "Sorted" in repr(lm.moelab)
+        played = moelab.simulate(lm.moelab.run)
+        for told in map(repr, (lm.moelab.metrics(), played, lm.moelab.run)):
+            assert len(told) < 120 and "\n" not in told
+        assert all("TTFT" in told and "hit rate" in told for told in map(repr, (lm.moelab.metrics(), played)))
+    assert repr(moelab.open_model(folder).moelab) == "<moelab: all experts in memory, exact; 0 forward passes>"
+
+
+@pytest.mark.parametrize("home", ["moelab.nothing:Sorted", "moelab.experts.executor:Sroted", "nothing.at.all:X",
+                                  "moelab.experts"])
+def test_a_wrong_line_in_a_registry_is_named(home, monkeypatch):
+    monkeypatch.setitem(EXECUTORS, "mine", registry.Entry(home, "for a test"))
+    with pytest.raises(ValueError, match=f"executor 'mine' is registered as '{home}' in moelab.experts:EXECUTORS"):
+        registry.find("executor", "mine")
 
 
 def test_another_models_calibration_is_refused(folder):

@@ -75,12 +75,13 @@ def test_a_cards_recipe(tmp_path, monkeypatch):
         (tmp_path / kind).mkdir()
     (tmp_path / "devices" / "my-board.toml").write_text(card)
     monkeypatch.setattr(cards, "files", lambda _: tmp_path)
-    monkeypatch.setattr(cards, "DEVICES", cards.entries_of("devices", cards.load_device))
+    monkeypatch.setattr(cards, "DEVICES", cards.entries_of("devices", cards.load_device, str))
     monkeypatch.setattr(cards, "MODELS", {})
     assert moelab.names("device") == ["my-board"]
     with moelab.open_model(memory="50%") as lm:
         lm.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
-    assert moelab.simulate(lm.moelab.run, device="my-board").tpot > 0
+    tpot = moelab.simulate(lm.moelab.run, device="my-board").tpot
+    assert tpot == moelab.simulate(lm.moelab.run, device=tmp_path / "devices" / "my-board.toml").tpot > 0
 
 
 class MyRouter(nn.Module):

@@ -131,12 +131,12 @@ def _probed(converted: ConvertedModel, timeout: float
             yield package.path, function, inputs, probe(package.path, inputs, function.name, units, timeout)
 
 
-def time_prefill(model: Any, backend: Backend, prompts: Sequence[int], repeats: int = 5, meter: Meter | None = None,
-                 seed: int = 0) -> list[dict[str, Any]]:
+def time_prefill(model: Any, backend: Backend, prompts: Sequence[int], repeats: int = 5, meter: Meter | None = None
+                 ) -> list[dict[str, Any]]:
     """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part, drops and launches."""
     meter, rows = meter or Meter(), []
     for length in progress(list(prompts), "measuring", unit="prompt"):
-        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         with torch.no_grad(), prefill_through(model, backend=backend) as ane:
             timing = measure(lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter)
         total, chunks = ane.total, -(-length // backend.plan.chunk)

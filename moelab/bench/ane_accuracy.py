@@ -86,8 +86,7 @@ def compare(model: Any, ways: Mapping[str, tuple[ANEPlan, str]], tasks: Sequence
 
 def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> RoutingTrace:
     """The routing of n prompts of each source of `CALIBRATION`."""
-    return record(model, [p for source in CALIBRATION
-                          for p in datasets.prompts(source, n, tokens=tokens, seed=seed, split=split)], batch_size=16)
+    return record(model, datasets.prompts(CALIBRATION, n, tokens=tokens, seed=seed, split=split), batch_size=16)
 
 
 def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:

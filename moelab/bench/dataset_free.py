@@ -160,7 +160,7 @@ def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8,
             calibrated: int = 48, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
     """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`; `model` is the store's, whole, to
     calibrate with on so many prompts of each train split; x : 0 for K."""
-    history = {source: record(model, [p.text for p in prompts(source, calibrated, tokens=256, seed=seed, split="train")]
+    history = {source: record(model, prompts(source, calibrated, tokens=256, seed=seed, split="train")
                               ).counts().numpy() for source in SOURCES}
     found = {}
     with Prefetcher(store, x or model.spec.K) as prefetcher:

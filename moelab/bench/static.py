@@ -45,8 +45,7 @@ Ways = Mapping[str, Callable[[Saliency], Any]]  # name → what makes the execut
 
 def texts(split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
     """n prompts of each of `SOURCES`, source by source."""
-    return [prompt.text for source in SOURCES
-            for prompt in datasets.prompts(source, n, tokens=tokens, seed=seed, split=split)]
+    return [prompt.text for prompt in datasets.prompts(SOURCES, n, tokens=tokens, seed=seed, split=split)]
 
 
 def chunk_texts(tokenizer: Any, n: int, tokens: int, seed: int = 0) -> list[str]:

@@ -212,7 +212,7 @@ class Belady(_ByPriority):
 #: name → policy, a class or an `Entry`; another one is a class and a line here
 POLICIES: dict[str, type | Entry] = {
     "fifo": FIFO, "lru": LRU, "lfu": LFU, "marking": Marking, "least-stale": LeastStale, "zipmoe": FewestTokens,
-    "belady": Entry(Belady, "Belady's optimum, which knows the future: the ceiling of hits", teaching=True),
+    "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True),
 }
 
 
@@ -224,7 +224,8 @@ def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
                              "the methods touch(key, step) and victim(resident)")
         policy = find("cache", policy)
     if policy is Belady:
-        raise ValueError("Belady's policy needs the future: record a run, then pass Belady(steps) with the run's steps")
+        raise ValueError('"belady" needs the future, so it is for a run that has been: moelab.simulate(run, '
+                         'cache="belady"), or Belady(steps) with the steps of a run')
     if not all(callable(getattr(policy, name, None)) for name in ("touch", "victim")):
         raise ValueError(f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)")
     return policy if isinstance(policy, type) else lambda: policy

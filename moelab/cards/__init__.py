@@ -11,6 +11,7 @@ import difflib
 import tomllib
 from functools import lru_cache, partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from moelab.registry import Entry
@@ -36,10 +37,19 @@ def load_model(name: str) -> MoESpec:
     return MoESpec(name=card["name"], moe_layers=tuple(layers), **geometry)
 
 
+def load_device(name: str | Path) -> DeviceSpec:
+    """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there is none."""
+    return _spec(name, _parse(Path(name))) if Path(name).suffix == ".toml" else _shipped(name)
+
+
 @lru_cache(maxsize=None)
-def load_device(name: str) -> DeviceSpec:
-    """The spec of a device card. ValueError: an unknown name."""
-    card = _read("devices", name)
+def _shipped(name: str) -> DeviceSpec:
+    return _spec(name, _read("devices", name))
+
+
+def _spec(name: str | Path, card: dict[str, Any]) -> DeviceSpec:
+    if not isinstance(card.get("name"), str) or not isinstance(card.get("figures"), dict):
+        raise ValueError(f"{name} is no device card: it needs a name and figures, as those in moelab/cards/devices")
     figures = {}
     for key, figure in card["figures"].items():
         try:
@@ -48,16 +58,31 @@ def load_device(name: str) -> DeviceSpec:
             if unit != figures[key].unit or type(figures[key].value) not in (int, float):
                 raise ValueError(f"it must be a number in {unit}")
         except (TypeError, ValueError, KeyError) as error:
-            raise ValueError(f"{name}.toml, figures.{key} = {figure}: {error}. A figure has value, unit, kind and "
+            raise ValueError(f"card {name}, figures.{key} = {figure}: {error}. A figure has value, unit, kind and "
                              f"source, and its name ends in its unit: _{', _'.join(UNITS)}") from error
     return DeviceSpec(card["name"], figures)
 
 
-def entries_of(kind: str, load: Any) -> dict[str, Entry]:
-    """Card name → what loads it, of the folder `kind`."""
+def entries_of(kind: str, load: Any, told: Any) -> dict[str, Entry]:
+    """Card name → what loads it, of the folder `kind`; `told` says in a phrase what is on a card."""
     found = (file.name for file in (files(__name__) / kind).iterdir())
     names = sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
-    return {name: Entry(partial(load, name), f"{kind.removesuffix('s')} card {name}.toml") for name in names}
+    return {name: Entry(partial(load, name), partial(told, name)) for name in names}
+
+
+def _model_told(name: str) -> str:
+    spec = load_model(name)
+    sizes = [f"{figure['value'] / 1e9:.3g}B {key.removesuffix('_params')}"
+             for key, figure in load_card(name)["figures"].items()]
+    return f"{', '.join(sizes)} parameters; {spec.L} MoE layers of {spec.E} experts, {spec.K} a token"
+
+
+def _device_told(name: str) -> str:
+    device = load_device(name)
+    figures = [f"{device[key]:,g} {told}" for key, told in (
+        ("memory_gb", "GB"), ("memory_bandwidth_gbs", "GB/s from memory"), ("link_bandwidth_gbs", "GB/s from the host"),
+        ("storage_read_gbs", "GB/s from disk")) if key in device.figures]
+    return f"{device.name}: {', '.join(figures)}"
 
 
 def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
@@ -68,11 +93,16 @@ def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
         close = difflib.get_close_matches(name.lower(), by_lower, n=1)
         hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
         raise ValueError(f"there is no card {name!r}.{hint} There are: {', '.join(known)}")
+    return _parse(files(__name__) / kind / f"{name}.toml")
+
+
+def _parse(file: Any) -> dict[str, Any]:
     try:
-        return tomllib.loads((files(__name__) / kind / f"{name}.toml").read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name}.toml is no TOML: {error}") from error
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:                 # no TOML, or no UTF-8
+        raise ValueError(f"{file.name} is no TOML: {error}") from error
 
 
 #: card name → what loads its spec
-MODELS, DEVICES = entries_of("models", load_model), entries_of("devices", load_device)
+MODELS = entries_of("models", load_model, _model_told)
+DEVICES = entries_of("devices", load_device, _device_told)

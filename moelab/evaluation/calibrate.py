@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab import datasets, open_model
-from moelab.arguments import whole
+from moelab.arguments import one_of, several, whole
 from moelab.calibration import Calibration, calibrate
 from moelab.models.opening import require_tokenizer
 from moelab.recording import record
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
     parser.add_argument("file", type=Path, help="the new file, FILE.safetensors")
     parser.add_argument("--prompts", type=whole(1), default=16, metavar="N", help="of each source (%(default)s)")
-    parser.add_argument("--sources", default=",".join(SOURCES), help=f"of {', '.join(datasets.SOURCES)} (%(default)s)")
+    parser.add_argument("--sources", type=several(one_of(datasets.SOURCES)), default=list(SOURCES),
+                        help=f"of {', '.join(datasets.SOURCES)} (default: {','.join(SOURCES)})")
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
     parser.add_argument("--new-tokens", type=whole(), default=17, metavar="N", help="generated after each prompt; n "
                         "tokens are n - 1 decode steps, 0 leaves decode out (%(default)s)")
@@ -43,29 +44,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    sources, name = checked(args), None if args.model == "small" else args.model
+    check_writable(args.file, args.force)
+    name = None if args.model == "small" else args.model
     require_tokenizer(name)
     model = open_model(name, experts="external" if args.external else "resident")
-    found = calibration(model, sources, args.prompts, args.tokens, args.new_tokens, args.batch, args.seed)
+    found = calibration(model, args.sources, args.prompts, args.tokens, args.new_tokens, args.batch, args.seed)
     print(f"{found.save(args.file)}\n{summary(found)}")
     return 0
 
 
-def checked(args: argparse.Namespace) -> Sequence[str]:
-    """The sources; an unknown one or a file that cannot be written is an error before a model is opened."""
-    sources = [name for name in args.sources.split(",") if name]
-    if unknown := [name for name in sources if name not in datasets.SOURCES] or not sources:
-        raise ValueError(f"--sources {args.sources}: {'none is named' if not sources else f'no {unknown[0]!r}'}; the "
-                         f"sources are {', '.join(datasets.SOURCES)}")
-    if args.file.is_dir() or args.file.exists() and not args.force:
-        raise FileExistsError(f"{args.file} is there already; choose another name"
-                              + ("" if args.file.is_dir() else ", or replace it with --force"))
-    folder = next(parent for parent in args.file.absolute().parents if parent.exists())
+def check_writable(file: Path, force: bool) -> None:
+    """A file that cannot be written is an error before a model is opened."""
+    if file.is_dir() or file.exists() and not force:
+        raise FileExistsError(f"{file} is there already; choose another name"
+                              + ("" if file.is_dir() else ", or replace it with --force"))
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise NotADirectoryError(f"{args.file} cannot be written: {folder} is no folder")
+        raise NotADirectoryError(f"{file} cannot be written: {folder} is no folder")
     if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{args.file} cannot be written: no permission in {folder}")
-    return sources
+        raise PermissionError(f"{file} cannot be written: no permission in {folder}")
 
 
 def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, tokens: int = 256, new_tokens: int = 17,
@@ -77,9 +74,8 @@ def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, token
 
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    texts = [prompt.text for source in sources
-             for prompt in datasets.prompts(source, n, tokens=tokens, seed=seed, split="train", count=count)]
-    trace = record(model, texts, max_new_tokens=new_tokens, batch_size=batch_size)
+    asked = datasets.prompts(sources, n, tokens=tokens, seed=seed, split="train", count=count)
+    trace = record(model, asked, max_new_tokens=new_tokens, batch_size=batch_size)
     return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
 
 

@@ -160,9 +160,8 @@ class Ingredients:
 
     @cached_property
     def prompts(self) -> list[datasets.Prompt]:
-        n, tokens = max(1, self.args.calibration // len(SOURCES)), self.args.tokens
-        return [prompt for source in SOURCES
-                for prompt in datasets.prompts(source, n, tokens=tokens, seed=self.seed, split="train")]
+        return datasets.prompts(SOURCES, max(1, self.args.calibration // len(SOURCES)), tokens=self.args.tokens,
+                                seed=self.seed, split="train")
 
     @cached_property
     def vectors(self) -> Any:

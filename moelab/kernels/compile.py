@@ -1,11 +1,14 @@
 """Functions compiled by numba: without the GIL, cached on disk where a cache folder can be written.
 
+What has to be compiled takes seconds a kernel, so a process says so, once.
+
 numba takes a kernel from its cache as long as its own file has not changed, but a kernel contains those that it calls,
 from other files too. So what is older than any of the files that a kernel may call is dropped.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -14,9 +17,27 @@ from typing import Any
 
 import numba
 from numba import types
+from numba.core import event
 
 _FILES: dict[Path, float] = {}          # files of kernels → when they were changed, in the order of their imports
 _ALIVE: list[Any] = []                  # compiled functions, which would take their code with them
+
+
+class _Told(event.Listener):
+    """Says that kernels are being compiled when the first is that numba has not in its cache."""
+
+    told = False
+
+    def on_start(self, begun: event.Event) -> None:
+        if not self.told and Path(begun.data["dispatcher"].py_func.__code__.co_filename) in _FILES:
+            self.told = True
+            print("compiling kernels (the first time only) …", file=sys.stderr, flush=True)
+
+    def on_end(self, ended: event.Event) -> None:
+        pass
+
+
+event.register("numba:compile", _Told())
 
 
 def kernel(function: Callable | None = None, **options: Any) -> Callable:

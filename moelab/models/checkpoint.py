@@ -42,10 +42,8 @@ class Checkpoint:
     def at(cls, folder: str | Path) -> Checkpoint:
         """Find and check the files of a checkpoint; reads headers only.
 
-        Raises
-        ------
-        FileNotFoundError : no folder, no config.json, no safetensors files, or a shard that the index names is gone.
-        ValueError : a file is cut off, not safetensors or contradicts itself; an index and its shards disagree; a
+        Raises FileNotFoundError: no folder, config.json or safetensors files, or a shard that the index names is gone.
+        ValueError: a file is cut off, not safetensors or contradicts itself; an index and its shards disagree; a
             name or a link leads out of the folder; a store that is damaged or unfinished.
         """
         folder = Path(folder)
@@ -62,10 +60,6 @@ class Checkpoint:
         store = ExpertStore(folder) if stored else None
         files, tensors = read_folder(folder)
         return cls(folder, tuple(files), tensors, store)
-
-    def keys(self) -> Iterator[tuple[str, Path]]:
-        """(key, file) of every tensor."""
-        return ((key, entry.file) for key, entry in self.tensors.items())
 
     def read(self, key: str, part: int | None = None) -> torch.Tensor:
         """A tensor, or its part [part:part+1], by plain reads into new memory at a multiple of 64 bytes.

@@ -20,6 +20,7 @@ import torch
 from moelab.models import compat
 from moelab.models.checkpoint import COUNTS, Checkpoint, blamed
 from moelab.models.seam import MoELayer, banks, discover
+from moelab.specs import MoESpec
 from moelab.store.headers import DTYPES, Stored
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -43,6 +44,25 @@ class LoadingPlan:
     experts: list[dict[str, compat.ParameterPlan]]
     expert_keys: set[str]
     ignored: set[str]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A model that is complete, before a weight of it is read."""
+
+    checkpoint: Checkpoint
+    config: Any
+    spec: MoESpec
+    plan: LoadingPlan
+
+    def dtype(self, dtype: torch.dtype | str = "auto") -> torch.dtype:
+        """What to compute in: as asked, or as config.json says, or else as most weights are stored."""
+        if dtype != "auto":
+            found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                raise ValueError(f"dtype is {dtype!r}; it must be 'auto' or a floating-point type of torch")
+            return found
+        return getattr(self.config, "dtype", None) or self.plan.dtype
 
 
 def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:

@@ -33,18 +33,14 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
             shards: int = 4) -> ExpertStore:
     """Convert a checkpoint to an expert store, or resume a conversion that was interrupted.
 
-    Parameters
-    ----------
     source : a checkpoint folder or a hub id; None for the shipped small model.
     destination : the store's folder; until it is whole and verified, `destination.part`.
     codec, shards : how exponents are compressed and into how many shards; see `moelab.store.codecs`.
 
-    Raises
-    ------
-    FileExistsError : the destination exists, or another process is writing it.
-    FileNotFoundError, ValueError : as `open_checkpoint`; an unknown codec; a quantisation other than MXFP4; an
+    Raises FileExistsError: the destination exists, or another process is writing it.
+    FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec; a quantisation other than MXFP4; an
         unfinished store of another source or codec.
-    OSError : a disk is full or fails; what is written is kept, and the same call goes on from there.
+    OSError: a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
     checkpoint = _RecordedCheckpoint.at(opening.find(source))
     config = load_config(checkpoint.folder)

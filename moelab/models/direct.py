@@ -17,21 +17,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint
-from moelab.models.completeness import LoadingPlan, complete
+from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.identity import changed, of_checkpoint
 from moelab.models.seam import MoELayer, Weights, banks
 from moelab.store.headers import NAMES, Stored
 from moelab.store.layout import Chunk, ExpertStore, StoreError, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
-
-if TYPE_CHECKING:
-    from moelab.models.opening import Examined
 
 
 class CheckpointExperts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, blamed, load_config
-from moelab.models.completeness import LoadingPlan, complete
+from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
@@ -24,25 +23,6 @@ from moelab.store.headers import read_json
 from moelab.store.verify import check_weights
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A model that is complete, before a weight of it is read."""
-
-    checkpoint: Checkpoint
-    config: Any
-    spec: MoESpec
-    plan: LoadingPlan
-
-    def dtype(self, dtype: torch.dtype | str = "auto") -> torch.dtype:
-        """What to compute in: as asked, or as config.json says, or else as most weights are stored."""
-        if dtype != "auto":
-            found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-            if not isinstance(found, torch.dtype) or not found.is_floating_point:
-                raise ValueError(f"dtype is {dtype!r}; it must be 'auto' or a floating-point type of torch")
-            return found
-        return getattr(self.config, "dtype", None) or self.plan.dtype
 
 
 def examine(name_or_path: str | Path | None) -> Examined:
@@ -113,7 +93,8 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
     from transformers.utils import logging
 
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
-    tensors = {key: files[file].get_slice(key) for key, file in checkpoint.keys() if key not in left_out}
+    tensors = {key: files[entry.file].get_slice(key) for key, entry in checkpoint.tensors.items()
+               if key not in left_out}
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -93,8 +93,7 @@ def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
 
 
 def source_files(checkpoint: Checkpoint, checksum: str) -> dict[str, Any]:
-    """Sizes and headers of a checkpoint's safetensors files, and the kind of checksums of `places`, for `layout.json`.
-    """
+    """For `layout.json`: sizes and headers of a checkpoint's safetensors files, and the kind of their checksums."""
     files = {}
     for file in checkpoint.files:
         with open(file, "rb") as f:
@@ -132,10 +131,8 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     All its files are the source's, byte for byte; of a store without `layout.json` the tensors are those that
     transformers computes with, one file a MoE layer. What is read is checked; one expert at a time is in memory.
 
-    Raises
-    ------
-    FileExistsError : the destination exists.
-    StoreError : the store is damaged, or does not give what it says that it was made from.
+    Raises FileExistsError: the destination exists.
+    StoreError: the store is damaged, or does not give what it says that it was made from.
     """
     store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), Path(destination)
     if os.path.lexists(destination):

@@ -52,6 +52,13 @@ class MoELayer:
         _, weights, ids, *_ = router_output
         return ids, weights
 
+    def listening(self, told: Callable[[Tensor, Tensor], None]) -> tuple[Callable[..., Any], Callable, dict[str, Any]]:
+        """(what registers it, a hook, its options): in each pass the hook calls told(ids [T, K], weights [T, K])."""
+        if not isinstance(self.experts, SeamExperts) and type(self.router).__name__ in ROUTING:
+            return self.router.register_forward_hook, lambda _m, _args, out: told(*self.routing(out)), {}
+        return (self.experts.register_forward_pre_hook,             # of (hidden states, ids, weights)
+                lambda _m, args, kwargs: told(*[*args, *kwargs.values()][1:3]), {"with_kwargs": True})
+
     def ask(self, x: Tensor) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are for real passes.
 
@@ -86,6 +93,11 @@ def discover(model: nn.Module) -> list[MoELayer]:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no MoE layer: moelab works on mixture-of-experts models")
     return layers
+
+
+def named(part: Any) -> str:
+    """What to call an executor, a policy or a predictor, whether it is a name, a function or an object."""
+    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 
 #: whose `plug` is: what it puts on belongs to the model until `unplug`, see `moelab.models.patches`
@@ -177,7 +189,7 @@ class SeamExperts(Dressed, nn.Module):
         return self._executed(*args, **kwargs)
 
     def _executed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return self.executor(hidden_states, top_k_index, top_k_weights, self)
+        return execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
 
     @property
     def resident(self) -> bool:
@@ -361,6 +373,16 @@ def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
     counts = torch.bincount(flat, minlength=E).tolist()
     parts = zip(counts, (order // T).split(counts), (order % T).split(counts))
     return [(expert, choice, token) for expert, (n, choice, token) in enumerate(parts) if n and expert != E]
+
+
+def execute(executor: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+    """What an executor returns; ValueError, naming it, unless that is [T, H] of x's dtype."""
+    y = executor(x, ids, weights, experts)
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else f"{y!r:.80}"
+        raise ValueError(f"the executor {named(executor)} returned {given}; it must return [T, H] like the hidden "
+                         f"states that it is given, here {x.dtype} {list(x.shape)}")
+    return y
 
 
 def eager(x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:

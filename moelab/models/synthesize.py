@@ -115,9 +115,7 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
     codec : write an expert store with this codec instead of a checkpoint, without writing a checkpoint first.
     seed : of the pool and of the places in it.
 
-    Raises
-    ------
-    FileExistsError : the destination exists. ValueError : no such card or codec, or a geometry that cannot be had.
+    Raises FileExistsError: the destination exists. ValueError: no such card or codec, or a geometry that cannot be had.
     """
     destination = Path(destination)
     if destination.exists():

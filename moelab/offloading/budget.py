@@ -12,7 +12,7 @@ from pathlib import Path
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20
-_ALLOWED = ("it must be bytes, a fraction of the experts above 0 and up to 1, or a text such as '2GB', '800MiB', '50%' "
+_ALLOWED = ("it must be bytes, a fraction of the experts up to 1, or a text such as '2GB', '800MiB', '50%' "
             "or 'auto'")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
           "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -21,9 +21,9 @@ _CGROUPS = (("memory.max", "memory.current", "memory.stat"),
 
 
 def parse_budget(budget: str | float | int, everything: int, others: int) -> int:
-    """A budget in bytes; ValueError for what is none.
+    """A budget in bytes, 0 included, for which the caller says what the least is; ValueError for what is none.
 
-    budget : bytes (a number above 1), a fraction of `everything` (0 < f ≤ 1), "2GB", "800 MiB", "50%", or "auto":
+    budget : bytes (a number above 1), a fraction of `everything` (0 ≤ f ≤ 1), "2GB", "800 MiB", "50%", or "auto":
         what is available now less the other weights and `RESERVE`.
     everything, others : bytes that keeping all experts takes, and bytes of the model's other weights.
     """
@@ -34,11 +34,13 @@ def parse_budget(budget: str | float | int, everything: int, others: int) -> int
         if match is None:
             raise ValueError(f"the budget is {budget!r}; {_ALLOWED}")
         budget, unit = float(match[1]), match[2]
-        if unit and budget > 0:
+        if unit == "%" and budget > 100:
+            raise ValueError(f"the budget is {budget:g}% of the experts, and all of them are 100%; {_ALLOWED}")
+        if unit or not budget:
             return int(budget / 100 * everything if unit == "%" else budget * _UNITS[match[3] or ""])
     if budget == "auto":
         return max(0, available() - others - RESERVE)
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget < math.inf:
         raise ValueError(f"the budget is {budget!r}; {_ALLOWED}")
     return int(budget * everything) if budget <= 1 else int(budget)
 

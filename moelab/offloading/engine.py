@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moelab.cache.residency import Request, Residency, Step
-from moelab.models.seam import SeamExperts, assignments
+from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
@@ -203,7 +203,7 @@ class Engine:
                 kept = torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
                 kept[[request.key.expert for request in there]] = True
                 chosen = torch.where(kept[ids], ids, E)
-            out = self.executor(x, chosen, weights, experts)
+            out = execute(self.executor, x, chosen, weights, experts)
             self._executed(there, start)
         else:
             out = torch.zeros_like(x)
@@ -212,7 +212,8 @@ class Engine:
             request, start = loads.pop(self.pipeline.next_ready(ready, self._check)), clock()
             choice, tokens = parts[request.key.expert]
             alone = torch.full((len(tokens), 1), request.key.expert, device=ids.device)
-            out.index_add_(0, tokens, self.executor(x[tokens], alone, weights[tokens, choice][:, None], experts))
+            part = execute(self.executor, x[tokens], alone, weights[tokens, choice][:, None], experts)
+            out.index_add_(0, tokens, part)
             self._executed([request], start)
         return out
 
@@ -238,7 +239,7 @@ class Engine:
             pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
         if self._announced is not None:
             (later, predicted), self._announced = self._announced, None
-            self.run.guess(later, predicted)
+            self.run.predicted(later, predicted)
             read = pipeline.reader.counters
             read_s = read.seconds / max(1, read.requests)
             if requests := self.gate.requests(self.residency, later, predicted, read_s):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Forward(NamedTuple):
     phase: str      # prefill | decode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Metrics:
     """What a run cost; times in seconds, None for what it does not define (no decode, nothing read …).
 
@@ -89,6 +89,18 @@ class Metrics:
     prefetched: dict[str, int] | None = None
     peak_rss_bytes: int | None = None
     major_faults: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Metrics: {told(self)}>"
+
+
+def told(found: Any) -> str:
+    """The four figures that are asked for first, as far as there are any, of `Metrics` or what has them."""
+    parts = [found.ttft is not None and f"TTFT {found.ttft:.3f} s",
+             found.tpot is not None and f"TPOT {1e3 * found.tpot:.1f} ms",
+             found.hit_rate is not None and f"hit rate {found.hit_rate:.0%}",
+             found.hit_rate is not None and f"{(found.read_bytes_per_token or 0) / 1e6:.2f} MB read a token"]
+    return ", ".join(filter(None, parts)) or "no forward pass yet"
 
 
 def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counters: CacheCounters | None = None,

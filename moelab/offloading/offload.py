@@ -75,6 +75,11 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     everything = L * E * sizes.full + (most_ahead + (staging or workers + 2)) * sizes.in_flight + store.scratch
     room = parse_budget(budget, everything, store.weights_bytes)
     ahead = min(most_ahead, room // (4 * sizes.in_flight)) if ahead is None else ahead
+    least = ((staging or 1) + ahead) * sizes.in_flight + store.scratch
+    if room < least:
+        raise ValueError(f"the budget is {room / 1e6:,.3f} MB; {least / 1e6:,.1f} MB ({least:,} bytes) are the least "
+                         f"that works: {staging or 1} in-flight expert(s), read and decoded"
+                         + f", and {ahead} prefetched" * bool(ahead))
     pools, staging = divide(room - ahead * sizes.in_flight - store.scratch, sizes, L, E, pools, scope, workers, staging)
     count = slot_counts(pools, L if scope == "layer" else 1, staging + ahead)
     residency = Residency(L, E, pools, policy, scope, margin)
@@ -101,10 +106,6 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
 def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope: str, workers: int,
            staging: int | None) -> tuple[Pools, int]:
     """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes."""
-    least = (staging or 1) * sizes.in_flight
-    if budget < least:
-        raise ValueError(f"the budget is {budget / 1e6:,.1f} MB, but {staging or 1} in-flight expert(s), read and "
-                         f"decoded, take {least / 1e6:,.1f} MB ({least:,} bytes): that is the least that works")
     if staging is None:
         staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
     room, copies = budget - staging * sizes.in_flight, L if scope == "layer" else 1

@@ -97,7 +97,7 @@ class EngineRun:
     """Everything since the last `reset`.
 
     steps : what each forward routed: a list of (layer, {expert: tokens}).
-    guesses : what was announced in each forward for prefetching: a list of (layer, experts).
+    predictions : what was announced in each forward for prefetching: a list of (layer, experts).
     fetched : what became of prefetched experts.
     """
 
@@ -105,6 +105,10 @@ class EngineRun:
         self.settings, self._residency = settings, residency
         self.timeline, self.fetched = Timeline(), PrefetchCounts()
         self.reset()
+
+    def __repr__(self) -> str:
+        return (f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, {len(self.timeline)} "
+                f"events>")
 
     @property
     def counters(self) -> CacheCounters:
@@ -116,19 +120,19 @@ class EngineRun:
         self.fetched.reset()
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
-        self.guesses: list[list[tuple[int, list[int]]]] = []
+        self.predictions: list[list[tuple[int, list[int]]]] = []
         self._in_forward = False
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
-        for kept in (self.forwards, self.steps, self.guesses):
+        for kept in (self.forwards, self.steps, self.predictions):
             del kept[:forwards]
 
     def begin_forward(self) -> None:
         """Also removes what an interrupted forward has left."""
-        del self.steps[len(self.forwards):], self.guesses[len(self.forwards):]
+        del self.steps[len(self.forwards):], self.predictions[len(self.forwards):]
         self.steps.append([])
-        self.guesses.append([])
+        self.predictions.append([])
         self._in_forward = True
 
     def end_forward(self, forward: Forward) -> None:
@@ -141,7 +145,7 @@ class EngineRun:
         if self._in_forward:
             self.steps[-1].append((layer, tokens))
 
-    def guess(self, layer: int, experts: Iterable[int]) -> None:
+    def predicted(self, layer: int, experts: Iterable[int]) -> None:
         """Experts are announced for a layer to come."""
         if self._in_forward:
-            self.guesses[-1].append((layer, list(experts)))
+            self.predictions[-1].append((layer, list(experts)))

@@ -19,9 +19,8 @@ from typing import Any
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.models.dialects import ROUTING
 from moelab.models.patches import Dressed, Patches, dress, put
-from moelab.models.seam import MoELayer, SeamExperts, discover
+from moelab.models.seam import MoELayer, discover, named
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
 from moelab.offloading.pipeline import clock
@@ -48,6 +47,12 @@ class OpenedModel(Dressed):
                              "restore its store (moelab.restore), or open it without memory=")
         return super().save_pretrained(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.moelab.engine is not None:
+            raise TypeError("an offloaded model is bound to its threads, files and memory, so it cannot be copied or "
+                            "pickled: open it again, or without memory=")
+        return super().__reduce_ex__(protocol)
+
 
 @lru_cache(maxsize=None)
 def opened_class(cls: type) -> type:
@@ -71,12 +76,14 @@ class Session:
         executors, where they are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
+    executor : the name, or the function, by which experts are computed.
     """
 
+    executor: Any = "exact"
     timeline: Timeline = property(lambda self: self.run.timeline)
     forwards: list[Forward] = property(lambda self: self.run.forwards)
     steps: list[list[tuple[int, dict[int, int]]]] = property(lambda self: self.run.steps)
-    guesses: list[list[tuple[int, list[int]]]] = property(lambda self: self.run.guesses)
+    predictions: list[list[tuple[int, list[int]]]] = property(lambda self: self.run.predictions)
 
     def __init__(self, model: Any, engine: Engine | None = None, source: EngineSource | None = None,
                  store: ExpertStore | None = None, budget: int | None = None) -> None:
@@ -103,14 +110,23 @@ class Session:
             for module in (model, *alone):
                 patches.hook(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True)
                 patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
-            for layer in discover(model) if engine is None else ():
-                self._listen(layer, patches)
+            for layer in discover(model) if engine is None else ():         # no engine counts what it is asked for
+                register, hook, options = layer.listening(functools.partial(self._note, layer))
+                patches.hook(register, hook, **options)
             self._patches = patches.pop_all()
         self._parts = ExitStack()                       # what was put on the model besides
         dress(self, model, opened_class)
         put(self, model, "moelab", self)
         if engine is not None:
             weakref.finalize(model, engine.close)
+
+    def __repr__(self) -> str:
+        parts = ["all experts in memory"] if self.engine is None else [
+            f"offloaded, {self.budget / 1e9:.3g} GB for experts", named(self.run.settings.policy)]
+        parts += [named(self.executor)]
+        if self.speculation is not None:
+            parts += [f"prefetch {named(self.speculation.predictor)}"]
+        return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:
         """Forget events, forwards and counts; what is in memory stays."""
@@ -202,15 +218,6 @@ class Session:
         if self._calls.get(threading.get_ident()) is self._alone:
             self._calls[threading.get_ident()] = None
 
-    def _listen(self, layer: MoELayer, patches: Patches) -> None:
-        """Note which experts a resident layer is asked for: no engine counts them."""
-        if not isinstance(layer.experts, SeamExperts) and type(layer.router).__name__ in ROUTING:
-            patches.hook(layer.router.register_forward_hook,
-                         lambda _m, _args, out: self._note(layer, layer.routing(out)[0]))
-        else:                                           # experts(hidden states, ids, weights)
-            patches.hook(layer.experts.register_forward_pre_hook,
-                         lambda _m, args, kwargs: self._note(layer, [*args, *kwargs.values()][1]), with_kwargs=True)
-
-    def _note(self, layer: MoELayer, ids: Any) -> None:
+    def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself
             self._routed.append((layer, ids))

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,7 @@ from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.progress import progress
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.metrics import Forward, Metrics, metrics
+from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
 from moelab.schedule.affinity import Order, default_order, given_order
@@ -38,11 +39,11 @@ from moelab.trace import PREFILL, RoutingTrace
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
 #: seconds as base + per token
 Linear = tuple[float, float]
-#: for each forward, (layer, experts announced for it) of the layers that there are guesses for
-Guesses = Sequence[Iterable[tuple[int, Iterable[int]]]]
+#: for each forward, (layer, experts announced for it) of the layers that there are predictions for
+Predictions = Sequence[Iterable[tuple[int, Iterable[int]]]]
 
 
-@dataclass
+@dataclass(repr=False)
 class Simulation:
     """A simulated run: the same records as an `EngineRun`'s."""
 
@@ -57,6 +58,9 @@ class Simulation:
     ttft = property(lambda self: self.metrics().ttft)
     hit_rate = property(lambda self: self.metrics().hit_rate)
 
+    def __repr__(self) -> str:
+        return f"<Simulation of {len(self.forwards)} forward passes: {told(self.metrics())}>"
+
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
         return metrics(self.events, self.forwards, self.counters, asdict(self.fetched))
@@ -64,8 +68,9 @@ class Simulation:
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
-             scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order, guesses: Guesses | None = None,
-             ahead: int = 0, distance: int = 1, gate: PrefetchGate | None = None) -> Simulation:
+             scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order,
+             predictions: Predictions | None = None, ahead: int = 0, distance: int = 1,
+             gate: PrefetchGate | None = None) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : a run's, or those of a trace (`steps_of`).
@@ -75,25 +80,25 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     staging : loads in flight beyond what is kept (None: any number).
     other, head : seconds per layer before its experts can be read; per forward after the last layer.
     scheduler : one of `moelab.schedule.affinity.SCHEDULERS` or your own; by default the engine's.
-    guesses : of every forward; they change when experts are read, never what is kept or computed. `guesses=steps` is
-        a run whose predictions are all right.
-    ahead : experts that may be prefetched, in memory beyond `staging`; without guesses there is none of it.
+    predictions : of every forward; they change when experts are read, never what is kept or computed; `steps` if all
+        are right.
+    ahead : experts that may be prefetched, in memory beyond `staging`; without predictions there is none of it.
     distance : how many layers before its own an expert is announced.
     gate : throttles prefetching and learns; None for a new one.
 
-    Raises ValueError for other numbers of forwards or guesses than of steps, a layer or an expert that the residency
+    Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert that the residency
     doesn't have, and a distance or staging below 1.
     """
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
     if len(kinds) != len(steps):
         raise ValueError(f"{len(steps)} forwards are to be played, but tokens and phase are given of {len(kinds)}")
-    if guesses is not None and len(guesses) != len(steps):
-        raise ValueError(f"{len(steps)} forwards are to be played, but there are guesses for {len(guesses)}")
+    if predictions is not None and len(predictions) != len(steps):
+        raise ValueError(f"{len(steps)} forwards are to be played, but there are predictions for {len(predictions)}")
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
     gate, done = gate or PrefetchGate(), []
-    ahead = ahead if guesses is not None else 0
+    ahead = ahead if predictions is not None else 0
     if staging is None:
         staging = residency.E                                   # a layer's demand at most
     elif staging < 1:
@@ -107,9 +112,9 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         gate.pause(end - begun)
         machine.spend(layer, end)
 
-    for forward, (tokens, phase), guessed in progress(list(zip(steps, kinds, guesses or [()] * len(steps))),
+    for forward, (tokens, phase), predicted in progress(list(zip(steps, kinds, predictions or [()] * len(steps))),
                                                       "simulating"):
-        begun, announced = machine.now, dict(guessed) if ahead else {}
+        begun, announced = machine.now, dict(predicted) if ahead else {}
         for layer, experts in forward:
             spend(layer, other, tokens)
             step = residency.begin(layer, experts)
@@ -127,13 +132,14 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     return Simulation(machine.timeline(), done, residency.counters, machine.queue.counts)
 
 
-def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None = None, pools: Pools | None = None,
-           workers: int | None = None, staging: int | None = None, decompress_gbs: float | None = None) -> Simulation:
+def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
+           pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
+           decompress_gbs: float | None = None) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
     cache : another policy: a name of `moelab.cache.policies.POLICIES`, or your own; "belady" knows the run's future.
-    device : a card or its name, whose figures replace what was measured (`delays_of`).
+    device : a card, its name or the path of your own, whose figures replace what was measured (`delays_of`).
     pools, workers, staging : in place of the run's.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
@@ -154,11 +160,12 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | DeviceSpec | None
                           settings.margin)
     delays, (other, head) = settings.delays, overheads(run)
     if device is not None:
-        device, head = load_device(device) if isinstance(device, str) else device, (0.0, 0.0)
+        device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
-    guesses = run.guesses if settings.ahead and any(run.guesses) else None
+    predictions = run.predictions if settings.ahead and any(run.predictions) else None
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
-                    staging=staging or settings.staging, other=other, head=head, guesses=guesses, ahead=settings.ahead)
+                    staging=staging or settings.staging, other=other, head=head, predictions=predictions,
+                    ahead=settings.ahead)
 
 
 def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:

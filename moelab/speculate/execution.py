@@ -20,6 +20,7 @@ from moelab import recording
 from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
 from moelab.models.patches import Patches
+from moelab.models.seam import named
 from moelab.models.stream import streams
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
@@ -135,6 +136,7 @@ class Speculation(AbstractContextManager):
             return s, ids, weights
         prediction = self.predictor.predict(index, seen, r, ids, weights)                               # line 8
         if prediction is not None:
+            check(prediction, len(ids), self.predictor)
             self._predicted[target.index] = prediction
             if (prefetch := getattr(layer.experts.executor, "prefetch", None)) is not None:
                 prefetch(target.index, prediction[0])                                                   # line 9
@@ -159,6 +161,21 @@ class Speculation(AbstractContextManager):
             return None, weights, ids
         # A dialect's block wants the dialect's own form; what is in it, `_before` replaces.
         return ask(layer, x, weights.new_zeros(len(ids), self.predictor.spec.E))
+
+
+def check(prediction: Any, T: int, predictor: Predictor) -> None:
+    """ValueError, naming the predictor, unless this is a prediction for T tokens."""
+    E, told = predictor.spec.E, f"a {type(prediction).__name__}"
+    if isinstance(prediction, tuple) and len(prediction) == 2 and all(isinstance(t, Tensor) for t in prediction):
+        (ids, weights), told = prediction, " and ".join(f"{t.dtype} {list(t.shape)}" for t in prediction)
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if whole and ids.dim() == 2 and ids.shape == weights.shape and len(ids) == T and ids.numel():
+            low, high = (int(bound) for bound in ids.aminmax())
+            if 0 <= low <= high <= E:
+                return
+            told = f"ids from {low} to {high}"
+    raise ValueError(f"the predictor {named(predictor)} predicted {told}; expected are (ids, weights), [{T}, K] "
+                     f"each, the ids whole numbers from 0 to {E - 1}, or {E} for no expert")
 
 
 def found(predicted: Tensor, true: Tensor) -> Tensor:

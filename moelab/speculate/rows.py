@@ -10,7 +10,6 @@ not mapped, since mapped pages count as memory.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from moelab.speculate.predictors import Quasi, of_model, teacher
 from moelab.speculate.signals import DefaultVectors
+from moelab.store.headers import DTYPES, read_header
 from moelab.trace import HIDDEN, RoutingTrace, hidden_path
 
 STRETCH = 2**20         # bytes of hidden states that are read at one place of a trace
@@ -91,24 +91,17 @@ class Rows:
 class FileRows:
     """Rows of a tensor in a safetensors file, sliced as the tensor would be, but read, not mapped."""
 
-    DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
     def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            entry = json.loads(file.read(size))[name]
-        self.dtype, self.shape = self.DTYPES[entry["dtype"]], entry["shape"]
-        self.first = 8 + size + entry["data_offsets"][0]
-        self.row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        self.stored = read_header(path)[name]
+        self.row = self.stored.slice(0).nbytes
 
     def __getitem__(self, rows: slice) -> Tensor:
         wanted = bytearray((rows.stop - rows.start) * self.row)
-        with open(self.path, "rb") as file:
-            file.seek(self.first + rows.start * self.row)
+        with open(self.stored.file, "rb") as file:
+            file.seek(self.stored.begin + rows.start * self.row)
             if file.readinto(wanted) != len(wanted):
-                raise ValueError(f"{self.path} ends early; record the trace again")
-        return torch.frombuffer(wanted, dtype=self.dtype).view(-1, *self.shape[1:])
+                raise ValueError(f"{self.stored.file} ends early; record the trace again")
+        return torch.frombuffer(wanted, dtype=DTYPES[self.stored.dtype]).view(-1, *self.stored.shape[1:])
 
 
 def seed_of(*parts: Any) -> int:

@@ -98,8 +98,7 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     return following.router_input(times(factor, x).to(r.dtype))
 
 
-def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0, *,
-                    tokenizer: Any = None) -> DefaultVectors:
+def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0) -> DefaultVectors:
     """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
 
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
@@ -108,7 +107,7 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0,
     Raises ValueError: no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert,
         an architecture whose residual stream is of an unknown kind.
     """
-    spec, ids = spec_of(model), recording.token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
+    spec, ids = spec_of(model), recording.token_ids(prompts, getattr(model, "tokenizer", None))
     with Patches() as patches:
         patches.callback(model.train, model.training)
         patches.enter_context(plugged(model))

@@ -148,7 +148,7 @@ def test_belady_needs_the_future_it_was_told():
     residency.begin(0, {0: 1})
     with pytest.raises(ValueError, match="expert 2 of layer 0.*this very run"):
         residency.begin(0, {2: 1})
-    with pytest.raises(ValueError, match=r"needs the future.*Belady\(steps\)"):
+    with pytest.raises(ValueError, match=r"needs the future.*simulate\(run.*Belady\(steps\)"):
         make_policy("belady")
 
 

@@ -40,10 +40,13 @@ def test_a_plan_reads_it_and_without_new_tokens_there_is_no_decode(tmp_path, cap
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (["--sources", "code,nothing"], "'nothing'"), (["--sources", ","], "none is named"),
+    (["--sources", "code,nothing"], "'nothing'"), (["--sources", ","], "names nothing"),
     (["--tokens", "8"], "at least 64")])
 def test_bad_input_is_refused(arguments, told, tmp_path, capsys):
-    assert main(["calibrate", "small", str(tmp_path / "c"), *arguments]) == 2
+    try:
+        assert main(["calibrate", "small", str(tmp_path / "c"), *arguments]) == 2
+    except SystemExit as end:                           # refused while the arguments are read
+        assert end.code == 2
     assert told in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 

@@ -18,6 +18,7 @@ def outer(folder):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("compiling kernels") == (len(done.stdout.split()) == 1)         # said if so, and once
     return [int(word) for word in done.stdout.split()]
 
 

@@ -90,7 +90,7 @@ def in_order(model):
         assert not Counter(queue.free[kind] + taken) - Counter(range(pipeline.slots.count[kind])), "given twice"
     assert {key for key, one in queue.held.items() if "full" in one} >= set(
         key for key in queue.held if offloading.residency.state(key).value == "F")
-    assert len(offloading.forwards) == len(offloading.steps) == len(offloading.guesses)
+    assert len(offloading.forwards) == len(offloading.steps) == len(offloading.predictions)
     assert not offloading.cancel()
     assert len(threads()) == len(pipeline.threads)
 

@@ -169,7 +169,9 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
 
 
 @pytest.mark.parametrize("budget, message", [("1kB", "the least that works"), ("much", "it must be bytes"),
-                                             (-1, "above 0"), (0, "above 0")])
+                                             (-1, "it must be bytes"), (0, "the least that works"),
+                                             ("0%", "bytes.* are the least that works"),
+                                             ("200%", "all of them are 100%")])
 def test_budgets_that_cannot_be(qwen, budget, message):
     with pytest.raises(ValueError, match=message):
         offload(qwen[1], budget, delays=DELAYS)

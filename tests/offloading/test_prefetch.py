@@ -193,7 +193,7 @@ def test_a_prefill_needs_no_guesses(qwen):
     model, store = qwen
     offloaded, reference = offload(store, "10MB", plan=Pools(F=1), ahead=4, delays=DELAYS), open_model(model)
     assert_equal(offloaded, reference, prompt=60, new=2)
-    prefill, *decode = offloaded.moelab.guesses
+    prefill, *decode = offloaded.moelab.predictions
     assert [(layer, sorted(experts)) for layer, experts in prefill] == [(1, list(range(8)))] and not any(decode)
     assert offloaded.moelab.metrics().prefetched["used"]
     nothing_is_lost(offloaded)

@@ -38,22 +38,22 @@ class Always(PrefetchGate):
 
 @st.composite
 def runs(draw):
-    """(L, E, steps, forwards, guesses, pools, options); guesses are right, wrong, both, repeated, of no such expert."""
+    """(L, E, steps, forwards, predictions, pools, options); predictions are right, wrong, both, repeated, of no such expert."""
     L, E, chance = draw(st.integers(1, 4)), draw(st.integers(2, 9)), draw(st.randoms())
     steps = [[(layer, {e: chance.randint(1, 3) for e in chance.sample(range(E), chance.randint(0, min(E, 4)))})
               for layer in range(L)] for _ in range(draw(st.integers(1, 5)))]
-    guesses = [[(layer, [chance.randint(0, E) for _ in range(chance.randint(0, 4))] + list(experts)[:chance.randint(
+    predictions = [[(layer, [chance.randint(0, E) for _ in range(chance.randint(0, 4))] + list(experts)[:chance.randint(
         0, 4)]) for layer, experts in forward] for forward in steps]
     options = {"workers": draw(st.integers(1, 3)), "staging": draw(st.none() | st.integers(1, 3)),
                "other": (draw(seconds), 0.0), "head": (draw(seconds), 0.0), "start": draw(st.sampled_from([0.0, 7.3]))}
     pools = draw(st.sampled_from([Pools(F=5), Pools(F=2, C=2, S=1, E=2), Pools(C=3, S=3, E=3), Pools()]))
-    return L, E, steps, [(1, "decode")] * len(steps), guesses, pools, options
+    return L, E, steps, [(1, "decode")] * len(steps), predictions, pools, options
 
 
 @settings(deadline=None)
 @given(runs(), machines)
 def test_without_guesses_layers_are_executed_one_by_one(run, machine):
-    L, E, steps, forwards, guesses, pools, options = run
+    L, E, steps, forwards, predictions, pools, options = run
     options |= {"staging": None}                                # as `execute` has slots for all
     asked, events, now = Residency(L, E, pools), [], options["start"]
     for forward in steps:
@@ -64,7 +64,7 @@ def test_without_guesses_layers_are_executed_one_by_one(run, machine):
             found, now = execute(requests, plan, machine, options["workers"], now, layer)
             events += found
         now += options["head"][0]
-    for more in ({}, {"ahead": 3}, {"ahead": 0, "guesses": guesses}):
+    for more in ({}, {"ahead": 3}, {"ahead": 0, "predictions": predictions}):
         played = simulate(steps, forwards, Residency(L, E, pools), machine, **options, **more)
         assert [event for event in played.events if event.kind != "other"] == events
         assert played.forwards[-1].end == now and not any(asdict(played.fetched).values())
@@ -73,11 +73,11 @@ def test_without_guesses_layers_are_executed_one_by_one(run, machine):
 @settings(deadline=None, max_examples=150)
 @given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.sampled_from([PrefetchGate, Always]))
 def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ahead, distance, gate):
-    L, E, steps, forwards, guesses, pools, options = run
+    L, E, steps, forwards, predictions, pools, options = run
     alone = Residency(L, E, pools)
     decisions = [alone.begin(*step) for step in flat(steps)]
     inside = Residency(L, E, pools)
-    played = simulate(steps, forwards, inside, machine, **options, guesses=guesses, ahead=ahead, distance=distance,
+    played = simulate(steps, forwards, inside, machine, **options, predictions=predictions, ahead=ahead, distance=distance,
                       gate=gate())
     assert played.counters == alone.counters
     assert {state: inside.resident(state) for state in State} == {state: alone.resident(state) for state in State}
@@ -113,7 +113,7 @@ def test_perfect_guesses_by_a_closed_form(L, K, read, compute, other, tokens):
                         **more).metrics().tpot
     first = other + max(K * read + compute, read + K * compute)
     assert tpot() == pytest.approx(L * first)
-    assert tpot(guesses=steps, ahead=K, gate=Always()) == pytest.approx(
+    assert tpot(predictions=steps, ahead=K, gate=Always()) == pytest.approx(
         first + (L - 1) * max(K * read, other + K * compute))
 
 
@@ -121,24 +121,24 @@ def test_copying_takes_as_long_as_computing_or_computing_nothing():
     steps = [[(layer, {0: 1, 1: 1}) for layer in range(3)]]
     for machine, other, demand, guessed in ((Delays(1, 1, 0, 0, 1, 0, e_bytes=1), 2, 3 * 7, 7 + 2 * 4),
                                             (Delays(1, 1, 0, 0, 0, 0, e_bytes=1), 0, 3 * 4, 3 * 4)):
-        for guesses, took in ((None, demand), (steps, guessed)):
+        for predictions, took in ((None, demand), (steps, guessed)):
             played = simulate(steps, [(1, "decode")], Residency(3, 2, Pools()), machine, other=(other, 0.0),
-                              guesses=guesses, ahead=2, gate=Always())
+                              predictions=predictions, ahead=2, gate=Always())
             assert played.forwards[0].end == took
-            assert (played.fetched.used, played.fetched.wasted) == (0 if guesses is None else 4, 0)
+            assert (played.fetched.used, played.fetched.wasted) == (0 if predictions is None else 4, 0)
 
 
 def test_a_read_under_way_is_not_interrupted_and_the_layer_waits_for_it():
     """By hand: nothing else to do, "other" takes 3 s, a read 2 s, an expert 1 s; expert 5 is guessed, 0 needed."""
-    steps, guesses = [[(0, {0: 1}), (1, {0: 1})]], [[(1, [5, 6, 7])]]
+    steps, predictions = [[(0, {0: 1}), (1, {0: 1})]], [[(1, [5, 6, 7])]]
     machine = Delays(2, 0, 0, 0, 1, 0, e_bytes=1)
-    played = simulate(steps, [(1, "decode")], Residency(2, 8, Pools()), machine, other=(3.0, 0.0), guesses=guesses,
+    played = simulate(steps, [(1, "decode")], Residency(2, 8, Pools()), machine, other=(3.0, 0.0), predictions=predictions,
                       ahead=2, gate=Always())
     reads = [(e.layer, e.expert, e.start, e.end) for e in played.events if e.resource == "disk"]
     # while layer 0 computes (5–6) and layer 1 attends (6–9), two are fetched, and no third: there is no room for it
     assert reads == [(0, 0, 3, 5), (1, 5, 5, 7), (1, 6, 7, 9), (1, 0, 9, 11)]
     assert asdict(played.fetched) == {"begun": 2, "used": 0, "early": 0, "nbytes": 2, "wasted": 2}
-    played = simulate(steps, [(1, "decode")], Residency(2, 8, Pools()), machine, other=(2.0, 0.0), guesses=guesses,
+    played = simulate(steps, [(1, "decode")], Residency(2, 8, Pools()), machine, other=(2.0, 0.0), predictions=predictions,
                       ahead=2, gate=Always())
     reads = [(e.layer, e.expert, e.start, e.end) for e in played.events if e.resource == "disk"]
     assert reads == [(0, 0, 2, 4), (1, 5, 4, 6), (1, 6, 6, 8), (1, 0, 8, 10)]       # layer 1 comes at 7 and waits
@@ -149,9 +149,9 @@ def test_a_read_under_way_is_not_interrupted_and_the_layer_waits_for_it():
 @given(runs(), machines, st.sampled_from([1, 2]))
 def test_the_disk_never_rests_while_something_is_wanted(run, machine, distance):
     """With room for everything, a read begins when the one before it ends, or when its layer comes, or is announced."""
-    L, E, steps, forwards, guesses, _, options = run
+    L, E, steps, forwards, predictions, _, options = run
     options |= {"staging": None, "other": (1.5, 0.0)}
-    played = simulate(steps, forwards, Residency(L, E, Pools()), machine, **options, guesses=guesses, ahead=99,
+    played = simulate(steps, forwards, Residency(L, E, Pools()), machine, **options, predictions=predictions, ahead=99,
                       distance=distance, gate=Always())
     came = defaultdict(list)
     for event in played.events:
@@ -165,16 +165,16 @@ def test_the_disk_never_rests_while_something_is_wanted(run, machine, distance):
 
 
 def test_a_bad_guesser_is_ignored_and_a_good_one_is_not():
-    """The engine's own rule: the disk is slow, so that only good guesses pass; it is learnt while the run goes on."""
+    """The engine's own rule: the disk is slow, so that only good predictions pass; it is learnt while the run goes on."""
     draw = random.Random(0)
     steps = [[(layer, dict.fromkeys(draw.sample(range(8), 2), 1)) for layer in range(3)] for _ in range(120)]
     wrong = [[(layer, [e for e in range(8) if e not in experts][:2]) for layer, experts in forward]
              for forward in steps]
     machine = Delays(1.0, 1.0, 0, 0, 0.1, 0, e_bytes=1, sm_bytes=1)
 
-    def play(guesses, steps=steps, **more):
+    def play(predictions, steps=steps, **more):
         return simulate(steps, [(1, "decode")] * len(steps), Residency(3, 8, Pools(F=4)), machine, other=(0.5, 0.0),
-                        guesses=guesses, ahead=2, **more)
+                        predictions=predictions, ahead=2, **more)
     gate = PrefetchGate()
     learnt, right = play(wrong, gate=gate), play(steps)
     assert learnt.fetched.used == 0 and right.fetched.wasted == 0 and right.fetched.used > 150
@@ -199,21 +199,21 @@ def test_the_engines_decisions_on_the_engines_steps_and_guesses(qwen, mode):
     with offloading, Speculation(offloaded, make("predictor", "router", offloaded), mode), torch.inference_mode():
         generate(offloaded, batch=1, new=8)
         found = offloading.metrics()
-        guesses = [[(layer, experts) for at, layer, experts in told if at == n] for n in range(len(offloading.steps))]
+        predictions = [[(layer, experts) for at, layer, experts in told if at == n] for n in range(len(offloading.steps))]
         played = simulate(offloading.steps, offloading.forwards, Residency(2, 8, Pools(2, 3, 2, 4), "zipmoe"), DELAYS,
-                          staging=3, guesses=guesses, ahead=4, other=(1e-3, 0.0))
-    assert any(guesses) and found.prefetched["begun"] and played.fetched.begun
+                          staging=3, predictions=predictions, ahead=4, other=(1e-3, 0.0))
+    assert any(predictions) and found.prefetched["begun"] and played.fetched.begun
     assert all(getattr(found, name) == getattr(played.metrics(), name)
                for name in ("hits", "misses", "evictions", "rereads"))
 
 
 def test_errors():
     steps, forwards = [[(0, {0: 1})]], [(1, "decode")]
-    with pytest.raises(ValueError, match="1 forwards are to be played, but there are guesses for 2"):
-        simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, guesses=[[], []], ahead=1)
+    with pytest.raises(ValueError, match="1 forwards are to be played, but there are predictions for 2"):
+        simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, predictions=[[], []], ahead=1)
     with pytest.raises(ValueError, match="the distance is 0"):
-        simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, guesses=steps, ahead=1, distance=0)
+        simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, predictions=steps, ahead=1, distance=0)
     with pytest.raises(ValueError, match="ahead is -1"):
-        simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, guesses=steps, ahead=-1)
+        simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, predictions=steps, ahead=-1)
     with pytest.raises(ValueError, match="staging is 0"):
         simulate(steps, forwards, Residency(1, 2, Pools()), DELAYS, staging=0)

@@ -217,22 +217,18 @@ def test_unusable_arguments_are_named(small, tiny_model):
 # ------------------------------------------------------------------------------------------------------------- memory
 
 STREAM = """
-import json, re, resource, sys, torch
+import json, sys, torch
 from moelab import open_model
+from moelab.offloading.metrics import process
 from moelab.speculate import DefaultVectors
 from moelab.speculate.training import train
 torch.set_num_threads(1)
 model = open_model(sys.argv[1])
 vectors = DefaultVectors.load(sys.argv[2], model)
-def peak():        # not ru_maxrss: on Linux a process inherits its parent's
-    try:
-        return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-before = peak()
+before = process()["peak_rss_bytes"]
 tokens = int(sys.argv[4])
 done = train(sys.argv[3], model, vectors, validation=sys.argv[3], parameters=20_000, tokens=tokens, every=tokens)
-print(json.dumps([before, peak(), done.history[-1].tokens]))
+print(json.dumps([before, process()["peak_rss_bytes"], done.history[-1].tokens]))
 """
 
 

@@ -181,7 +181,7 @@ class _Source:
 
     def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
-        tensors = {key.removeprefix(prefix): self.checkpoint.read(key) for key, _ in self.checkpoint.keys()
+        tensors = {key.removeprefix(prefix): self.checkpoint.read(key) for key in self.checkpoint.tensors
                    if key.startswith(prefix)}
         if "q_proj.weight" not in tensors:
             raise ValueError(f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "

@@ -74,12 +74,11 @@ def ratio(run: dict[str, Prefill], metric: str, system: str) -> float:
     return METRICS[metric](run[system]) / METRICS[metric](run["npumoe"])
 
 
-def compare_with_paper(mode: str = "serial", overlap: bool = True, skew: str = "typical",
-                       found: dict[str, Study] | None = None) -> list[Comparison]:
+def compare_with_paper(mode: str = "serial", skew: str = "typical", found: dict[str, Study] | None = None
+                       ) -> list[Comparison]:
     """Everything in `published.JUDGED` beside the model; `found` are its studies, if they were made already."""
-    found = found or studies(skew=skew, mode=mode, overlap=overlap)
-    return ([_compare(claim, found[claim.model]) for claim in CLAIMS]
-            + _tables(DeviceModel.of(mode=mode, overlap=overlap), found))
+    found = found or studies(skew=skew, mode=mode)
+    return [_compare(claim, found[claim.model]) for claim in CLAIMS] + _tables(DeviceModel.of(mode=mode), found)
 
 
 #: models and the machines that the paper ran them on

@@ -95,7 +95,7 @@ def measure(work: Callable[[], Any], repeats: int = 5, meter: Meter | None = Non
     return Timing(tuple(seconds), {part: value / repeats for part, value in mj.items()})
 
 
-def time_grid(grid: Sequence[tuple[int, int]] = GRID, modes: Sequence[str] = MODES, *, experts: int = 16,
+def time_grid(grid: Sequence[tuple[int, int]] = GRID, *, experts: int = 16,
               hidden: int = REFERENCE_H, intermediate: int = REFERENCE_I, repeats: int = 5, meter: Meter | None = None,
               runner: Callable[[Path, str | None], Any] = CoreMLRunner) -> list[Sample]:
     """Time each (G, C) of a grid in each mode, by default for PhiMoE's experts, which need 2.5 GB of disk."""
@@ -113,7 +113,7 @@ def time_grid(grid: Sequence[tuple[int, int]] = GRID, modes: Sequence[str] = MOD
             with ThreadPoolExecutor(len(runs)) as pool:
                 work = {"serial": lambda: [run(x) for run in runs],
                         "parallel": lambda: list(pool.map(lambda run: run(x), runs))}
-                for mode in modes:
+                for mode in MODES:
                     timing, slots = measure(work[mode], repeats, meter), experts * C
                     mj = sum(timing.mj.values()) / slots if timing.mj else None
                     samples.append(Sample(G, C, mode, 1e3 * timing.median / slots, mj))
