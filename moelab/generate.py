@@ -70,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --memory, decode workers (default: %(default)s)")
     parser.add_argument("--executor", choices=registry.names("executor"), default="exact", metavar="NAME",
                         help="what computes the experts (default: %(default)s)")
+    parser.add_argument("--dense", choices=["bf12"], help="with --executor fast: all other linear layers in 12 bits a "
+                        "weight, lossless, copied when it is opened")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with capacities")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
                         f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "
@@ -104,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         calibration = Calibration.load(args.calibration) if args.calibration else None
         result = generate(**options, memory=args.memory, cache=args.cache, prefetch=args.prefetch,
-                          workers=args.workers, calibration=calibration)
+                          workers=args.workers, calibration=calibration, dense=args.dense)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result), ensure_ascii=False) if args.json else _told(result))
     return 0
@@ -116,7 +118,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
     stream : print the prompt and the text as it comes; only the first rank does.
-    opening : memory, cache, prefetch, workers, calibration of `moelab.open_model`.
+    opening : memory, cache, prefetch, workers, calibration, dense of `moelab.open_model`.
 
     Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or an executor that does
     not fit; and what `moelab.open_model` raises. PeerLost: another rank died.

@@ -30,8 +30,8 @@ class FastDecode(Patches):
     """A model that uses the fused decode kernels; undone by `close`, or at the end of a `with` block.
 
     rows : up to how many rows linear layers use them; None measures it.
-    packed : whether linear layers, attention's and the head too, multiply by bf12 copies of their weights, made now: 75 %
-        more memory for these, 25 % fewer bytes a token. Lossless, so results differ in the order of sums only.
+    packed : whether linear layers, attention's and the head too, multiply by bf12 copies of their weights, made now:
+        75 % more memory for these, 25 % fewer bytes a token. Lossless: results differ in the order of sums only.
     norms, routers, attentions, linears : count the modules with another forward. One that had another is left alone.
     """
 
