@@ -122,7 +122,8 @@ class Engine:
             for request in self._as_ready(ready, step):
                 expert, start = request.key.expert, clock()
                 choice, tokens = parts[expert]
-                out = experts.contribution(x, tokens, weights[tokens, choice], self.weights(*request.key, x.dtype))
+                tensors = self.weights(*request.key, x.dtype, reuse=True)
+                out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
                 contributions.append((expert, tokens, out))
                 self._executed([request], start)
         finally:
@@ -135,9 +136,11 @@ class Engine:
             torch.set_num_threads(self._threads)
             self._threads = None
 
-    def weights(self, layer: int, expert: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The tensors of an expert that is loaded, in `dtype`, which a store usually has them in already."""
-        tensors = self.pipeline.tensors((layer, expert))
+    def weights(self, layer: int, expert: int, dtype: torch.dtype | None = None, reuse: bool = False
+                ) -> dict[str, Tensor]:
+        """The tensors of an expert that is loaded, in `dtype`, which a store usually has them in already. With `reuse`
+        they are valid until the next call."""
+        tensors = self.pipeline.tensors((layer, expert), reuse)
         if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
             return tensors
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}

@@ -109,9 +109,9 @@ class Pipeline:
             self.timeline.add(Event("compute", "wait", *found, start, start + waited))
         return found
 
-    def tensors(self, key: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """The tensors of an expert (layer, expert) that is loaded."""
-        return self.slots.tensors(self.queue.held[key]["full"], *key)
+    def tensors(self, key: tuple[int, int], reuse: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of an expert (layer, expert) that is loaded; `reuse` as of `Slots.tensors`."""
+        return self.slots.tensors(self.queue.held[key]["full"], *key, reuse)
 
     def wake(self) -> None:
         self._ready.put(None)

@@ -66,7 +66,7 @@ class Slots:
             self._full = torch.from_numpy(self._chunks["full"])
         else:
             self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
-        self._store, self._views, kinds = store, {}, {}
+        self._store, self._views, self._scratch, kinds = store, {}, {}, {}
         self._packed = self.sizes.in_place and any(entry.planes[0][0] != "raw" for layer in store.layers
                                                    for entries in layer.experts for entry in entries.values())
         self._matrices: dict[int, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
@@ -82,8 +82,9 @@ class Slots:
         size = getattr(self.sizes, kind)
         return self._chunks[kind][slot * size:(slot + 1) * size]
 
-    def tensors(self, slot: int, layer: int, expert: int = 0) -> dict[str, torch.Tensor]:
-        """The tensors of an expert in a slot of joined tensors; one of bf12 is unpacked into new memory."""
+    def tensors(self, slot: int, layer: int, expert: int = 0, reuse: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of an expert in a slot of joined tensors; those of bf12 are unpacked into new memory or, with
+        `reuse`, into that of the call before."""
         entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
@@ -92,11 +93,21 @@ class Slots:
             offsets, _ = _offsets(entries)
             found = {name: _view(entry, memory[offsets[name]:]) for name, entry in entries.items()}
         else:
-            found = {name: _view(entry, memory[offset:]) if codec == "raw" else _unpacked(entry, memory[offset:end])
+            found = {name: _view(entry, memory[offset:]) if codec == "raw"
+                     else self._unpacked(name, entry, memory[offset:end], reuse)
                      for name, (codec, offset, end, entry) in _in_place(entries).items()}
         if not self._packed:
             self._views[key] = found
         return found
+
+    def _unpacked(self, name: str, entry: TensorEntry, blob: torch.Tensor, reuse: bool) -> torch.Tensor:
+        out = self._scratch.get((name, entry.shape)) if reuse else None
+        if out is None:
+            out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        if reuse:
+            self._scratch[name, entry.shape] = out
+        bf12.unpack(blob, out)
+        return out
 
     def matrices(self, slots: list[int], layer: int, experts: list[int]) -> dict[str, tuple[bool, np.ndarray]] | None:
         """How kernels find the tensors of experts of this layer in slots of joined tensors: name → (whether they are
@@ -165,9 +176,3 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
 
 def _view(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
     return memory[:entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
-
-
-def _unpacked(entry: TensorEntry, blob: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    bf12.unpack(blob, out)
-    return out

@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.kernels.compile import kernel
-from moelab.kernels.tiles import BLOCK, join
+from moelab.kernels.compile import c_function, kernel
+from moelab.kernels.products import TEAM
+from moelab.kernels.tiles import BLOCK, join, read, take, together
 from moelab.store.bits import as_bytes
 
 HEAD = 64                           # bytes before the low bytes, which so begin on a cache line
+_PIECE = 1 << 16                    # weights that a thread unpacks at a time
 _NEVER = (0x7F, 0xFF)               # high bytes of infinities and NaN, by which escapes' codes must not multiply
 
 
@@ -80,7 +82,9 @@ def unpack(blob: Any, out: Any) -> None:
     words, tail = _whole(target)
     if len(indices) and not (np.all(indices[1:] > indices[:-1]) and indices[-1] < len(words)):
         raise ValueError("the escapes of a bf12 blob are not in order")
-    _join(low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data)
+    pieces = -(-len(words) // _PIECE)
+    _join(TEAM, c_function(_join_pieces), min(pieces, torch.get_num_threads()),
+          np.array([0, low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data]))
     words[indices] = values
     tail[:] = rest
 
@@ -99,8 +103,18 @@ def _parts(blob: np.ndarray, nbytes: int) -> tuple[np.ndarray, ...]:
 
 
 @kernel
-def _join(low, codes, n, out):
-    join(low, codes, low - 16, n, out)
+def _join(team, work, threads, job):
+    together(team, work, threads, job)
+
+
+def _join_pieces(job):
+    """What a thread does: pieces of a blob until none is left."""
+    low, codes, n, out = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
+    while True:
+        begin = take(job) * _PIECE
+        if begin >= n:
+            return
+        join(low + begin, codes + begin // 2, low - 16, min(_PIECE, n - begin), out + 2 * begin)
 
 
 @kernel
