@@ -29,7 +29,7 @@ from moelab.models import discover, eager, open_checkpoint, plug
 from moelab.models.opening import require_tokenizer
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
-from moelab.opening import open_model
+from moelab.opening import DEFAULT_POLICY, open_model
 from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--memory", metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
                         "(default: all in memory)")
-    parser.add_argument("--cache", choices=CACHES, default="lru", metavar="NAME",
+    parser.add_argument("--cache", choices=CACHES, default=DEFAULT_POLICY, metavar="NAME",
                         help="with --memory, who is evicted (default: %(default)s)")
     parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")

@@ -22,7 +22,7 @@ from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
 from moelab.models import eager, identity, open_checkpoint, plug, plugged
 from moelab.models.fast_decode import FastDecode
 from moelab.models.patches import Patches, put
-from moelab.offloading.offload import offload
+from moelab.offloading.offload import DEFAULT_POLICY, offload
 from moelab.offloading.session import Session
 from moelab.speculate import Predictor, Speculation, default_vectors, takes
 from moelab.store.layout import ExpertStore
@@ -35,7 +35,7 @@ PROMPTS = 4
 
 
 def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | float | int | None = None,
-               cache: Any = "lru", executor: Any = "exact", prefetch: Any = None,
+               cache: Any = DEFAULT_POLICY, executor: Any = "exact", prefetch: Any = None,
                calibration: Calibration | None = None, dtype: torch.dtype | str = "auto",
                device: str | torch.device | None = None, workers: int = 1, dense: str | None = None,
                experts: str = "resident",
@@ -80,7 +80,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
                "a Predictor, or what makes one of a model")
     if memory is None:
-        wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
+        wanted = {"cache": cache != DEFAULT_POLICY, "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):
             raise ValueError(f"{', '.join(given)}: for experts that are loaded when they are needed; give "
                              f"memory= (--memory), too")

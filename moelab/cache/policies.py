@@ -14,6 +14,7 @@ A policy of your own is a class with the two methods of `CachePolicy` and a line
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from bisect import bisect_right
 from collections import Counter, OrderedDict
@@ -106,6 +107,28 @@ class LFU(_ByPriority):
     def touch(self, key: ExpertKey, step: int) -> None:
         self._uses[key] += 1
         self.put(key, (self._uses[key], step))
+
+
+class LRFU(_ByPriority):
+    """Between LRU and LFU: fewest uses, of which each counts half as much after every `half_life` turns of its layer.
+
+    Source: Lee et al. 2001, "LRFU: A spectrum of policies that subsumes the LRU and LFU policies". The order of two
+    experts that are not used does not change with time, so the priority is log₂ of the count plus the time.
+    """
+
+    half_life = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns: dict[int, tuple[int, int]] = {}            # layer → (its turns, step of the latest)
+        self._uses: dict[ExpertKey, float] = {}                 # log₂ of the uses, as counted at turn 0
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        turns, latest = self._turns.get(key.layer, (0, -1))
+        self._turns[key.layer] = turns, _ = turns + (latest != step), step
+        now = turns / self.half_life
+        self._uses[key] = now + math.log2(1 + 2 ** (self._uses.get(key, -math.inf) - now))
+        self.put(key, self._uses[key])
 
 
 class Marking:
@@ -209,9 +232,12 @@ class Belady(_ByPriority):
         self.put(key, -uses[after] if after < len(uses) else -float("inf"))
 
 
+#: of all these, the one with more hits than LRU at every budget, with prose and with code
+DEFAULT_POLICY = "lrfu"
 #: name → policy, a class or an `Entry`; another one is a class and a line here
 POLICIES: dict[str, type | Entry] = {
-    "fifo": FIFO, "lru": LRU, "lfu": LFU, "marking": Marking, "least-stale": LeastStale, "zipmoe": FewestTokens,
+    "fifo": FIFO, "lru": LRU, "lfu": LFU, "lrfu": LRFU, "marking": Marking, "least-stale": LeastStale,
+    "zipmoe": FewestTokens,
     "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True),
 }
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moelab.cache.policies import CachePolicy, make_policy
+from moelab.cache.policies import DEFAULT_POLICY, CachePolicy, make_policy
 from moelab.cache.pools import HIERARCHY, Pool, Pools
 from moelab.specs import ExpertKey, State
 
@@ -76,7 +76,7 @@ class Residency:
         policy "zipmoe"), and infinite for a single pool under another policy, which then admits everything.
     """
 
-    def __init__(self, L: int, E: int, pools: Pools, policy: str | type | CachePolicy = "lru",
+    def __init__(self, L: int, E: int, pools: Pools, policy: str | type | CachePolicy = DEFAULT_POLICY,
                  scope: str = "model", margin: float | None = None) -> None:
         if L < 1 or E < 1:
             raise ValueError(f"L={L} layers and E={E} experts a layer: both must be at least 1")

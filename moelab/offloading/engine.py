@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.residency import Request, Residency, Step
 from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
@@ -66,6 +67,9 @@ class Engine:
         self.cancelled: Callable[[], bool] | None = None
         self.serial = False
         self.gate, self._announced = PrefetchGate(), None       # (layer, experts)
+        self.across = CrossToken(residency.E)
+        self._asked: float | None = None                        # since when there has been a predictor at work
+        self._predicted = 0.0                                   # seconds that it took since the layer before
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before a layer took one
 
@@ -77,8 +81,8 @@ class Engine:
         if not self._sound or self.pipeline.closed:             # or one of its threads has ended early
             self._recover()
         self._sound = False
-        tokens = counts(ids, experts.num_experts)
-        if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
+        self._asked, tokens = None, counts(ids, experts.num_experts)
+        if self._announced is None and wants_all(ids, experts.num_experts):
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         self._other(clock(), experts.layer)
         compute = self._expert_by_expert if self.executor is None else self._with_executor
@@ -145,6 +149,12 @@ class Engine:
             return tensors
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
+    def wants(self, layer: int, ids: Tensor) -> bool:
+        """Whether a predictor shall be asked which experts a layer will need, when the one before it chose `ids`
+        [T, K]. It is asked right after this, and the time until `prefetch` is charged to it."""
+        self._asked = clock()
+        return bool(self.pipeline.queue.ahead) and not wants_all(ids, self.residency.E) and self.gate.wants(layer)
+
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
 
@@ -154,10 +164,23 @@ class Engine:
         if self.pipeline.queue.ahead and 0 <= layer < self.residency.L:
             experts = dict.fromkeys(ids.T.reshape(-1).tolist())             # all tokens' first choices first
             self._announced = layer, [expert for expert in experts if expert < self.residency.E]
+            if self._asked is not None:
+                seconds, self._asked = clock() - self._asked, None
+                self.gate.asked(layer, seconds)
+                self._predicted += seconds
 
-    def begin_forward(self) -> float:
-        """A forward pass begins; returns the time."""
+    def _predict_next_token(self) -> None:
+        """After a pass's last layer the disk rests until the first one of the next: announce its experts."""
+        if self.gate.wants(self.across.first):
+            self._asked = clock()
+            experts = self.across.predict()[:CANDIDATES * self.pipeline.queue.ahead]
+            self.prefetch(self.across.first, torch.tensor([experts]))
+
+    def begin_forward(self, phase: str) -> float:
+        """A forward pass of this phase begins; returns the time."""
         self._drop_prefetched()                 # what one that was interrupted has left
+        self.gate.begin(phase)
+        self.across.begin(phase)
         self._mark = clock()
         return self._mark
 
@@ -177,7 +200,7 @@ class Engine:
 
     def _drop(self) -> None:
         self._sound = False
-        self.pipeline.change(self.pipeline.queue.drop_prefetched)
+        self.pipeline.change(self.pipeline.queue.drop_prefetched, self.across.starts)
         self._sound = True
 
     def close(self) -> None:
@@ -231,21 +254,25 @@ class Engine:
         """Decide about a layer's step and set the threads to work."""
         self._step = None
         step = self._step = self.residency.begin(layer, tokens)
-        self.gate.came(layer, tokens)
+        self.gate.came(step)
         self.run.layer(layer, tokens)
+        self.across.came(layer, tokens)
         loads = [request for request in step.requests if request.state is not State.FULL]
         pipeline, queue = self.pipeline, self.pipeline.queue
-        if not (loads or step.evicted or self._announced or queue.prefetched):      # nothing for the threads to do
+        pipeline.needed = clock()
+        last = queue.ahead and self._announced is None and self.across.ends(layer)
+        if not (loads or step.evicted or self._announced or last or queue.prefetched):  # nothing for the threads to do
             return step, Ready()
         ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
             pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
+        if last:
+            self._predict_next_token()
         if self._announced is not None:
             (later, predicted), self._announced = self._announced, None
-            self.run.predicted(later, predicted)
-            read = pipeline.reader.counters
-            read_s = read.seconds / max(1, read.requests)
-            if requests := self.gate.requests(self.residency, later, predicted, read_s):
+            if later > layer:                           # the other prediction follows from the steps
+                self.run.predicted(later, predicted)
+            if requests := self.gate.requests(self.residency, later, predicted, queue.reads):
                 pipeline.change(queue.prefetch, later, requests, given_order(requests))
         return step, ready
 
@@ -271,7 +298,9 @@ class Engine:
 
     def _other(self, now: float, layer: int) -> None:
         if self._mark is not None:
-            self.gate.pause(now - self._mark)
+            if layer >= 0:
+                self.gate.rested(layer, now - self.pipeline.needed - self._predicted)
+            self._predicted = 0.0
             self.timeline.add(Event("compute", "other", layer, -1, self._mark, now))
 
 
@@ -304,6 +333,11 @@ def counts(ids: Tensor, E: int) -> dict[int, int]:
         return once
     counts = torch.bincount(ids.flatten(), minlength=E).tolist()
     return {expert: n for expert, n in enumerate(counts[:E]) if n}
+
+
+def wants_all(ids: Tensor, E: int) -> bool:
+    """Whether tokens with the choices ids [T, K] probably want all experts, of this layer and of the next."""
+    return ids.numel() >= PREFILL * E
 
 
 def _split(step: Step) -> tuple[list[Request], dict[ExpertKey, Request]]:

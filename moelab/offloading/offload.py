@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moelab.cache.planning import CachePlan
+from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.models import opening, plug
@@ -32,7 +33,7 @@ from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
 
-def offload(store: ExpertStore | str | Path | None, budget: str | float | int = "auto", *, policy: Any = "lru",
+def offload(store: ExpertStore | str | Path | None, budget: str | float | int = "auto", *, policy: Any = DEFAULT_POLICY,
             plan: Pools | CachePlan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, ahead: int | None = 0, delays: Delays | None = None,
             device: str | torch.device = "cpu", dtype: torch.dtype | str = "auto", executor: Any = None,
@@ -47,8 +48,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     workers : threads that decompress.
     staging : loads in flight beyond the experts that are kept; by default workers + 2, fewer if the budget is small.
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's, in decode those that
-        are announced (`moelab.speculate.Speculation`); None for K, fewer if the budget is small. Their memory is part
-        of the budget.
+        are announced (`moelab.speculate.Speculation`), and the first layer's for the token after (`CrossToken`); None
+        for K, fewer if the budget is small. Their memory is part of the budget.
     delays : of an expert's parts on this machine; measured within a second if not given (`quick_delays`).
     device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
     dtype : to compute in; "auto" takes what config.json says. Experts stored in another are cast when they are used.

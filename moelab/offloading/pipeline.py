@@ -20,7 +20,7 @@ import torch
 from moelab.offloading.decoders import decoder
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
-from moelab.schedule.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
+from moelab.schedule.load_queue import PIECE, USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
 from moelab.specs import Event, ExpertKey
 from moelab.store.reader import Chunks, Reader
 from moelab.store.stages import separable
@@ -30,6 +30,10 @@ NICE = 5                    # of the workers' threads
 _PART = {"e": "E", "sm": "SM", "full": "both"}
 #: what a layer waits for: experts that can be computed, an error, or None: "look again whether to go on"
 Ready = SimpleQueue
+
+
+class Dropped(Exception):
+    """Nobody wants the rest of a prefetched expert."""
 
 
 class Bell:
@@ -52,13 +56,14 @@ class Pipeline:
     `change` only, waits only on queues, and rings only bells: so no lock stays taken and nobody waits for what it would
     have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
 
+    needed : when the disk has last read what the running layer demands, or else when the layer came.
     before : the pipeline whose memory this one takes over, and `held`, the slots there that are certain to be filled.
     """
 
     def __init__(self, slots: Slots, reader: Reader, workers: int, timeline: Timeline, ahead: int = 0,
                  counts: PrefetchCounts | None = None, before: Pipeline | None = None,
                  held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
-        self.slots, self.reader, self.timeline, self.closed = slots, reader, timeline, False
+        self.slots, self.reader, self.timeline, self.closed, self.needed = slots, reader, timeline, False, clock()
         self.chunks: dict[tuple[str, int], Chunks] = before.chunks if before else {}        # of (kind, slot)
         two_stages = decoder(slots.device).two_stages
         self.queue = LoadQueue(
@@ -165,19 +170,41 @@ class Pipeline:
 
     def _read_loop(self) -> None:
         while (found := self._next(self._io, self.queue.next_read)) is not None:
-            load, kinds = found
-            start, error, nbytes = clock(), None, 0
-            try:
-                chunks = self.reader.read_parts(*load.key, {_PART[kind]: self.slots.bytes(kind, load.slots[kind])
-                                                            for kind in kinds})
-            except BaseException as caught:             # whatever it is belongs to the caller of the model
-                error = caught
-            else:
-                nbytes = sum(part.nbytes for part in chunks)
-                self.chunks.update(((kind, load.slots[kind]), part) for kind, part in zip(kinds, chunks))
-                self.timeline.add(Event("disk", read_name(kinds), *load.key, start, clock(), nbytes))
-            self.change(self.queue.read_done, load, kinds, nbytes, error)
-            self._work.ring()
+            self._read(*found)
+
+    def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
+        start, error, done, seconds = clock(), None, 0, 0.0
+
+        def landed(nbytes: int) -> None:
+            """So many bytes are there. Between two pieces of a prefetch, what the running layer demands goes first."""
+            nonlocal start, done, seconds
+            now = clock()
+            self.timeline.add(Event("disk", read_name(kinds), *load.key, start, now, nbytes))
+            done, seconds = done + nbytes, seconds + now - start
+
+        def between(nbytes: int) -> None:
+            nonlocal start
+            landed(nbytes)
+            while load.keep is None and not self.closed and (urgent := self._locked(self.queue.next_read, True)):
+                self._read(*urgent)
+            if load.phase is Phase.DROPPED:
+                raise Dropped
+            start = clock()
+
+        try:
+            parts = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
+            chunks = self.reader.read_parts(*load.key, parts, *((PIECE, between) if load.ahead else ()))
+        except Dropped:
+            pass
+        except BaseException as caught:                 # whatever it is belongs to the caller of the model
+            error = caught
+        else:
+            self.chunks.update(((kind, load.slots[kind]), part) for kind, part in zip(kinds, chunks))
+            landed(sum(part.nbytes for part in chunks) - done)
+        if load.keep is not None:
+            self.needed = clock()
+        self.change(self.queue.read_done, load, kinds, done, error, seconds)
+        self._work.ring()
 
     def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be another's."""

@@ -1,57 +1,177 @@
-"""Prefetch throttling: predicted experts are read only where that gains more than it costs.
+"""The prefetch gate: a predicted expert is read ahead only where that should gain more than it costs.
 
-Source: Speculating Experts §5.1, eq. (1), for what there is to gain. Between two layers' reads the disk is idle for as
-long as everything but experts takes; what is prefetched then and wanted is gained. What is not wanted costs only the
-one read that is under way when the layer comes, for which the layer's own first read waits. So with precision p, idle
-seconds a, n predictions and t seconds a read, prefetching pays if
+Source: Speculating Experts §5.1, eq. (1), for what there is to gain: the time for which the disk would rest before a
+layer. Say that this time is memoryless, with mean a. Then whatever read begins in it, and however many came before, it
+hides a seconds for each time that the layer comes while it is under way. A right one, with probability p, gains them. A
+wrong one delays a demand, which comes with probability q, by half a piece of τ seconds, as demands overtake prefetches
+between two pieces. Both slow computing down by c seconds. So an expert pays if
 
-    n·t ≤ a    or    p · a  ≥  (1 − p) · t/2
+    p · a  >  (1 − p) · q · τ/2  +  c
 
-p, a and t are running means. Left out: processor time and memory bandwidth that needless reads take from computing.
+p is a mean by the expert's rank in the prediction, over those that were not resident. All means are exponential, and
+apart for prefill and decode. A predictor is asked if what its predictions gain exceeds its own time, else now and
+then. Left out: slots and evictions, since prefetched experts have slots of their own and evict nothing.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from moelab.cache.residency import Request, Residency
+from moelab.cache.residency import Request, Residency, Step
+from moelab.schedule.load_queue import PIECE, Reads
 from moelab.specs import ExpertKey, State
 
-KEEP = 0.9                  # of a running mean, when a new value comes
-FIRST = 0.5                 # the precision assumed of a layer's predictions before any was seen
+MEMORY = 20         # values that a mean remembers
+LONG = 3            # means: what takes longer than so many was disturbed, and counts as so long
+FIRST = 0.5         # the precision assumed before any was seen
+TRIES = 4           # predictions of a layer that are asked for in a row when it is tried
+RARELY = 64         # times `TRIES` predictions are left out between two trials, at most
+CONTROL = 32        # every so many predictions, at first `TRIES`, one is not followed: how long does it take without?
+
+
+class Mean:
+    """Plain of the first values, exponential from `MEMORY` on."""
+
+    def __init__(self, value: float = 0.0, count: int = 0) -> None:
+        self.value, self.count = value, count
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        self.value += (value - self.value) / self.count
+
+    def took(self, seconds: float) -> None:
+        self.add(min(seconds, LONG * self.value) if self.value else seconds)
+
+
+class Layer:
+    """What is known of predictions for a layer: means of the disk's rest before it, of whether it demands reads, of
+    what a prediction gains and how long it takes, in seconds, and of the precision by rank."""
+
+    def __init__(self) -> None:
+        self.idle, self.gain, self.asking, self.demands = Mean(), Mean(), Mean(), Mean(1.0, 1)
+        self.precision: defaultdict[int, Mean] = defaultdict(lambda: Mean(FIRST, 1))
+        self.tries, self.skipped, self.interval = 0, 0, 1
+
+    @property
+    def pays(self) -> bool:
+        return self.gain.value >= self.asking.value
+
+    def wants(self) -> bool:
+        """Whether to ask for a prediction: if it pays, or `TRIES` times in a row after ever longer intervals."""
+        if self.pays:
+            self.interval = max(1, self.interval // 2)
+            return True
+        if not self.tries:
+            self.skipped += 1
+            if self.skipped < TRIES * self.interval:
+                return False
+            self.tries, self.skipped, self.interval = TRIES, 0, min(2 * self.interval, RARELY)
+            for mean in (self.gain, self.asking, *self.precision.values()):     # long ago: it counts little
+                mean.count = min(mean.count, 2 * TRIES)
+        self.tries -= 1
+        return True
+
+
+class Phase:
+    """Prefill or decode: its layers, seconds of a read, and how long the disk rests, in means of the layer, while it
+    is not used and while it is."""
+
+    def __init__(self) -> None:
+        self.layers: defaultdict[int, Layer] = defaultdict(Layer)
+        self.read, self.quiet, self.busy = Mean(), Mean(), Mean()
+
+
+class Announced(NamedTuple):
+    """Experts that were predicted for a layer and not resident: expert → rank; whether they are being prefetched."""
+
+    of: Layer
+    ranks: dict[int, int]
+    followed: bool
 
 
 class PrefetchGate:
-    """How good predictions were so far; one for an engine. `announced`: layer → experts that were predicted and are not
-    resident, whether they were prefetched or not."""
+    """One for an engine, or for a simulation of it; it is told what happens, and knows no clock."""
 
     def __init__(self) -> None:
-        self.announced: dict[int, set[int]] = {}
-        self.precision: dict[int, float] = {}
-        self.idle: float | None = None
+        self.announced: dict[int, Announced] = {}
+        self._phases: defaultdict[str, Phase] = defaultdict(Phase)
+        self._reads, self._bytes, self._windows = Reads(), Mean(), 0
+        self.begin("decode")
 
-    def pause(self, seconds: float) -> None:
-        """The model spent so long on something else than experts."""
-        self.idle = seconds if self.idle is None else KEEP * self.idle + (1 - KEEP) * seconds
+    def begin(self, phase: str) -> None:
+        """A forward pass of this phase begins."""
+        self.now = self._phases[phase]
 
-    def worth(self, layer: int, experts: Iterable[int], read_s: float) -> bool:
-        """Note that these are predicted for a layer, and say whether to prefetch them: always while the seconds that
-        reading an expert takes, `read_s`, are not known and so 0."""
-        self.announced[layer] = set(experts)
-        p, idle = self.precision.get(layer, FIRST), read_s if self.idle is None else self.idle
-        return len(self.announced[layer]) * read_s <= idle or p * idle >= (1 - p) * read_s / 2
+    def wants(self, layer: int) -> bool:
+        """Whether a predictor shall be asked for this layer's experts."""
+        return self.now.layers[layer].wants()
 
-    def requests(self, residency: Residency, layer: int, experts: Iterable[int], read_s: float) -> list[Request]:
-        """What to prefetch of the experts announced for a layer: those that are not FULL, if it is worth it."""
+    def asked(self, layer: int, seconds: float) -> None:
+        """A predictor took so long."""
+        self.now.layers[layer].asking.took(seconds)
+
+    def rested(self, layer: int, seconds: float) -> None:
+        """The layer comes; so long ago the disk had read what was demanded before, but for the predictor's time."""
+        idle = self.now.layers[layer].idle
+        if idle.value and (announced := self.announced.get(layer)) is not None:
+            (self.now.busy if announced.followed else self.now.quiet).add(min(seconds / idle.value, LONG))
+        idle.took(seconds)
+
+    def worth(self, of: Layer, rank: int) -> float:
+        """Seconds by which an expert of this rank gains if it is being read when the layer comes, but for `slower`."""
+        p = of.precision[rank].value
+        piece = self.now.read.value * min(1.0, PIECE / self._bytes.value if self._bytes.value else 1.0)
+        return p * of.idle.value - (1 - p) * of.demands.value * piece / 2
+
+    def slower(self, of: Layer) -> float:
+        """Seconds by which prefetching slows computing down: what the disk rests longer while it is used."""
+        quiet, busy = self.now.quiet, self.now.busy
+        known = min(quiet.count, busy.count) >= TRIES
+        return max(0.0, busy.value - quiet.value) * of.idle.value if known else 0.0
+
+    def requests(self, residency: Residency, layer: int, experts: Iterable[int], reads: Reads) -> list[Request]:
+        """What to prefetch of the experts predicted for a layer, the likeliest first: of those that are not FULL, the
+        ones that should pay. reads : what the disk has read so far."""
+        self._note(reads)
         if not 0 <= layer < residency.L:
             return []
-        keys = [ExpertKey(layer, expert) for expert in dict.fromkeys(experts) if 0 <= expert < residency.E]
-        found = [Request(key, 1, state, State.MISSED) for key in keys
-                 if (state := residency.state(key)) is not State.FULL]
-        return found if found and self.worth(layer, [request.key.expert for request in found], read_s) else []
+        of, at, gain, found, ranks = self.now.layers[layer], 0, 0.0, [], {}
+        slower = self.slower(of)
+        for rank, expert in enumerate(dict.fromkeys(experts)):
+            key = ExpertKey(layer, expert)
+            if not 0 <= expert < residency.E or (state := residency.state(key)) is State.FULL:
+                continue
+            ranks[expert] = rank
+            worth = self.worth(of, rank)
+            if not of.idle.count or worth >= (slower if of.pays else 0.0):              # on trial, to measure `slower`
+                gain += (worth - slower) * (self._rest(of, at) - self._rest(of, at + 1))
+                found.append(Request(key, 1, state, State.MISSED))
+                at += 1
+        of.gain.add(gain)
+        self._windows += bool(ranks)
+        if self._windows % (CONTROL if self.now.quiet.count >= TRIES else TRIES) == 0:
+            found = []
+        if ranks:
+            self.announced[layer] = Announced(of, ranks, bool(found))
+        return found
 
-    def came(self, layer: int, experts: Iterable[int]) -> None:
-        """A layer wants these experts: learn from what was predicted."""
-        if guessed := self.announced.pop(layer, None):
-            right = len(guessed.intersection(experts)) / len(guessed)
-            self.precision[layer] = KEEP * self.precision.get(layer, FIRST) + (1 - KEEP) * right
+    def _rest(self, of: Layer, n: int) -> float:
+        """The chance that the disk still rests after n reads."""
+        return math.exp(-n * self.now.read.value / of.idle.value) if of.idle.value else float(not n)
+
+    def _note(self, reads: Reads) -> None:
+        if (n := reads.count - self._reads.count) > 0:
+            self.now.read.took((reads.seconds - self._reads.seconds) / n)
+            self._bytes.add((reads.nbytes - self._reads.nbytes) / n)
+        self._reads = reads
+
+    def came(self, step: Step) -> None:
+        """A layer came and wants these experts: learn from what was predicted."""
+        self.now.layers[step.layer].demands.add(any(request.state is not State.FULL for request in step.requests))
+        if (announced := self.announced.pop(step.layer, None)) is not None:
+            wanted = {request.key.expert for request in step.requests}
+            for expert, rank in announced.ranks.items():
+                announced.of.precision[rank].add(expert in wanted)

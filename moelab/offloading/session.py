@@ -17,6 +17,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
+from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.models.patches import Dressed, Patches, dress, put
@@ -94,7 +95,7 @@ class Session:
             self.residency = Residency(spec.L, spec.E, pools)
             experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
             dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
-            settings = EngineSettings(spec, pools, "lru", "model", None, 1, spec.K, 0, None, dense_bytes)
+            settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, dense_bytes)
             self.run = EngineRun(settings, self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
@@ -202,7 +203,7 @@ class Session:
             self._calls[threading.get_ident()] = self._alone = object()
         self.run.begin_forward()
         phase = "prefill" if length > 1 or not seen else "decode"
-        start = clock() if self.engine is None else self.engine.begin_forward()
+        start = clock() if self.engine is None else self.engine.begin_forward(phase)
         self._forward, self._routed = (id(module), start, tokens, phase), []
 
     def _end_forward(self, module: Any, *_: Any) -> None:

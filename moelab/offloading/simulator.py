@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
@@ -70,7 +71,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
              scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order,
              predictions: Predictions | None = None, ahead: int = 0, distance: int = 1,
-             gate: PrefetchGate | None = None) -> Simulation:
+             gate: PrefetchGate | None = None, predict: float = 0.0, across: CrossToken | None = None) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : a run's, or those of a trace (`steps_of`).
@@ -85,6 +86,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     ahead : experts that may be prefetched, in memory beyond `staging`; without predictions there is none of it.
     distance : how many layers before its own an expert is announced.
     gate : throttles prefetching and learns; None for a new one.
+    predict : seconds that a prediction takes.
+    across : predicts the first layer's experts at the end of the token before; None: nobody does.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert that the residency
     doesn't have, and a distance or staging below 1.
@@ -97,7 +100,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    gate, done = gate or PrefetchGate(), []
+    gate, done, across_tokens = gate or PrefetchGate(), [], across is not None
+    across = across or CrossToken(residency.E)
     ahead = ahead if predictions is not None else 0
     if staging is None:
         staging = residency.E                                   # a layer's demand at most
@@ -107,27 +111,34 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
     machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
 
-    def spend(layer: int, cost: Linear, tokens: int) -> None:
-        begun, end = machine.now, machine.now + cost[0] + cost[1] * tokens
-        gate.pause(end - begun)
-        machine.spend(layer, end)
-
     for forward, (tokens, phase), predicted in progress(list(zip(steps, kinds, predictions or [()] * len(steps))),
                                                       "simulating"):
         begun, announced = machine.now, dict(predicted) if ahead else {}
+        gate.begin(phase)
+        across.begin(phase)
         for layer, experts in forward:
-            spend(layer, other, tokens)
+            target, seconds = layer + distance, other[0] + other[1] * tokens
+            likely = announced[target] if target in announced and gate.wants(target) else ()
+            if likely:
+                gate.asked(target, predict)
+                machine.spend(layer, machine.now + predict)
+            machine.spend(layer, machine.now + seconds)
+            gate.rested(layer, machine.now - machine.needed - predict * bool(likely))
             step = residency.begin(layer, experts)
-            gate.came(layer, experts)
+            gate.came(step)
+            across.came(layer, experts)
+            if across_tokens and ahead and not likely and across.ends(layer) and gate.wants(across.first):
+                target, likely = across.first, across.predict()[:CANDIDATES * ahead]
             left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
             machine.queue.demand(left, scheduler(left, delays, workers))
-            prefetch = gate.requests(residency, layer + distance, announced.get(layer + distance, ()),
-                                     machine.read_s / max(1, machine.reads))
-            machine.queue.prefetch(layer + distance, prefetch, given_order(prefetch))
+            if likely:
+                prefetch = gate.requests(residency, target, likely, machine.queue.reads)
+                machine.queue.prefetch(target, prefetch, given_order(prefetch))
             machine.run()
-        spend(-1, head, tokens)
-        machine.queue.drop_prefetched()
+        machine.spend(-1, machine.now + head[0] + head[1] * tokens)
+        machine.queue.drop_prefetched(across.starts)
         done.append(Forward(begun, machine.now, tokens, phase))
+    machine.queue.drop_prefetched()
     machine.finish()
     return Simulation(machine.timeline(), done, residency.counters, machine.queue.counts)
 
@@ -162,10 +173,10 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     if device is not None:
         device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
-    predictions = run.predictions if settings.ahead and any(run.predictions) else None
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
-                    staging=staging or settings.staging, other=other, head=head, predictions=predictions,
-                    ahead=settings.ahead)
+                    staging=staging or settings.staging, other=other, head=head,
+                    predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
+                    across=CrossToken(settings.spec.E))
 
 
 def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from moelab.schedule.affinity import Block, Order
-from moelab.schedule.load_queue import HOLDS, KINDS, Load, LoadQueue, read_name
+from moelab.schedule.load_queue import HOLDS, KINDS, PIECE, Load, LoadQueue, Phase, read_name
 from moelab.schedule.requests import Delays, Operation, operations
 from moelab.specs import Event, ExpertKey, State
 
@@ -96,7 +96,7 @@ class SimulatedMachine:
     each other down, and threads' handshakes.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
-    prefetched.    read_s, reads : seconds and number of the reads that have ended.
+    prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
     """
 
     def __init__(self, delays: Delays, workers: int, slots: Mapping[str, int],
@@ -107,12 +107,13 @@ class SimulatedMachine:
         held = {key: {kind: next(number[kind]) for kind in HOLDS[state]} for key, state in resident
                 if state is not State.MISSED}
         self.delays, self.workers, self.queue = delays, workers, LoadQueue(slots, ahead, held=held)
-        self.now, self.read_s, self.reads = start, 0.0, 0
+        self.now = self.needed = start
         self._seconds = {"decompress": delays.decompress, "recover": delays.recover, "decode": delays.decode_at_once}
         self._events: list[Event] = []
         self._running: list[tuple[float, int, Callable[[], None]]] = []     # end; −1 disk, workers, compute; what then
         self._idle, self._disk_free, self._compute_free, self._computed_until = list(range(workers)), True, True, start
         self._layer, self._left = -1, 0                         # _left: for compute to do
+        self._halted: tuple[Load, Callable[[], None]] | None = None     # a prefetch between two pieces; goes on
         self._requests: dict[ExpertKey, Any] = {}
         self._ready: deque[ExpertKey] = deque()
 
@@ -130,7 +131,7 @@ class SimulatedMachine:
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()) -> list[Any]:
         """`LoadQueue.begin` for all requests of a layer's step; returns those left for the queue's `demand`."""
         requests = sorted(requests, key=lambda request: request.key.expert)
-        self._layer, self._left = layer, len(requests)
+        self._layer, self._left, self.needed = layer, len(requests), self.now
         self._requests = {request.key: request for request in requests}
         self._ready.extend(request.key for request in requests if request.state is State.FULL)
         return self.queue.begin(layer, [request for request in requests if request.state is not State.FULL], evicted,
@@ -148,11 +149,19 @@ class SimulatedMachine:
         """End what disk and workers are at, and begin nothing more."""
         while self._running:
             heappop(self._running)[2]()
+        if self._halted is not None and self._halted[0].phase is Phase.DROPPED:
+            self._go_on()
 
     def _start(self) -> None:
         """Let everybody who is free take what can be done."""
-        if self._disk_free and (found := self.queue.next_read()) is not None:
-            self._read(*found)
+        while self._disk_free:
+            wanted = self._halted is not None and self._halted[0].keep is not None      # adopted: nothing overtakes it
+            if not wanted and (found := self.queue.next_read(self._halted is not None)) is not None:
+                self._read(*found, *self.delays.read(found[0].key, "e" in found[1], "sm" in found[1]))
+            elif self._halted is not None:
+                self._go_on()
+            else:
+                break
         while self._idle and (found := self.queue.next_decode()) is not None:
             self._decode(*found)
         if self._compute_free and self._ready:
@@ -161,14 +170,27 @@ class SimulatedMachine:
                 self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, self.now))
             self._compute("expert", *key, self.now + self.delays.expert(self._requests[key].tokens))
 
-    def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
-        seconds, nbytes = self.delays.read(load.key, "e" in kinds, "sm" in kinds)
+    def _go_on(self) -> None:
+        (_, go_on), self._halted = self._halted, None
+        go_on()
+
+    def _read(self, load: Load, kinds: tuple[str, ...], seconds: float, nbytes: int, done: int = 0) -> None:
+        """Read all bytes that are not `done`, or a piece of a prefetched expert's."""
+        if load.phase is Phase.DROPPED:
+            return self.queue.read_done(load, kinds, done)
+        now = min(nbytes - done, PIECE) if load.ahead else nbytes
         self._disk_free = False
 
         def end() -> None:
-            self._disk_free, self.reads, self.read_s = True, self.reads + 1, self.read_s + seconds
-            self.queue.read_done(load, kinds, nbytes)
-        self._begin("disk", -1, read_name(kinds), *load.key, self.now + seconds, end, nbytes)
+            self._disk_free = True
+            if load.keep is not None:
+                self.needed = self.now
+            if done + now < nbytes:
+                self._halted = load, lambda: self._read(load, kinds, seconds, nbytes, done + now)
+            else:
+                self.queue.read_done(load, kinds, nbytes, None, seconds)
+        took = seconds * (now / nbytes if nbytes else 1)
+        self._begin("disk", -1, read_name(kinds), *load.key, self.now + took, end, now)
 
     def _decode(self, load: Load, tensor: str, operation: str) -> None:
         worker = heappop(self._idle)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.schedule.affinity import Order
 from moelab.specs import ExpertKey, State
@@ -30,11 +30,21 @@ HOLDS = {State.FULL: ("full",), State.COMPRESSED: ("e", "sm"), State.SM: ("sm",)
 FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 #: a decode operation → the slots that it uses; "check" only compares checksums, of an expert read in place
 USES = {"check": ("full",), "decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
+#: bytes of a prefetched read after which a demanded one may overtake it
+PIECE = 2 << 20
 
 
 def read_name(kinds: tuple[str, ...]) -> str:
     """What the timeline calls a read."""
     return "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read"
+
+
+class Reads(NamedTuple):
+    """Reads that have ended, of whole experts or of one of their chunks."""
+
+    count: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
 
 
 Phase = Enum("Phase", "WAITING LOADING LOADED FAILED DROPPED")
@@ -108,6 +118,7 @@ class LoadQueue:
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     check : whether an expert that was read in place has its checksums compared.
     admitted : how many loads have got their slots so far: when it grows, there may be something new to do.
+    reads : what has been read so far; replaced as a whole, so it may be asked without the lock.
     """
 
     def __init__(self, count: Mapping[str, int], ahead: int = 0, *, held: dict[ExpertKey, dict[str, int]] | None = None,
@@ -123,6 +134,7 @@ class LoadQueue:
         self.free = {kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS}
         self.running = Batch()
         self.prefetched: dict[int, Batch] = {}                  # by layer
+        self.reads = Reads()
         self.admitted = self._ahead = 0                         # _ahead: prefetched loads that hold slots
 
     @property
@@ -170,12 +182,11 @@ class LoadQueue:
             self.prefetched[layer] = Batch()
             self._put(self.prefetched[layer], wanted, order)
 
-    def drop_prefetched(self) -> None:
-        """Drop all prefetched loads: the forward pass that wanted them is over."""
-        for batch in self.prefetched.values():
-            for load in batch.admitted():
+    def drop_prefetched(self, but: int | None = None) -> None:
+        """Drop all prefetched loads, but those for one layer: the forward pass that wanted them is over."""
+        for layer in [layer for layer in self.prefetched if layer != but]:
+            for load in self.prefetched.pop(layer).admitted():
                 self._drop(load)
-        self.prefetched.clear()
 
     def computed(self, requests: Iterable[Any]) -> None:
         """Release the decoded tensors of experts that have been computed and shall not stay FULL."""
@@ -186,9 +197,14 @@ class LoadQueue:
                 del self.held[request.key]
         self._admit()
 
-    def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
-        """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must follow."""
+    def next_read(self, demanded: bool = False) -> tuple[Load, tuple[str, ...]] | None:
+        """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must follow.
+
+        demanded : of the running layer's only, which may overtake a prefetch between two pieces of `PIECE` bytes.
+        """
         for batch in self._batches():
+            if demanded and batch is not self.running:
+                break
             for i, (load, kinds) in enumerate(batch.reads):
                 if load.phase is Phase.LOADING:
                     del batch.reads[i]
@@ -213,12 +229,16 @@ class LoadQueue:
                             return load, tensor, "decompress"
         return None
 
-    def read_done(self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None) -> None:
+    def read_done(self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None,
+                  seconds: float = 0.0) -> None:
+        """So many bytes were read; of a load that was dropped meanwhile, perhaps not all."""
         load.nbytes += nbytes
         self.counts.nbytes += nbytes * load.ahead
         self.counts.wasted += nbytes * (load.phase is Phase.DROPPED)
         if error is None:
             load.reads.difference_update(kinds)
+            if load.phase is not Phase.DROPPED:
+                self.reads = Reads(*(a + b for a, b in zip(self.reads, (1, seconds, nbytes))))
         self._done(load, error)
 
     def decode_done(self, load: Load, tensor: str, operation: str, error: BaseException | None = None) -> None:

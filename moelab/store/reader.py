@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,13 @@ class Reader:
             self.check(chunks)
         return chunks
 
-    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray | None]) -> list[Chunks]:
-        """Read "E", "SM" or both, in this order, into a buffer each, in one request; without `check`."""
+    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None,
+                   between: Callable[[int], None] = lambda nbytes: None) -> list[Chunks]:
+        """Read "E", "SM" or both, in this order, into a buffer each, in one request; without `check`.
+
+        piece : read so many bytes at most at once, a multiple of `ALIGN`, and call `between` with the number of those
+            just read before each further one; what it raises ends the read.
+        """
         entries, found = self.store.entries(layer, expert), []
         for part, buffer in parts.items():
             offset, length = run(entries, part)
@@ -150,14 +156,23 @@ class Reader:
                                 self.store.stored_bytes(layer, expert, part)))
         filled = [chunks for chunks in found if len(chunks.data)]
         if filled:
-            self._fill(filled)
+            self._fill(filled, piece, between)
         return found
 
-    def _fill(self, parts: list[Chunks]) -> None:
+    def _fill(self, parts: list[Chunks], piece: int | None, between: Callable[[int], None]) -> None:
         total, requests, start = 0, 0, time.perf_counter()
         for path, offset, views in self.store.extents(parts):
-            total += sum(map(len, views))
-            requests += self._read_extent(path, offset, views, parts[0])
+            for at, some in _pieces(views, piece) if piece else [(0, views)]:
+                if piece and total:
+                    self._count(total, requests, start)
+                    between(total)
+                    total, requests, start = 0, 0, time.perf_counter()
+                total += sum(map(len, some))
+                requests += self._read_extent(path, offset + at, some, parts[0])
+        self._count(total, requests, start)
+
+    def _count(self, total: int, requests: int, start: float) -> None:
+        """Wait as long as throttling says, and count."""
         with self._lock:
             if self.bandwidth:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
@@ -241,6 +256,20 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pieces(views: list[memoryview], size: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """The views in pieces of `size` bytes: (where it begins, its views)."""
+    at, piece, room = 0, [], size
+    for view in views:
+        while len(view):
+            piece.append(view[:room])
+            view, room = view[room:], room - len(piece[-1])
+            if not room:
+                yield at, piece
+                at, piece, room = at + size, [], size
+    if piece:
+        yield at, piece
 
 
 def _close(files: dict[str, int]) -> None:

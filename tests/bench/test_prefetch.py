@@ -32,8 +32,8 @@ def test_the_bench_runs(tmp_path):
     spec = MoESpec("synthetic-mini", "qwen3_moe", 3, (0, 1, 2), 16, 2, 64, 64, vocab=256, heads=4, kv_heads=2,
                    head_dim=16)
     found = prefetch.run(tmp_path, tokens=2, budgets=[0.5], ratios=[1.0], spec=spec)
-    rows = found["budget 50%, copying 1 × computing"]
+    rows = found["budget 50%, fast, copying 1 × computing"]
     assert list(rows) == list(prefetch.ARMS)
     assert rows["speculative"]["MB wasted"] == 0 == rows["copy, then compute"]["hidden reads"]
-    against = found["against the bounds"]["budget 50%, copying 1 × computing"]
+    against = found["against the bounds"]["budget 50%, exact, copying 1 × computing"]
     assert against["eq. (1) s"] > 0 and against["copy ÷ compute, found"] > 0

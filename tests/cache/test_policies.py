@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.cache.policies import POLICIES, Belady, CachePolicy, Marking, make_policy
+from moelab.cache.policies import LRFU, POLICIES, Belady, CachePolicy, Marking, make_policy
 from moelab.cache.residency import Pools, Residency
 from moelab.specs import ExpertKey, State
 
@@ -80,6 +80,22 @@ def test_lfu_evicts_the_fewest_uses(steps, capacity):
         step = residency.begin(layer, tokens)
         expected = sorted(offered, key=lambda key: (uses[key], last[key], key))[:len(step.evicted)]
         assert [key for key, _ in step.evicted] == expected
+
+
+@given(STEPS, st.integers(1, L * E))
+@settings(max_examples=80, deadline=None)
+def test_lrfu_evicts_the_fewest_uses_of_which_old_ones_count_less(steps, capacity):
+    """By the definition: 2^(−turns of the layer since ÷ half-life) for each use, of all the history."""
+    residency, turns, uses = Residency(L, E, Pools(F=capacity), "lrfu"), [0] * L, {}
+    for layer, tokens in steps:
+        turns[layer] += 1
+        for expert in tokens:
+            uses.setdefault(ExpertKey(layer, expert), []).append(turns[layer])
+        offered = {key for key in residency.resident(State.FULL) if key.layer != layer or key.expert not in tokens}
+        score = {key: sum(2 ** ((turn - max(turns)) / LRFU.half_life) for turn in uses[key]) for key in offered}
+        evicted = [key for key, _ in residency.begin(layer, tokens).evicted]
+        least = sorted(score.values())[:len(evicted)]
+        assert [score[key] for key in evicted] == pytest.approx(least)
 
 
 @given(STEPS, st.integers(1, L * E), st.integers(0, 3))

@@ -2,6 +2,7 @@
 
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from moelab.models import plug
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.registry import make
+from moelab.schedule.load_queue import PIECE
 from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from tests.models import tiny
@@ -25,11 +27,13 @@ def nothing_is_lost(model):
     """Every slot is either free or held by an expert that residency keeps."""
     slots, queue = model.moelab.engine.pipeline.slots, model.moelab.engine.pipeline.queue
     deadline = time.monotonic() + 10                    # what nobody wants any more is still read to its end
-    while sum(len(queue.free[k]) + sum(k in one for one in queue.held.values()) - slots.count[k]
-              for k in queue.free) and time.monotonic() < deadline:
+    def ahead():                                        # what is prefetched for the next token
+        return [load for batch in queue.prefetched.values() for load in batch.admitted()]
+    while queue._ahead > len(ahead()) and time.monotonic() < deadline:
         time.sleep(1e-3)
     for kind in ("full", "e", "sm"):
         taken = [one[kind] for one in queue.held.values() if kind in one]
+        taken += [load.slots[kind] for load in ahead() if kind in load.lacks]
         assert sorted([*queue.free[kind], *taken]) == list(range(slots.count[kind]))
 
 
@@ -51,8 +55,8 @@ def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
 @settings(max_examples=10)
 @given(st.integers(0, 1 << 30).map(random.Random), st.sampled_from([None, Pools(2, 3, 2, 4), Pools(0, 0, 5, 0)]),
        st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 2),
-       st.sampled_from(["router", "random", "previous"]))
-def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, distance, guess):
+       st.sampled_from(["router", "random", "previous"]), st.sampled_from([4096, PIECE]))
+def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, distance, guess, piece):
     """Under random delays: equal output, equal hits and evictions, whether and whatever is guessed."""
     model, store = qwen
     reference, decisions = open_model(model), []
@@ -60,7 +64,8 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
         offloaded = offload(store, "10MB", plan=plan or Pools(F=5), policy="zipmoe", workers=workers, staging=staging,
                             ahead=room, delays=DELAYS)
         jitter(offloaded, chance)
-        with Speculation(offloaded, make("predictor", guess, offloaded, ahead=distance), "hint"):
+        with Speculation(offloaded, make("predictor", guess, offloaded, ahead=distance), "hint"), \
+                mock.patch("moelab.offloading.pipeline.PIECE", piece):
             for seed in range(2):
                 assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
         decisions.append(offloaded.moelab.residency.counters)
@@ -81,8 +86,8 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
             assert_equal(offloaded, resident, seed=seed, batch=1, new=6)
             found = offloaded.moelab.metrics().prefetched
             for forward in offloaded.moelab.forwards[1:]:
-                reads = [(e.layer, e.expert) for e in offloaded.moelab.timeline
-                         if e.resource == "disk" and forward.start <= e.start < forward.end]
+                reads = [(e.layer, e.expert) for e in offloaded.moelab.timeline     # layer 0's may be for the next pass
+                         if e.resource == "disk" and forward.start <= e.start < forward.end and e.layer]
                 assert len(reads) == len(set(reads))
             assert found["used"] and found["begun"] >= found["used"]
     offloaded.moelab.close()
@@ -135,11 +140,11 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
     offloaded.moelab.residency.clear()
     engine._sound = False                               # so the next layer holds what residency does
 
-    def failing(layer, expert, parts):
+    def failing(layer, expert, parts, *pieces):
         if (layer, expert) == (1, chosen) and not failed:
             failed.append(expert)
             raise OSError(5, "reading experts-00001.safetensors failed")
-        return read(layer, expert, parts)
+        return read(layer, expert, parts, *pieces)
     reader.read_parts = failing
 
     def announcing(x, ids, weights, experts):
@@ -161,6 +166,41 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
     assert_equal(offloaded, reference)
     nothing_is_lost(offloaded)
     offloaded.moelab.close()
+
+
+def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
+    """All of layer 1 is announced, and read so slowly that the layer comes before: its own experts then go first."""
+    monkeypatch.setattr("moelab.offloading.pipeline.PIECE", 4096)
+    offloaded, reference = offload(qwen[1], "10MB", plan=Pools(), ahead=8, delays=DELAYS), open_model(qwen[0])
+    offloading, wanted = offloaded.moelab, {}
+    engine, reader = offloading.engine, offloading.engine.pipeline.reader
+    inner, begin = type(engine).__call__, engine.residency.begin
+    engine.residency.begin = lambda layer, tokens: (wanted.__setitem__(layer, set(tokens)), begin(layer, tokens))[1]
+    with torch.inference_mode():
+        offloaded(torch.tensor([[7]]))
+        offloading.reset()
+        others = sorted(set(range(8)) - wanted[1])
+
+        def announcing(x, ids, weights, experts):
+            if experts.layer == 0:
+                engine.prefetch(1, torch.tensor([others]))
+                reader.bandwidth = 4096 / 2e-3
+            return inner(engine, x, ids, weights, experts)
+        plug(offloaded, executor=announcing)
+        offloaded(torch.tensor([[7]]))
+        reader.bandwidth = None
+        plug(offloaded, executor=engine)
+    assert check(offloading.timeline) == []
+    reads = [event for event in offloading.timeline if event.resource == "disk" and event.layer == 1]
+    begun = [event.expert for event in reads if event.expert in others]
+    size = offloading.store.stored_bytes(1, others[0], "both")
+    assert begun and sum(e.bytes for e in reads if e.expert in others) < size       # it was abandoned
+    assert {event.expert for event in reads if event.expert not in others} == wanted[1]
+    found = offloading.metrics().prefetched
+    assert found["wasted"] == found["nbytes"] == sum(e.bytes for e in reads if e.expert in others)
+    assert_equal(offloaded, reference)
+    nothing_is_lost(offloaded)
+    offloading.close()
 
 
 def test_interruptions_with_guesses_under_way(qwen):

@@ -3,12 +3,14 @@
 import random
 from collections import Counter, defaultdict
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.cache.cross_token import CrossToken
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.prefetch_gate import PrefetchGate
@@ -17,6 +19,7 @@ from moelab.offloading.simulator import flat, simulate
 from moelab.registry import make
 from moelab.schedule.affinity import default_order
 from moelab.schedule.execution import execute
+from moelab.schedule.load_queue import PIECE
 from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.speculate import Speculation
@@ -31,9 +34,15 @@ machines = st.builds(Delays, e_read=seconds, sm_read=seconds, decompress=seconds
 class Always(PrefetchGate):
     """Fetches whatever is guessed."""
 
-    def worth(self, layer, experts, read_s):
-        super().worth(layer, experts, read_s)
+    def worth(self, of, rank):
+        return 1e9
+
+    def wants(self, layer):
         return True
+
+    def requests(self, *args):
+        self._windows = 0                                       # none is left out for comparison
+        return super().requests(*args)
 
 
 @st.composite
@@ -71,14 +80,16 @@ def test_without_guesses_layers_are_executed_one_by_one(run, machine):
 
 
 @settings(deadline=None, max_examples=150)
-@given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.sampled_from([PrefetchGate, Always]))
-def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ahead, distance, gate):
+@given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.sampled_from([PrefetchGate, Always]),
+       st.sampled_from([1, 3, PIECE]), st.booleans())
+def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ahead, distance, gate, piece, across):
     L, E, steps, forwards, predictions, pools, options = run
     alone = Residency(L, E, pools)
     decisions = [alone.begin(*step) for step in flat(steps)]
     inside = Residency(L, E, pools)
-    played = simulate(steps, forwards, inside, machine, **options, predictions=predictions, ahead=ahead, distance=distance,
-                      gate=gate())
+    with mock.patch("moelab.schedule.execution.PIECE", piece):
+        played = simulate(steps, forwards, inside, machine, **options, predictions=predictions, ahead=ahead,
+                          distance=distance, gate=gate(), across=CrossToken(E) if across else None)
     assert played.counters == alone.counters
     assert {state: inside.resident(state) for state in State} == {state: alone.resident(state) for state in State}
     assert check(played.events) == []
@@ -143,6 +154,50 @@ def test_a_read_under_way_is_not_interrupted_and_the_layer_waits_for_it():
     reads = [(e.layer, e.expert, e.start, e.end) for e in played.events if e.resource == "disk"]
     assert reads == [(0, 0, 2, 4), (1, 5, 4, 6), (1, 6, 6, 8), (1, 0, 8, 10)]       # layer 1 comes at 7 and waits
     assert played.forwards[0].end == 11
+
+
+def test_a_demand_overtakes_a_prefetch_between_two_pieces():
+    """By hand: "other" takes 1.5 s, a read 4 s in pieces of 1 s, an expert 1 s; expert 5 is guessed, then 0 demanded."""
+    steps, machine = [[(0, {0: 1}), (1, {0: 1})]], Delays(4, 0, 0, 0, 1, 0, e_bytes=8)
+
+    def play(guess, wanted):
+        with mock.patch("moelab.schedule.execution.PIECE", 2):
+            played = simulate([[(0, {0: 1}), (1, wanted)]], [(1, "decode")], Residency(2, 8, Pools()), machine,
+                              other=(1.5, 0.0), predictions=[[(1, guess)]], ahead=2, gate=Always())
+        assert check(played.events) == []
+        return [(e.expert, e.start, e.end, e.bytes) for e in played.events if e.resource == "disk" and e.layer], played
+    # layer 0 is read until 5.5 and computed until 6.5; layer 1 comes at 8.0
+    wrong, played = play([5], {0: 1})
+    assert wrong == [(5, 5.5, 6.5, 2), (5, 6.5, 7.5, 2), (5, 7.5, 8.5, 2), (0, 8.5, 12.5, 8)]
+    assert asdict(played.fetched) == {"begun": 1, "used": 0, "early": 0, "nbytes": 6, "wasted": 6}
+    right, played = play([5], {5: 1})
+    assert [(e, start) for e, start, *_ in right] == [(5, 5.5), (5, 6.5), (5, 7.5), (5, 8.5)]
+    assert asdict(played.fetched) == {"begun": 1, "used": 1, "early": 0, "nbytes": 8, "wasted": 0}
+    two, played = play([5, 3], {0: 1, 5: 1})
+    assert [(e, start) for e, start, *_ in two] == [(5, 5.5), (5, 6.5), (5, 7.5), (5, 8.5), (0, 9.5)]
+
+
+def test_what_is_wanted_two_layers_on_waits_for_what_is_wanted_now():
+    """By hand: expert 5 is read for layer 2 in pieces of 1 s when layer 1 comes and demands expert 0: 5 goes on after."""
+    steps, machine = [[(0, {0: 1}), (1, {0: 1}), (2, {5: 1})]], Delays(4, 0, 0, 0, 1, 0, e_bytes=8)
+    with mock.patch("moelab.schedule.execution.PIECE", 2):
+        played = simulate(steps, [(1, "decode")], Residency(3, 8, Pools()), machine, other=(1.5, 0.0),
+                          predictions=[[(2, [5])]], ahead=2, distance=2, gate=Always())
+    reads = [(e.expert, e.start, e.end) for e in played.events if e.resource == "disk" and e.layer]
+    assert reads == [(5, 5.5, 6.5), (5, 6.5, 7.5), (5, 7.5, 8.5), (0, 8.5, 12.5), (5, 12.5, 13.5)]
+
+
+def test_the_next_tokens_first_experts_are_read_while_the_head_computes():
+    """One token after another wants the same: without a prediction layer 0 reads 2 s, which the head hides."""
+    steps = [[(0, {token % 2: 1}), (1, {0: 1})] for token in range(40)]
+    machine = Delays(2, 0, 0, 0, 1, 0, e_bytes=8)
+
+    def play(across):
+        return simulate(steps, [(1, "decode")] * 40, Residency(2, 8, Pools()), machine, head=(3.0, 0.0),
+                        predictions=[()] * 40, ahead=1, gate=Always(), across=across)
+    alone, guessed = play(None), play(CrossToken(8))
+    assert alone.tpot == 3 + 2 * 3 and guessed.forwards[-1].end - guessed.forwards[-1].start == 3 + 3 + 1
+    assert guessed.counters == alone.counters
 
 
 @settings(deadline=None, max_examples=150)

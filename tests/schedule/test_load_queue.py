@@ -31,7 +31,7 @@ class Driver:
                                separable=lambda load, tensor: two_stages)
         self.residency = Residency(L, E, pools, "lfu")
         self.kinds, self.tensors = ("full",) if in_place else KINDS, tensors
-        self.reading, self.working, self.ready = None, [], []
+        self.reading, self.working, self.ready = [], [], []        # reading: what was overtaken, and what overtook it
         self.dropped = []                                   # prefetched loads that nobody wanted, still busy
         self.expected = SimpleNamespace(begun=0, used=0, early=0, nbytes=0, wasted=0)
         self.read, self.decoded = Counter(), Counter()      # of each load: parts, tensors
@@ -62,11 +62,13 @@ class Driver:
 
     def event(self):
         """Something begins or ends; False if nothing can."""
-        choices = [("end", i) for i in range(len(self.working))] + [("landed", 0)] * (self.reading is not None)
-        if self.reading is None and (found := self.queue.next_read()) is not None:
-            self.reading = *found, found[0].keep is None
-            assert found[0].phase is Phase.LOADING and all(kind in found[0].lacks for kind in found[1])
-            choices.append(("landed", 0))
+        choices = [("end", i) for i in range(len(self.working))]
+        if not self.reading or self.reading[-1][0].keep is None and self.chance.random() < 0.5:
+            if (found := self.queue.next_read(demanded=bool(self.reading))) is not None:
+                assert found[0].phase is Phase.LOADING and all(kind in found[0].lacks for kind in found[1])
+                assert not self.reading or found[0].keep is not None
+                self.reading.append((*found, found[0].keep is None))
+        choices += [("landed", 0)] * bool(self.reading)
         while len(self.working) < self.workers and (found := self.queue.next_decode()) is not None:
             self.working.append(found)
             choices.append(("end", len(self.working) - 1))
@@ -74,8 +76,10 @@ class Driver:
             return False
         what, i = self.chance.choice(choices)
         if what == "landed":
-            (load, kinds, ahead), self.reading = self.reading, None
+            load, kinds, ahead = self.reading.pop()
             nbytes = sum(BYTES[kind] for kind in kinds)
+            if load.phase is Phase.DROPPED:                 # perhaps between two pieces
+                nbytes = self.chance.randint(0, nbytes)
             self.expected.nbytes += nbytes * ahead
             self.expected.wasted += nbytes * (load.phase is Phase.DROPPED)
             self.read[load] += len(kinds)

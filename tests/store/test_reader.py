@@ -11,6 +11,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moelab.store import reader as reading
 from moelab.store.layout import ALIGN, ExpertStore, StoreError, run
@@ -189,3 +191,35 @@ def test_both_parts_into_a_buffer_each_in_one_request(store):
             parts = {"E": reader.buffer("E"), "SM": reader.buffer("SM")}
             equal(decode(*reader.read_parts(layer, index, parts)), layer, index)
         assert reader.counters.requests == 2
+
+
+@pytest.mark.parametrize("mode", modes())
+@pytest.mark.parametrize("part", ["both", "E"])
+def test_reading_in_pieces_is_reading(store, mode, part):
+    with Reader(store, mode) as reader:
+        for piece in (ALIGN, 3 * ALIGN, 1 << 20):
+            for layer, index in ((0, 0), (1, 2)):
+                whole, found = reader.read(layer, index, part), []
+                pieces, = reader.read_parts(layer, index, {part: None}, piece, found.append)
+                assert np.array_equal(whole.data, pieces.data)
+                assert all(nbytes == piece for nbytes in found) and 0 < len(whole.data) - sum(found) <= piece
+
+
+def test_a_read_in_pieces_can_be_given_up(store):
+    def enough(nbytes):
+        raise InterruptedError
+    with Reader(store, "buffered") as reader:
+        with pytest.raises(InterruptedError):
+            reader.read_parts(0, 0, {"both": None}, ALIGN, enough)
+        assert reader.counters.bytes == ALIGN
+
+
+@given(st.lists(st.integers(1, 9), max_size=5), st.integers(1, 12))
+def test_pieces_are_the_views_cut(lengths, size):
+    views = [memoryview(bytes(range(n))) for n in lengths]
+    everything, at = b"".join(views), 0
+    for begin, piece in reading._pieces(views, size):
+        data = b"".join(piece)
+        assert begin == at and data == everything[at:at + size] and all(len(view) for view in piece)
+        at += len(data)
+    assert at == len(everything)
