@@ -82,7 +82,7 @@ class Engine:
             self._recover()
         self._sound = False
         self._asked, tokens = None, counts(ids, experts.num_experts)
-        if self._announced is None and wants_all(ids, experts.num_experts):
+        if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         self._other(clock(), experts.layer)
         compute = self._expert_by_expert if self.executor is None else self._with_executor
@@ -149,11 +149,11 @@ class Engine:
             return tensors
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
-    def wants(self, layer: int, ids: Tensor) -> bool:
-        """Whether a predictor shall be asked which experts a layer will need, when the one before it chose `ids`
-        [T, K]. It is asked right after this, and the time until `prefetch` is charged to it."""
+    def wants(self, layer: int) -> bool:
+        """Whether a predictor shall be asked which experts a layer will need. It is asked right after this, and the
+        time until `prefetch` is charged to it."""
         self._asked = clock()
-        return bool(self.pipeline.queue.ahead) and not wants_all(ids, self.residency.E) and self.gate.wants(layer)
+        return bool(self.pipeline.queue.ahead) and self.gate.wants(layer)
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
@@ -333,11 +333,6 @@ def counts(ids: Tensor, E: int) -> dict[int, int]:
         return once
     counts = torch.bincount(ids.flatten(), minlength=E).tolist()
     return {expert: n for expert, n in enumerate(counts[:E]) if n}
-
-
-def wants_all(ids: Tensor, E: int) -> bool:
-    """Whether tokens with the choices ids [T, K] probably want all experts, of this layer and of the next."""
-    return ids.numel() >= PREFILL * E
 
 
 def _split(step: Step) -> tuple[list[Request], dict[ExpertKey, Request]]:

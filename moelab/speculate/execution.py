@@ -36,7 +36,7 @@ class Speculation(AbstractContextManager):
     mode : "hint", "speculative" or "router-free".
     prefill : whether predictions are executed in prefill too; they are announced in both phases.
 
-    In hint mode an executor with a method `wants(layer, ids)` is asked first whether a prediction is worth its time.
+    In hint mode an executor with a method `wants(layer)` is asked first whether a prediction is worth its time.
 
     requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers chose where there was a
         prediction, and how many of them were predicted. Padding does not count; nor do routers that did not run.
@@ -137,7 +137,7 @@ class Speculation(AbstractContextManager):
         if (target := self.predictor.targets.get(index)) is None:
             return s, ids, weights
         executor = layer.experts.executor
-        if self.mode == "hint" and hasattr(executor, "wants") and not executor.wants(target.index, ids):
+        if self.mode == "hint" and hasattr(executor, "wants") and not executor.wants(target.index):
             return s, ids, weights
         prediction = self.predictor.predict(index, seen, r, ids, weights)                               # line 8
         if prediction is not None:
