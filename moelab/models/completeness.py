@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder} is not complete: {error}; download the checkpoint again") from error
     parameters = twin.state_dict()
+    if block := getattr(getattr(quantizer, "quantization_config", None), "weight_block_size", None):
+        _scales(checkpoint, plans, block)
     made = {name for plan in plans.values() for name in _made(checkpoint, plan, parameters, twin, quantizer)}
     made |= _experts_of_store(checkpoint, layers)
     missing, unexpected = compat.may_lack(twin, set(parameters) - made, made, set(foreign))
@@ -180,14 +183,31 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
 
 
 def _main_type(checkpoint: Checkpoint) -> str:
-    """The floating-point type of most of a checkpoint's bytes."""
+    """The floating-point type of most of a checkpoint's weights."""
     floats: Counter[str] = Counter()
-    for entry in checkpoint.tensors.values():
-        if entry.dtype in FLOATS:
-            floats[entry.dtype] += entry.nbytes
+    for key, entry in checkpoint.tensors.items():
+        if entry.dtype in FLOATS and f"{key}_scale_inv" not in checkpoint.tensors:
+            floats[entry.dtype] += prod(entry.shape)
     if not floats.total():
         raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
     return floats.most_common(1)[0][0]
+
+
+def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], block: list[int]) -> None:
+    """ValueError unless FP8 weights have scales, each for one of their blocks, and all of one type."""
+    tensors = checkpoint.tensors
+    pairs = [(key, scales[i:i + 1], _odd({key: tensors[key].dtype for key in keys}))
+             for plan in plans.values() for pattern, keys in plan.sources.items()
+             for scales in [plan.sources.get(f"{pattern}_scale_inv", [])] for i, key in enumerate(keys)
+             if scales or tensors[key].dtype == "F8_E4M3"]
+    wrong = set(_odd({scale: tensors[scale].dtype for _, scales, _ in pairs for scale in scales}))
+    for key, scales, odd in pairs:
+        grid = tuple(-(-n // b) for n, b in zip(tensors[key].shape, block))
+        fits = tensors[key].dtype == "F8_E4M3" and [tensors[scale].shape for scale in scales] == [grid]
+        if key in odd or not wrong.isdisjoint(scales) or not fits and tensors[key].dtype != "I8":   # two codes of FP4
+            raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])} with "
+                             f"{_described(tensors, scales) or f'no {key}_scale_inv'}; it should be F8_E4M3 with scales "
+                             f"{list(grid)} of the same type as all others; download the checkpoint again")
 
 
 def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
@@ -209,8 +229,8 @@ def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], param
         if either and len({tensors[key].shape for key, _ in members}) > 1:      # it may lie transposed, but all alike
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key for key, _ in members])}, which are not "
                              f"laid out alike; download the checkpoint again")
-        if quantizer is not None and plan.converter is not None:
-            continue                        # what the quantiser stores, it knows
+        if len(plan.sources) > 1 and any(tensors[key].dtype not in FLOATS for key in plan.keys):
+            continue                        # codes and scales: what the quantiser stores, it knows
         kept = compat.kept_in_fp32(twin, plan.target, parameters[plan.target])
         target = parameters[plan.target].dtype
         fits = usual == main or usual == "F32" and (kept or len(members) > 1)
