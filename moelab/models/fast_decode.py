@@ -55,8 +55,7 @@ class FastDecode(Patches):
 
 def as_bf12(weight: Tensor) -> tuple[np.ndarray, list[int]] | None:
     """A weight as bf12 in memory, and its row for the kernels (`moelab.kernels.products.Pack`)."""
-    blob = bf12.pack_tensor(weight)
-    if blob is None:
+    if not bf12.fits(weight.shape) or (blob := bf12.pack_tensor(weight)) is None:
         return None
     memory = aligned_buffer(len(blob), 64)
     memory[:] = np.frombuffer(blob, np.uint8)

@@ -180,7 +180,7 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
     for name, (codec, offset, end, entry) in _in_place(entries).items():
         row = [offset, 0, 0, 0]
         if codec == "bf12":
-            row = bf12.row(offset, end - offset, entry.n)
+            row, codec = bf12.row(offset, end - offset, entry.n), codec if bf12.fits(entry.shape) else ""
         elif fewbit.is_format(codec):
             row = fewbit.row(codec, offset, entry.shape)
             codec = codec if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape) else ""

@@ -31,9 +31,14 @@ _PIECE = 1 << 16                    # weights that a thread unpacks at a time
 _NEVER = (0x7F, 0xFF)               # high bytes of infinities and NaN, by which escapes' codes must not multiply
 
 
+def packs(shape: tuple[int, ...]) -> bool:
+    """Whether bf16 weights of a shape are packed: matrices of whole blocks, biases not."""
+    return len(shape) > 1 and math.prod(shape) % BLOCK == 0 and 0 < math.prod(shape) < 1 << 32
+
+
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether bf16 weights of a shape can be multiplied as they lie: matrices whose rows are whole blocks."""
-    return len(shape) > 1 and shape[-1] % BLOCK == 0 and 0 < math.prod(shape) < 1 << 32
+    """Whether packed weights can also be multiplied as they lie: their rows are whole blocks."""
+    return packs(shape) and shape[-1] % BLOCK == 0
 
 
 def escapes(length: int, nbytes: int) -> int:
@@ -64,7 +69,7 @@ def pack(data: Any) -> bytes:
 
 def pack_tensor(weights: Any) -> bytes | None:
     """The blob of a bf16 tensor (or uint16 array, its bits); None where it does not fit or saves less than 2 %."""
-    if weights.dtype not in (torch.bfloat16, np.uint16) or not fits(weights.shape):
+    if weights.dtype not in (torch.bfloat16, np.uint16) or not packs(weights.shape):
         return None
     blob = pack(weights)
     return blob if len(blob) <= 0.98 * 2 * math.prod(weights.shape) else None

@@ -143,7 +143,7 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str
                           for offset, length, check in chunks)) for codec, chunks in planes))
         _need(len(planes) in (1, DTYPES[dtype].itemsize), f"impossible entry: {name} in {len(planes)} planes")
         for codec, chunks in entry.planes:
-            _need(codec != "bf12" or (dtype, len(planes), len(chunks)) == ("BF16", 1, 1) and bf12.fits(entry.shape)
+            _need(codec != "bf12" or (dtype, len(planes), len(chunks)) == ("BF16", 1, 1) and bf12.packs(entry.shape)
                   and bf12.escapes(chunks[0].length, entry.nbytes) >= 0, f"impossible entry: {name} is no bf12")
             stored, n = [chunk.length for chunk in chunks], entry.nbytes // len(planes)
             if few := fewbit.is_format(codec):

@@ -36,7 +36,7 @@ TABLE = Path(__file__).with_name("architectures.json")
 README = Path(__file__).parents[2] / "README.md"
 MARKS = "<!-- architectures: written by python -m tests.models.sweep -->", "<!-- end of architectures -->"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CODECS, BUDGETS = ("raw", codecs.DEFAULT), (0.3, 0.8)
+CODECS, BUDGETS = ("raw", "bf12", codecs.DEFAULT), (0.3, 0.8)
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71]]
 
 
