@@ -9,6 +9,7 @@ and "bf12", and in few bits, an expert lies as it is computed, so it is read *in
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,9 @@ from moelab.store.codecs import IN_PLACE, PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
 from moelab.store.reader import aligned_buffer
+
+
+TOUCHED = 64 << 20          # bytes whose pages a thread touches at a time
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ def _host_memory(n: int, device: torch.device) -> np.ndarray:
     """`n` bytes of the CPU's memory from a multiple of 4096 on, pinned for a GPU; its pages are pre-faulted."""
     if device.type != "cuda":
         memory = aligned_buffer(n)
-        memory[::ALIGN] = 0                     # or the first prompt would wait for its pages, or find there are none
+        with ThreadPoolExecutor() as pool:      # or the first prompt would wait for its pages, or find there are none
+            list(pool.map(lambda begin: memory[begin:begin + TOUCHED:ALIGN].fill(0), range(0, n, TOUCHED)))
         return memory
     pinned = torch.empty(n + ALIGN, dtype=torch.uint8, pin_memory=True).numpy()
     skip = -pinned.ctypes.data % ALIGN
