@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from moelab.files import load_tensors, save_tensors
+from moelab.models.identity import same_source
 from moelab.specs import MoESpec
 from moelab.table import html_table
 from moelab.trace import DECODE, PREFILL, RoutingTrace
@@ -88,7 +89,7 @@ class Calibration:
 
     def require(self, model_id: str, spec: MoESpec) -> Calibration:
         """This calibration; ValueError if it is another model's."""
-        if (model_id, spec.fingerprint()) == (self.model_id, self.spec.fingerprint()):
+        if same_source(model_id, self.model_id) and spec.fingerprint() == self.spec.fingerprint():
             return self
         raise ValueError(
             f"this calibration belongs to {self.spec.name} (model id {self.model_id}, geometry "

@@ -33,6 +33,11 @@ def results_root(results: str | Path | None = None) -> Path:
     return Path(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path.cwd()) / "results").resolve()
 
 
+def cache_root() -> Path:
+    """Where stores are kept that were converted on the way: $MOELAB_CACHE, or ~/.cache/moelab."""
+    return Path(os.environ.get("MOELAB_CACHE") or Path.home() / ".cache" / "moelab").resolve()
+
+
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """A new file or folder beside `path` to write to; it takes `path`'s place when the block ends without an error."""

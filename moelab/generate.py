@@ -72,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="what computes the experts (default: %(default)s)")
     parser.add_argument("--dense", choices=["bf12"], help="with --executor fast: all other linear layers in 12 bits a "
                         "weight, lossless, copied when it is opened")
+    parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT", help="round the experts, once, "
+                        "to a store in ~/.cache/moelab, and run that")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with capacities")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
                         f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "
@@ -81,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=number(above=0), default=600, metavar="SECONDS",
                         help="how long a rank waits for another that is silent (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.epilog = "\n\n".join([parser.epilog or "", *map(_listed, ("executor", "cache", "predictor"))])
+    parser.epilog = "\n\n".join([parser.epilog or "", *map(_listed, ("executor", "cache", "predictor", "format"))])
 
 
 def _listed(kind: str) -> str:
@@ -98,6 +100,8 @@ def main(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         if args.memory is not None:
             raise ValueError("--memory is for one process; under torchrun each rank holds its share of the experts")
+        if args.quantize is not None:
+            raise ValueError("--quantize is for one process; convert the model first, and give the store")
         with connect(args.timeout) as device:
             result = generate(**options, parallel=args.parallel or DEFAULT, tp=args.tp, device=device)
     elif args.parallel:
@@ -106,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         calibration = Calibration.load(args.calibration) if args.calibration else None
         result = generate(**options, memory=args.memory, cache=args.cache, prefetch=args.prefetch,
-                          workers=args.workers, calibration=calibration, dense=args.dense)
+                          workers=args.workers, calibration=calibration, dense=args.dense, quantize=args.quantize)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result), ensure_ascii=False) if args.json else _told(result))
     return 0
@@ -118,7 +122,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
     stream : print the prompt and the text as it comes; only the first rank does.
-    opening : memory, cache, prefetch, workers, calibration, dense of `moelab.open_model`.
+    opening : memory, cache, prefetch, workers, calibration, dense, quantize of `moelab.open_model`.
 
     Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or an executor that does
     not fit; and what `moelab.open_model` raises. PeerLost: another rank died.

@@ -21,6 +21,7 @@ from moelab.experts.quantization import Quantized
 from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
 from moelab.models import eager, identity, open_checkpoint, plug, plugged
 from moelab.models.fast_decode import FastDecode
+from moelab.models.convert import quantized_store
 from moelab.models.patches import Patches, put
 from moelab.offloading.offload import offload
 from moelab.offloading.session import Session
@@ -38,8 +39,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                cache: Any = "lru", executor: Any = "exact", prefetch: Any = None,
                calibration: Calibration | None = None, dtype: torch.dtype | str = "auto",
                device: str | torch.device | None = None, workers: int = 1, dense: str | None = None,
-               experts: str = "resident",
-               **options: Any) -> Any:
+               experts: str = "resident", quantize: str | None = None, **options: Any) -> Any:
     """Open a mixture-of-experts model for inference: everything in memory or, with `memory`, its experts on disk.
 
     source : hub id, folder of a checkpoint or an expert store, `ExpertStore`, or None for the small model shipped.
@@ -58,6 +58,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         weight, made when the model is opened: lossless, a quarter fewer bytes a token, 75 % more memory for them.
     experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
         slowly, until another source is plugged in (`moelab.models.plug`).
+    quantize : round the experts to a name of `moelab.names("format")`: the model is converted to a store in the cache
+        (~/.cache/moelab, $MOELAB_CACHE), unless that was done before, and opened from there.
     options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …
 
     Returns a transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the
@@ -79,6 +81,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     if prefetch is not None:
         _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
                "a Predictor, or what makes one of a model")
+    if quantize is not None:
+        source = quantized_store(source.folder if isinstance(source, ExpertStore) else source, quantize)
     if memory is None:
         wanted = {"cache": cache != "lru", "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):

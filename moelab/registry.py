@@ -1,4 +1,4 @@
-"""One registry of everything that has a name: executors, caches, predictors, codecs, schedulers, models, devices.
+"""One registry of everything that has a name: executors, caches, predictors, codecs, few-bit formats, …
 
     moelab.names("executor")                → every executor
     moelab.describe("executor")             → name → (what it is for, "use" or "teaching")
@@ -28,6 +28,7 @@ KINDS = {
     "cache": "moelab.cache.policies:POLICIES",
     "predictor": "moelab.speculate.predictors:PREDICTORS",
     "codec": "moelab.store.codecs:CODECS",
+    "format": "moelab.store.fewbit:FORMATS",
     "scheduler": "moelab.schedule.affinity:SCHEDULERS",
     "model": "moelab.cards:MODELS",
     "device": "moelab.cards:DEVICES",

@@ -28,7 +28,7 @@ DIRECTIONS = {
     "trace": {"models", "store"},
     "recording": {"models", "trace"},
     "calibration": {"models", "trace"},
-    "experts": set(),
+    "experts": {"store"},
     "parallel": {"experts"},
     "cache": {"trace"},
     "schedule": {"trace"},

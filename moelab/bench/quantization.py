@@ -2,7 +2,8 @@
 
 Errors are relative RMS, in float32, on router inputs recorded from the training split: of the weights, of an expert's
 output, and of each layer's routed output. In the tasks the whole model runs on the quantised experts (dequantised on
-use, products in bf16). Routers, attention and shared experts stay as they are.
+use, products in bf16). Routers, attention and shared experts stay as they are. The formats of `convert --quantize`,
+whose scales are of groups and blocks, are compared apart, with the lossless codecs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from moelab import datasets, open_model
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
+from moelab.evaluation.formats import compare_formats
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
 from moelab.models import plug, plugged
 from moelab.recording import record
@@ -58,6 +60,8 @@ def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
         results["tasks (measured)"] = {
             f"{task}: {name}": {column: value for column, value in row.items() if column != "interval"}
             for task, by_mode in found["scores"].items() for name, row in by_mode.items()}
+        results["as a store holds them (bytes exact, scores measured)"] = compare_formats(
+            live, tasks=tasks, n=prompts, windows=max(prompts // 4, 4), tokens=tokens, seed=seed)
     return results
 
 

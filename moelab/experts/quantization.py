@@ -26,10 +26,9 @@ from torch import Tensor
 
 from moelab.experts.executor import Sorted, activate, dispatch, names, plain, scatter
 from moelab.progress import progress
+from moelab.store import fewbit
+from moelab.store.fewbit import FP8_MAX, GROUP
 
-BLOCK = 32                                                      # values that share a scale in MXFP4
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)                 # by code; bit 3 of a code is the sign
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max                  # 448
 INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")
 INT8_MULTIPLE = 32              # of H and I: the product reads past the end of others, for wrong results or a crash
 
@@ -73,10 +72,8 @@ class MXFP4(Kept):
     length: int             # n; the last block is filled up with zeros
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        codes = torch.stack([self.blocks & 15, self.blocks >> 4], dim=-1).flatten(-2)               # [..., n/32, 32]
-        table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=codes.device)
-        values = torch.ldexp(table[codes.int()], self.scales.int()[..., None] - 127)
-        return values.flatten(-2)[..., :self.length].movedim(-1, self.axis).to(dtype).contiguous()
+        values = fewbit.dequantize_mxfp4(self.blocks, self.scales).flatten(-2)
+        return values[..., :self.length].movedim(-1, self.axis).to(dtype).contiguous()
 
 
 def quantize_fp8(w: Tensor, axis: int = -1) -> Scaled:
@@ -97,18 +94,8 @@ def _scale(w: Tensor, axis: int, largest: float) -> Tensor:
 def quantize_mxfp4(w: Tensor, axis: int = -1, saturate: bool = True) -> MXFP4:
     """MXFP4 in blocks of 32 along `axis`; `saturate=False` adds one to OCP's exponent where values would be clipped."""
     length = w.shape[axis]
-    values = w.float().movedim(axis, -1).contiguous()
-    values = torch.nn.functional.pad(values, (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))       # [..., n/32, 32]
-    mantissa, exponent = values.abs().amax(-1, keepdim=True).frexp()    # in [½, 1): ⌊log₂⌋ is exponent − 1
-    shared = exponent - 3 if saturate else exponent - 3 + (mantissa > 0.75).int()
-    shared = shared.masked_fill(mantissa == 0, -127).clamp(-127, 127)
-    scaled = torch.ldexp(values, -shared)
-    # Code i is taken in (b[i−1], b[i]]: midpoints of the grid, just below where a tie goes up to an even code.
-    middle = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])], device=scaled.device)
-    middle[1::2] = middle[1::2].nextafter(middle.new_zeros(()))
-    codes = torch.bucketize(scaled.abs(), middle) | scaled.signbit().long() << 3
-    low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return MXFP4(low | high << 4, (shared.squeeze(-1) + 127).to(torch.uint8), axis, length)
+    values = torch.nn.functional.pad(w.float().movedim(axis, -1).contiguous(), (0, -length % GROUP))
+    return MXFP4(*fewbit.quantize_mxfp4(values, saturate), axis, length)
 
 
 #: format → (tensor, axis along which scales are shared) → quantised tensor

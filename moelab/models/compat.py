@@ -75,7 +75,21 @@ def quantizer_for(config: Any):
     if getattr(config, "quantization_config", None) is None:
         return None
     from transformers.quantizers.auto import get_hf_quantizer
-    return get_hf_quantizer(dequantising(deepcopy(config)), None, device_map=None, weights_only=True, user_agent={})[0]
+    with without_accelerate():
+        return get_hf_quantizer(dequantising(deepcopy(config)), None, device_map=None, weights_only=True,
+                                user_agent={})[0]
+
+
+@contextmanager
+def without_accelerate() -> Iterator[None]:
+    """Within the block, FP8 is read without the package accelerate, which transformers asks for and, to dequantise,
+    does not use."""
+    from transformers.quantizers import quantizer_finegrained_fp8 as fp8
+    asked, fp8.is_accelerate_available = fp8.is_accelerate_available, lambda: True
+    try:
+        yield
+    finally:
+        fp8.is_accelerate_available = asked
 
 
 def share_conversion(model_type: str, like: str) -> None:
@@ -137,7 +151,7 @@ def loading_plan(twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = No
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
         plan.apart = any("*" in pattern for pattern in plan.sources)
-        stacked = plan.converter is not None and type(plan.converter.operations[0]).__name__ == "MergeModulelist"
+        stacked = any(type(op).__name__ == "MergeModulelist" for op in getattr(plan.converter, "operations", ()))
         count = len(parameters[plan.target]) if stacked else None       # the parameter's first axis counts its sources
         for pattern, found in plan.sources.items():
             renamed = [loading.apply_renamings(key, renamings) for key in found]

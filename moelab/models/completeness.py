@@ -131,6 +131,13 @@ def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[s
         if odd := _odd({key: tensors[key].shape for key in keys}):
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of {plan.target}; "
                              f"download the checkpoint again")
+    block = getattr(getattr(quantizer, "quantization_config", None), "weight_block_size", None)
+    for pattern, keys in plan.sources.items() if block else ():
+        for pair in zip(keys, plan.sources.get(f"{pattern}_scale_inv", ())):
+            (dtype, shape), (_, grid) = ((tensors[key].dtype, tensors[key].shape) for key in pair)
+            if dtype == "F8_E4M3" and grid != tuple(-(-n // b) for n, b in zip(shape, block)):
+                raise ValueError(f"{checkpoint.folder}: {_described(tensors, pair)}, which are no scales of its blocks "
+                                 f"{list(block)}; download the checkpoint again")
     stored = {pattern: [torch.empty(tensors[key].shape, dtype=DTYPES[tensors[key].dtype], device="meta")
                         for key in keys] for pattern, keys in plan.sources.items()}
 
@@ -209,8 +216,8 @@ def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], param
         if either and len({tensors[key].shape for key, _ in members}) > 1:      # it may lie transposed, but all alike
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key for key, _ in members])}, which are not "
                              f"laid out alike; download the checkpoint again")
-        if quantizer is not None and plan.converter is not None:
-            continue                        # what the quantiser stores, it knows
+        if len(plan.sources) > 1 and any(tensors[key].dtype not in FLOATS for key in plan.keys):
+            continue                        # codes and scales: what the quantiser stores, it knows
         kept = compat.kept_in_fp32(twin, plan.target, parameters[plan.target])
         target = parameters[plan.target].dtype
         fits = usual == main or usual == "F32" and (kept or len(members) > 1)

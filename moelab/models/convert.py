@@ -1,52 +1,65 @@
 """From a hub checkpoint to an expert store, and from the store to a live model.
 
 Source: ZipMoE §3.1, offline initialization. Experts are converted one after another to the layout that the model
-computes with (MXFP4 dequantised by transformers; other quantisations are refused) and compressed. All other weights are
-copied byte for byte under their own keys. What the source's files looked like is recorded for `moelab.models.restore`.
+computes with and compressed, or rounded to a few-bit format (`moelab.store.fewbit`). What a checkpoint has in few bits
+itself, MXFP4 or FP8 in blocks of 128 × 128, is kept as it is, once it was found to unpack to what transformers makes of
+it. All other weights are copied byte for byte under their own keys. What the source's files looked like is recorded for
+`moelab.models.restore`.
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from moelab import registry
 from moelab.configs import spec_from_config
 from moelab.arguments import whole
+from moelab.files import cache_root
 from moelab.models import compat, opening
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.direct import CheckpointExperts, store_layers
 from moelab.models.identity import of_checkpoint
 from moelab.models.guard import check_spec
 from moelab.progress import progress
-from moelab.models.restore import places, small_files, source_files
-from moelab.store import codecs
+from moelab.models.restore import blobs_of, pieces, places, small_files, source_files
+from moelab.models.seam import MoELayer, Weights, seam_class
+from moelab.store import codecs, fewbit
 from moelab.store.headers import WEIGHT_MAP
-from moelab.store.layout import ExpertStore
+from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
+from moelab.store.reader import decode
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
 
 def convert(source: str | Path | None, destination: str | Path, codec: str = codecs.DEFAULT, *,
-            shards: int = 4) -> ExpertStore:
+            shards: int = 4, quantize: str | None = None) -> ExpertStore:
     """Convert a checkpoint to an expert store, or resume a conversion that was interrupted.
 
     source : a checkpoint folder or a hub id; None for the shipped small model.
     destination : the store's folder; until it is whole and verified, `destination.part`.
     codec, shards : how exponents are compressed and into how many shards; see `moelab.store.codecs`.
+    quantize : a name of `moelab.names("format")`, to which the experts' matrices are rounded; what does not fit keeps
+        its bits. The store's model is then another one than the source, which cannot be restored.
 
     Raises FileExistsError: the destination exists, or another process is writing it.
-    FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec; a quantisation other than MXFP4; an
-        unfinished store of another source or codec.
+    FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec or format; a quantisation other than MXFP4 and
+        FP8; a store that was quantised before; an unfinished store of another source or codec.
     OSError: a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
-    checkpoint = _RecordedCheckpoint.at(opening.find(source))
+    if quantize is not None:
+        fewbit.find_format(quantize)
+    checkpoint = Checkpoint.at(opening.find(source))
     config = load_config(checkpoint.folder)
-    if (method := compat.quantisation(config)) not in (None, "mxfp4"):
-        raise ValueError(f"{checkpoint.folder} is quantised with {method!r}; only MXFP4 is converted. Take the bf16 "
-                         f"checkpoint of the model, or dequantise it first")
+    if (method := compat.quantisation(config)) not in (None, "mxfp4", "fp8"):
+        raise ValueError(f"{checkpoint.folder} is quantised with {method!r}; only MXFP4 and FP8 are converted. Take "
+                         f"the bf16 checkpoint of the model, or dequantise it first")
+    if checkpoint.store is not None and checkpoint.store.quantized:
+        raise ValueError(f"{checkpoint.folder} was quantised to {checkpoint.store.quantized}; convert the checkpoint "
+                         f"that it was made from")
     spec = spec_from_config(config, name=opening.model_name(source, checkpoint.folder))
     experts = CheckpointExperts(checkpoint, config)
     check_spec(spec, experts.plan.layers)
@@ -56,17 +69,19 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
                 raise ValueError(f"{layer.name}.experts.{name} has {len(bank)} rows for {layer.E} experts, and a store "
                                  f"has no place for the others: {spec.model_type} cannot be converted")
     layers = store_layers(experts.plan.layers)
-    writer = StoreWriter(destination, spec, of_checkpoint(checkpoint, config), layers, codec, shards)
+    writer = StoreWriter(destination, spec, of_checkpoint(checkpoint, config), layers, codec, shards, quantize)
     try:
         each = spec.expert_params * (4 if spec.dtype == "float32" else 2)
         with progress(total=sum(E for _, E, _ in layers) * each, desc="converting", unit="B",
                       initial=len(writer.records) * each) as bar:
             for layer, expert in writer.missing():
-                tensors = experts(layer, expert)
+                tensors, blobs, read = read_expert(experts, layer, expert)
                 size = sum(t.nbytes for t in tensors.values())
-                found = places(checkpoint.recorded, tensors, writer.checksum)
-                checkpoint.recorded.clear()                         # one expert at a time is in memory
-                writer.add(layer, expert, tensors, found)
+                found = None if quantize or not read else places(read, pieces(tensors, blobs), writer.checksum)
+                del read                                            # one expert at a time is in memory
+                if quantize:
+                    _quantize(quantize, tensors, blobs, experts.plan.layers[layer])
+                writer.add(layer, expert, tensors, found, blobs)
                 bar.update(size)
         others = {key: tensor for key, tensor in sorted(checkpoint.tensors.items())
                   if key not in experts.plan.expert_keys}
@@ -74,7 +89,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
             files, source = list(small_files(checkpoint)), source_files(checkpoint, writer.head["checksum"])
         else:
             source, files = None, [(name, (checkpoint.folder / name).read_bytes()) for name in checkpoint.store.files
-                                   if name != WEIGHT_MAP]
+                                   if name not in (WEIGHT_MAP, SOURCE_LAYOUT if quantize else WEIGHT_MAP)]
         writer.finish(others, files, source)
         verify(writer.folder)
         return ExpertStore(writer.publish())
@@ -82,29 +97,64 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
         writer.close()
 
 
-class _RecordedCheckpoint(Checkpoint):
-    """A checkpoint that records what is read of it: (key, first weight of it, tensor)."""
+def read_expert(experts: CheckpointExperts, layer: int, expert: int
+                ) -> tuple[Weights, dict[str, tuple[str, Any]], list[tuple[str, int, torch.Tensor]]]:
+    """An expert's tensors, the blobs of those that the source has in few bits, and what was read of a checkpoint, see
+    `places`; scales as they are in the blobs."""
+    if experts.stored is not None:
+        chunks = experts.stored.reader.read(layer, expert)
+        return decode(chunks, chunks), blobs_of(chunks), []
+    tensors, blobs, read = {}, {}, []
+    for name, made, sources in experts.made(layer, expert):
+        tensors[name] = made.detach().contiguous()
+        if few := fewbit.published([source for _, _, source in sources], made):
+            blobs[name] = few[:2]
+            sources = [(key, start, source) for (key, start, _), source in zip(sources, few[2])]
+        read += sources
+    return tensors, blobs, read
 
-    def read(self, key: str, part: int | None = None) -> torch.Tensor:
-        tensor = super().read(key, part)
-        self.recorded.append((key, (part or 0) * tensor.numel(), tensor))
-        return tensor
 
-    @cached_property
-    def recorded(self) -> list[tuple[str, int, torch.Tensor]]:
-        return []
+def _quantize(form: str, tensors: Weights, blobs: dict[str, tuple[str, Any]], layer: MoELayer) -> None:
+    """Round the matrices of an expert to a format, in place; those that it does not fit keep their bits."""
+    if getattr(layer.experts, "is_transposed", seam_class(type(layer.experts)).is_transposed):
+        form += ".T"
+    for name, tensor in tensors.items():
+        if name in blobs and blobs[name][0] == form:
+            continue
+        blobs.pop(name, None)
+        if (blob := fewbit.pack(form, tensor)) is not None:
+            blobs[name] = form, blob
+            fewbit.unpack(form, blob, tensor)
+
+
+def quantized_store(source: str | Path | None, form: str) -> Path:
+    """The store of a model in a few-bit format, in the cache, to which it is converted when it is first asked for.
+
+    Raises what `convert` raises.
+    """
+    folder = opening.find(source)
+    checkpoint = Checkpoint.at(folder)
+    if checkpoint.store is not None and checkpoint.store.quantized == form:
+        return folder
+    name = f"{opening.model_name(source, folder)}-{of_checkpoint(checkpoint, load_config(folder))}.{form}"
+    destination = cache_root() / name.replace("/", "--")
+    return destination if destination.is_dir() else convert(source, destination, quantize=form).folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint folder or a hub id")
     parser.add_argument("destination", help="the store's folder, which must not exist")
     parser.add_argument("--codec", default=codecs.DEFAULT, choices=sorted(codecs.CODECS), help="(default: %(default)s)")
+    parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
+                        help="round the experts to " + ", ".join(
+                            f"{name} ({purpose})" for name, (purpose, _) in registry.describe("format").items()))
     parser.add_argument("--shards", type=whole(1), default=4, metavar="N", help="exponent shards a tensor (default: 4)")
 
 
 def main(args: argparse.Namespace) -> int:
-    store = convert(args.source, args.destination, args.codec, shards=args.shards)
+    store = convert(args.source, args.destination, args.codec, shards=args.shards, quantize=args.quantize)
     everything = store.table()[-1]
-    print(f"{store.folder}: {everything['bytes'] / 1e9:,.2f} GB of experts in {everything['fraction']:.2%} of that, "
-          f"verified")
+    rounded = f", rounded to {store.quantized}" if store.quantized else ""
+    print(f"{store.folder}: {everything['bytes'] / 1e9:,.2f} GB of experts in {everything['fraction']:.2%} of that"
+          f"{rounded}, verified")
     return 0

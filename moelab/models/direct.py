@@ -44,15 +44,23 @@ class CheckpointExperts:
                  device: torch.device | str = "cpu", plan: LoadingPlan | None = None) -> None:
         self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
         self.plan = plan or complete(checkpoint, config)
-        self._stored = StoreExperts(checkpoint.store, mode="buffered") if checkpoint.store is not None else None
+        self.stored = StoreExperts(checkpoint.store, mode="buffered") if checkpoint.store is not None else None
 
     def __call__(self, layer: int, expert: int) -> Weights:
         """The tensors of one expert."""
-        if self._stored is not None:
-            return {name: self._ready(tensor) for name, tensor in self._stored(layer, expert).items()}
-        return {name: self._ready(converted(self.plan, parameter, {
-                    pattern: self.checkpoint.read(*where) for pattern, where in sources.items()}))
-                for name, parameter, sources in expert_sources(self.plan, layer, expert)}
+        if self.stored is not None:
+            return {name: self._ready(tensor) for name, tensor in self.stored(layer, expert).items()}
+        return {name: self._ready(tensor) for name, tensor, _ in self.made(layer, expert)}
+
+    def made(self, layer: int, expert: int) -> Iterator[tuple[str, torch.Tensor, list[tuple[str, int, torch.Tensor]]]]:
+        """(name, tensor, what it was made of) of an expert's parameters; that is (key, first weight of it that was
+        read, what was read) of each of its tensors in the checkpoint."""
+        for name, parameter, sources in expert_sources(self.plan, layer, expert):
+            read = {pattern: self.checkpoint.read(*where) for pattern, where in sources.items()}
+            order = getattr(parameter.converter, "source_patterns", sources)        # in which they are joined
+            yield name, converted(self.plan, parameter, read), [
+                (key, (part or 0) * read[pattern].numel(), read[pattern])
+                for pattern in order if pattern in sources for key, part in [sources[pattern]]]
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the model's dtype, on its device and at a 64-byte boundary."""

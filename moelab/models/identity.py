@@ -1,4 +1,5 @@
-"""A model's identity: sixteen hex digits of its weights and its config, whatever it was opened from.
+"""A model's identity: sixteen hex digits of its weights and its config, whatever it was opened from; and, of one whose
+experts were rounded, the format: "0123456789abcdef-int4".
 
 An identity covers the key, dtype, shape and bytes of every tensor of the checkpoint: all bytes of a small tensor,
 samples of a large one (a change that leaves every sample untouched is not seen). Shards, files, stores and
@@ -37,6 +38,12 @@ def opened_from(model: torch.nn.Module) -> str:
     """Identity of what a model was opened from, whatever was done to its weights since; "" for nothing known."""
     origin = vars(model).get("_moelab_origin")
     return origin.identity if origin is not None else ""
+
+
+def same_source(a: str, b: str) -> bool:
+    """Whether two identities are of one model, whatever its weights were rounded to: what was counted or trained on one
+    serves the other."""
+    return a.partition("-")[0] == b.partition("-")[0]
 
 
 def require_same_model(model: torch.nn.Module, *parts: Any) -> None:

@@ -98,9 +98,10 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model, report = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype,
-                                            experts_implementation="eager", output_loading_info=True,
-                                            trust_remote_code=False)
+        with compat.without_accelerate():
+            model, report = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype,
+                                                experts_implementation="eager", output_loading_info=True,
+                                                trust_remote_code=False)
     finally:
         if bars:
             logging.enable_progress_bar()

@@ -6,8 +6,11 @@ in the expert's tensors, bit for bit, and its place is recorded as a strided vie
 store holds these places and the source's file headers; with them `restore` writes the source's own safetensors files,
 and what it has written must have the source's identity.
 
-A store has no `layout.json` if its source's bytes are not in it (MXFP4 is dequantised) or if it was synthesized. It is
-then restored to other files of the same model. Files in subfolders and weights in other formats are not kept.
+A tensor that is stored in a few-bit format counts as two, its codes and its scales: `down_proj.codes` …
+
+A store has no `layout.json` if its source's bytes are not in it (fp8 in blocks of another size is dequantised) or if it
+was synthesized. It is then restored to other files of the same model. Files in subfolders and weights in other formats
+are not kept, and of weights that were rounded nothing is restored.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ import torch
 
 from moelab.models.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
-from moelab.store.headers import WEIGHT_MAP, header_bytes, nbytes, read_header
+from moelab.store import fewbit
+from moelab.store.headers import DTYPES, WEIGHT_MAP, header_bytes, nbytes, read_header
 from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHTS, ExpertStore,
-                                 StoreError, plain_name)
-from moelab.store.reader import MEASURED
+                                 StoreError, TensorEntry, plain_name)
+from moelab.store.reader import MEASURED, Chunks
 from moelab.store.verify import check_weights, checked_experts
 
 #: endings of files of weights in other formats, which no store holds
@@ -60,6 +64,18 @@ def places(read: Iterable[tuple[str, int, torch.Tensor]], tensors: dict[str, tor
             return None
         found.append([*place, checksum(bits)])
     return found
+
+
+def blobs_of(chunks: Chunks) -> dict[str, tuple[str, Any]]:
+    """name → (format, blob) of an expert's tensors that are stored in few bits."""
+    return {name: (plane.codec, plane.shards[0]) for name in chunks.entries
+            if fewbit.is_format((plane := chunks.plane(name, 0)).codec)}
+
+
+def pieces(tensors: dict[str, torch.Tensor], blobs: dict[str, tuple[str, Any]]) -> dict[str, torch.Tensor]:
+    """An expert's tensors, and of those stored in few bits the codes and the scales."""
+    return tensors | {f"{name}.{part}": piece for name, (form, blob) in blobs.items()
+                      for part, piece in fewbit.split(form, blob, tensors[name].shape).items()}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,10 +118,7 @@ def source_files(checkpoint: Checkpoint, checksum: str) -> dict[str, Any]:
 
 
 def small_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    """(name in the store, content) of everything in a checkpoint's folder that is no weights.
-
-    The config of a model that was dequantised no longer says that it is quantised.
-    """
+    """(name in the store, content) of everything in a checkpoint's folder that is no weights."""
     for path in sorted(checkpoint.folder.iterdir()):
         name = path.name
         if name.startswith(".") or name == MEASURED or path.suffix in OTHER_WEIGHTS or not path.is_file():
@@ -115,12 +128,8 @@ def small_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
         if path.stat().st_size > FILE_LIMIT:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; move it "
                              f"elsewhere")
-        content = path.read_bytes()
-        if name == "config.json" and "quantization_config" in (fields := json.loads(content)):
-            del fields["quantization_config"]
-            content = json.dumps(fields, indent=2).encode()
         taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
-        yield BESIDE * taken + name, content
+        yield BESIDE * taken + name, path.read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------- and back
@@ -132,11 +141,14 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     transformers computes with, one file a MoE layer. What is read is checked; one expert at a time is in memory.
 
     Raises FileExistsError: the destination exists.
-    StoreError: the store is damaged, or does not give what it says that it was made from.
+    StoreError: the store is damaged, or does not give what it says that it was made from; its weights were rounded.
     """
     store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), Path(destination)
     if os.path.lexists(destination):
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
+    if store.quantized:
+        raise StoreError(f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
+                         f"is not in it; convert it without quantize= for a store that can be restored")
     check_weights(store)
     folder = destination.with_name(f"{destination.name}.{os.getpid()}.part")
     folder.mkdir(parents=True)                  # a new one: nothing that lies there is written to or followed
@@ -172,8 +184,8 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
     headers = {plain_name(name): (size, header.encode()) for name, (size, header) in layout["files"].items()}
     expected = store.weights_bytes + sum(
         entry.nbytes for layer in store.layers for entries in layer.experts for entry in entries.values())
-    if sum(size - 8 - len(header) for size, header in headers.values()) != expected:
-        raise ValueError(f"its files have other sizes than the {expected:,} bytes of tensors in the store")
+    if sum(size - 8 - len(header) for size, header in headers.values()) > expected:
+        raise ValueError(f"its files have more than the {expected:,} bytes of tensors in the store")
     with ExitStack() as stack:
         files, targets = {}, {}
         for name, (size, header) in headers.items():
@@ -195,12 +207,14 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
                 for i in range(0, size, PIECE):
                     write(key, i, weights.read(min(PIECE, size - i)))
         for i, (chunks, tensors) in enumerate(checked_experts(store, "restoring")):
-            bits = {name: _bits(tensor) for name, tensor in tensors.items()}
+            bits = {name: _bits(tensor) for name, tensor in pieces(tensors, blobs_of(chunks)).items()}
             for key, start, name, shape, offset, strides, check in layout["experts"][i]:
                 data = bits[name].as_strided(shape, strides, offset).contiguous()
                 if check is not None and CHECKSUMS[layout["checksum"]](data) != check:
                     raise StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
                                      f"does not give {key} of the source; convert the model again")
+                if (dtype := DTYPES[targets[key].dtype]).itemsize != data.element_size():
+                    data = data.view(torch.float32).to(dtype)                       # scales, which had been widened
                 write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
     return {key: target.file.name for key, target in targets.items()}
 
@@ -208,13 +222,15 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
 def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[str, Any]) -> None:
     """Every tensor of the source's files is one of the store's, or made of pieces of experts' without a gap."""
     pieces = defaultdict(list)
-    everyone = [entries for layer in store.layers for entries in layer.experts]
-    for entries, recorded in zip(everyone, experts, strict=True):
+    everyone = [_sizes(entries) for layer in store.layers for entries in layer.experts]
+    for sizes, recorded in zip(everyone, experts, strict=True):
         for key, start, name, shape, offset, strides, _ in recorded:
             if not all(type(n) is int and n >= 0 for n in (start, offset, *shape, *strides)):
                 raise ValueError(f"{key} has an impossible place")
             last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-            if targets[key].dtype != entries[name].dtype or math.prod(shape) and last >= entries[name].n:
+            dtype, n = sizes[name]
+            narrowed = name.endswith(".scales") and dtype == torch.float32 and DTYPES[targets[key].dtype].is_floating_point
+            if DTYPES[targets[key].dtype] != dtype and not narrowed or math.prod(shape) and last >= n:
                 raise ValueError(f"{key} is no part of {name}")
             pieces[key].append((start, start + math.prod(shape)))
     for key, found in pieces.items():
@@ -226,6 +242,16 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
             raise ValueError(f"{key} is {targets[key].dtype} {targets[key].shape}, in the store {dtype} {shape}")
     if odd := targets.keys() ^ (store.weights.keys() | pieces.keys()):
         raise ValueError(f"{min(odd)} is not in both")
+
+
+def _sizes(entries: dict[str, TensorEntry]) -> dict[str, tuple[torch.dtype, int]]:
+    """The names of an expert's `pieces`: name → (dtype, weights)."""
+    found = {name: (DTYPES[entry.dtype], entry.n) for name, entry in entries.items()}
+    for name, entry in entries.items():
+        if fewbit.is_format(form := entry.planes[0][0]):
+            found |= {f"{name}.{part}": (dtype, math.prod(shape))
+                      for part, (dtype, shape) in fewbit.parts(form, entry.shape).items()}
+    return found
 
 
 def _model_layout(store: ExpertStore) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from moelab import recording
 from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, discover, identity, plugged, spec_of
+from moelab.models.identity import same_source
 from moelab.models.patches import Patches, change
 from moelab.models.seam import Run
 from moelab.models.stream import Stream, streams, times
@@ -80,7 +81,7 @@ class DefaultVectors:
 
 
 def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
-    if (mine := identity(model)) != model_id:
+    if not same_source(mine := identity(model), model_id):
         raise ValueError(f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}")
 
 

@@ -5,6 +5,7 @@ Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (exponents in shar
 byte, the top one first: exponents and sign-mantissa for bf16. A plane is compressed, in shards that different threads
 can decode, if that saves at least 2 %, and raw otherwise; so the zero bytes of weights that were widened from a
 narrower type are found, too. Under the codecs "raw" and "bf12" a tensor is one plane; what "bf12" does not fit is raw.
+A plane may also be a blob of `moelab.store.fewbit`: rounded weights, or those that a checkpoint has in few bits itself.
 
 Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or more shards.
 """
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from moelab.registry import Entry
-from moelab.store import bf12, bits, huffman
+from moelab.store import bf12, bits, fewbit, huffman
 from moelab.store.bits import as_bytes
 
 
@@ -136,7 +137,8 @@ IN_PLACE = ("raw", "bf12")
 def find_codec(name: str) -> Codec:
     """The codec of a name. Raises ValueError, listing those there are."""
     if name not in CODECS:
-        raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}")
+        rounds = f"; {name} rounds weights: say quantize={name!r}" * fewbit.is_format(name)
+        raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}{rounds}")
     return CODECS[name].home
 
 
@@ -202,6 +204,8 @@ def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None) -> No
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
+    if fewbit.is_format(name := packed.planes[0].codec):
+        return fewbit.unpack(name, packed.planes[0].shards[0], out)
     target, n, width = as_bytes(out, writable=True), packed.n, len(packed.planes)
     if len(target) != n * width:
         raise ValueError(f"the output has {len(target)} bytes; {n} weights of {width} bytes need {n * width}")

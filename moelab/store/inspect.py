@@ -13,6 +13,7 @@ def describe(store: ExpertStore) -> str:
     lines = [f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
              f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
              f"exponent shards a tensor, checksums {store.checksum_name}",
+             f"rounded to {store.quantized}, so its source cannot be restored" if store.quantized else
              f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
              f"that it was made from", "",
              f"{'tensor':<20}{'dtype':<9}{'shape':<16}{'experts':>8}{'MB':>11}{'E MB':>10}{'SM MB':>10}{'stored':>9}"

@@ -38,7 +38,7 @@ from typing import Any
 import xxhash
 
 from moelab.specs import MoESpec
-from moelab.store import bf12
+from moelab.store import bf12, fewbit
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codecs import find_codec
 from moelab.store.headers import DTYPES, header_bytes, nbytes
@@ -143,11 +143,15 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str
                           for offset, length, check in chunks)) for codec, chunks in planes))
         _need(len(planes) in (1, DTYPES[dtype].itemsize), f"impossible entry: {name} in {len(planes)} planes")
         for codec, chunks in entry.planes:
-            find_codec(codec)
             _need(codec != "bf12" or (dtype, len(planes), len(chunks)) == ("BF16", 1, 1) and bf12.fits(entry.shape)
                   and bf12.escapes(chunks[0].length, entry.nbytes) >= 0, f"impossible entry: {name} is no bf12")
             stored, n = [chunk.length for chunk in chunks], entry.nbytes // len(planes)
-            _need(stored == [n] if codec == "raw" else stored and 0 < min(stored) and sum(stored) <= n,
+            if few := fewbit.is_format(codec):
+                _need(len(planes) == 1 and DTYPES[dtype].is_floating_point, f"impossible entry: {name} is no {codec}")
+                n = fewbit.nbytes(codec, entry.shape)
+            else:
+                find_codec(codec)
+            _need(stored == [n] if few or codec == "raw" else stored and 0 < min(stored) and sum(stored) <= n,
                   f"impossible entry: {name} is {n:,} bytes in a plane, and its chunks ({codec}) have {stored}")
     return found
 
@@ -274,7 +278,8 @@ class ExpertStore:
     """An expert store; index, sizes, headers and small files are checked when it is opened, weights are not read.
 
     codec, shards : how the experts are compressed; name of the codec, exponent shards a tensor at most.
-    identity : of the model that the store was made from, see `moelab.models.identity`.
+    quantized : the few-bit format that the weights were rounded to; None where they are the source's own.
+    identity : of the model that the store was made from, see `moelab.models.identity`, and the format.
     weights : key → dtype, shape, offset, bytes, checksums of its pieces, of the weights that are not experts'.
     files : the small files, name → size, checksum.
 
@@ -313,6 +318,10 @@ class ExpertStore:
             raise StoreError(f"byte layout {fields['layout']!r} and checksums {fields['checksum']!r}; here there are "
                              f"{LAYOUT!r} and {', '.join(CHECKSUMS)}")
         self.spec, self.identity = _spec(fields["spec"]), _checksum(fields["identity"])
+        if quantized := fields.get("quantized"):
+            fewbit.find_format(quantized)
+            self.identity += f"-{quantized}"
+        self.quantized: str | None = quantized
         find_codec(fields["codec"])
         self.codec, self.shards = fields["codec"], _integer(fields["K"], "K", 1)
         self.checksum_name, self.checksum = fields["checksum"], CHECKSUMS[fields["checksum"]]
@@ -389,7 +398,7 @@ class ExpertStore:
             for entries in layer.experts:
                 for name, entry in entries.items():
                     codec = "+".join(codec for codec, _ in entry.planes)
-                    for key in ((name, entry.dtype, entry.shape, codec), ("all experts", "", (), self.codec)):
+                    for key in ((name, entry.dtype, entry.shape, codec), ("all experts", "", (), self.quantized or self.codec)):
                         row = rows.setdefault(key, dict(zip(("tensor", "dtype", "shape", "codec"), key)) | dict(
                             count=0, bytes=0, E_bytes=0, SM_bytes=0))
                         row["count"] += key[0] == name or name == next(iter(entries))       # experts, not tensors

@@ -39,6 +39,7 @@ class StoreWriter:
     spec, identity : of the source.
     layers : for each MoE layer its experts module's name, its number of experts and whether the model stacks them.
     codec, shards : see `moelab.store.codecs.compress_tensor`.
+    quantized : the few-bit format that experts are rounded to, as the index then says; None for the source's weights.
 
     Raises
     ------
@@ -48,7 +49,7 @@ class StoreWriter:
     """
 
     def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
-                 codec: str = codecs.DEFAULT, shards: int = 4) -> None:
+                 codec: str = codecs.DEFAULT, shards: int = 4, quantized: str | None = None) -> None:
         self.destination = Path(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         if os.path.lexists(self.destination):
@@ -64,7 +65,8 @@ class StoreWriter:
         checksum, self.checksum = next(iter(CHECKSUMS.items()))
         self.head = json.loads(json.dumps({                     # as it will be read back: lists for tuples
             "format": FORMAT, "version": VERSION, "spec": spec.to_dict(), "identity": identity, "codec": codec,
-            "K": shards, "layout": LAYOUT, "checksum": checksum, "layers": layers}))
+            "K": shards, "layout": LAYOUT, "checksum": checksum, "layers": layers,
+            **({"quantized": quantized} if quantized else {})}))
         self.records: list[dict[str, Any]] = []                 # of the experts that are safely on the disk
         self._pending: list[dict[str, Any]] = []                # of those that are written but not yet synced
         self._file: Any = None
@@ -90,7 +92,7 @@ class StoreWriter:
         if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
             self.head["spec"]["name"] = name                    # the same source may be called differently now
         if lines and begun != self.head and any(self.folder.glob("experts-*")):
-            differ = ["shards" if key == "K" else key for key in self.head if begun.get(key) != self.head[key]]
+            differ = ["shards" if key == "K" else key for key in begun | self.head if begun.get(key) != self.head.get(key)]
             raise ValueError(f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
                              f"the source and the options that it was begun with, or remove it")
         if begun != self.head:                                  # nothing is written yet that could be lost
@@ -142,10 +144,12 @@ class StoreWriter:
         """(layer, expert) of every expert that is still to be added, in the order to add them."""
         yield from self._everyone()[len(self.records) + len(self._pending):]
 
-    def add(self, layer: int, expert: int, tensors: dict[str, Any], sources: list[list] | None = None) -> None:
+    def add(self, layer: int, expert: int, tensors: dict[str, Any], sources: list[list] | None = None,
+            blobs: dict[str, tuple[str, Any]] | None = None) -> None:
         """Compress and append one expert; empties `tensors` as it goes, to free them.
 
         sources : which of the source's tensors these are, for `moelab.models.restore`; kept as they are.
+        blobs : (few-bit format, blob) of tensors that are stored so; `tensors` has what they unpack to.
 
         A thread writes it while the next expert is compressed, unless it is larger than `BEHIND`.
         Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert before.
@@ -155,7 +159,8 @@ class StoreWriter:
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
             entries[name] = [self.checksum(tensor), []]
-            packed[name] = codecs.compress_tensor(tensor, self.codec, self.shards)
+            packed[name] = codecs.PackedTensor(tensor.nbytes, (codecs.Plane(blobs[name][0], (blobs[name][1],)),)) \
+                if blobs and name in blobs else codecs.compress_tensor(tensor, self.codec, self.shards)
             size += tensor.nbytes
             del tensor
         self._wait()

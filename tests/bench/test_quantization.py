@@ -46,6 +46,17 @@ def test_the_same_bf16_answers_the_same(results):
     json.dumps(results, allow_nan=False)
 
 
+def test_a_store_in_fewer_bits_loses_more(results):
+    rows = results["as a store holds them (bytes exact, scores measured)"]
+    assert list(rows) == ["raw", "huffman", "int8", "fp8", "mxfp4", "int4"]
+    assert {name: row["bits a weight"] for name, row in rows.items() if name not in ("huffman", "fp8")} == {
+        "raw": 16, "int8": 8.5, "mxfp4": 4.25, "int4": 4.5}
+    assert 8 < rows["fp8"]["bits a weight"] < 8.01 and 10 < rows["huffman"]["bits a weight"] < 12
+    assert rows["raw"]["loss: score"] == rows["huffman"]["loss: score"]
+    off = {name: row["loss: difference error"] for name, row in rows.items() if name not in ("raw", "huffman")}
+    assert 0 < off["int8"] < min(off["int4"], off["mxfp4"])
+
+
 def test_unknown_formats_are_refused():
     with pytest.raises(ValueError, match=f"fp3.*{', '.join(FORMATS)}"):
         quantization.run(formats="bf16,fp3")

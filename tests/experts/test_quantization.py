@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from moelab.experts.executor import dispatch
-from moelab.experts.quantization import E2M1, FORMATS, MXFP4, Int8, Quantized, layer_error, quantize
+from moelab.experts.quantization import FORMATS, MXFP4, Int8, Quantized, layer_error, quantize
+from moelab.store.fewbit import E2M1
 from moelab import open_model
 from moelab.models import discover, eager, plug, plugged
 

@@ -24,15 +24,15 @@ from tests.depth import depth
 from . import tiny
 
 #: small architectures: stacked by renaming, with biases, modules of their own, groups and corrections, tied, quantised
-SWEPT = ("small", "mixtral", "gpt_oss", "switch_transformers", "deepseek_v3", "qwen2_moe", "mxfp4")
+SWEPT = ("small", "mixtral", "gpt_oss", "switch_transformers", "deepseek_v3", "qwen2_moe", "mxfp4", "fp8")
 Tensors = dict[str, tuple[str, list[int], bytes]]       # key → dtype, shape, bytes
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
     if name == "small":
         return Path(shutil.copytree(small_model(), folder))
-    if name == "mxfp4":
-        return tiny.save_mxfp4(folder)
+    if name in ("mxfp4", "fp8"):
+        return tiny.save_few(name, folder)
     return tiny.save(name, folder, torch.bfloat16, tie_word_embeddings=name == "qwen2_moe")
 
 
@@ -198,7 +198,7 @@ def test_the_dtype_is_the_configs_or_else_the_weights(tmp_path):
 # ------------------------------------------------------------------------------------------------- stores as models
 
 @pytest.mark.parametrize("name", ["small", "mixtral", "gpt_oss", "switch_transformers", "llama4_text", "deepseek_v3",
-                                  "mxfp4"])
+                                  "mxfp4", "fp8"])
 def test_a_store_opens_as_the_model_that_it_holds(name, tmp_path):
     folder = checkpoint_of(name, tmp_path / "m")
     truth = open_model(folder)

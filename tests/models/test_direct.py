@@ -31,11 +31,12 @@ def store_of(folder, dtype="auto"):
     return CheckpointStore(found, found.dtype(dtype))
 
 
-@pytest.mark.parametrize("name, requests", [("mixtral", 3), ("gpt_oss", 4), ("switch_transformers", 2), ("mxfp4", 6)])
+@pytest.mark.parametrize("name, requests", [("mixtral", 3), ("gpt_oss", 4), ("switch_transformers", 2), ("mxfp4", 6),
+                                            ("fp8", 6)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
     """Apart, fused, numbered and quantised, in the stored dtype and in another: a request for each tensor."""
-    folder = tiny.save_mxfp4(tmp_path) if name == "mxfp4" else tiny.save(name, tmp_path, torch.bfloat16)
+    folder = tiny.save_few(name, tmp_path)
     store = store_of(folder, dtype)
     truth = CheckpointExperts(store.model.checkpoint, store.model.config, dtype, plan=store.model.plan)
     with StoreExperts(store) as experts:
@@ -48,14 +49,14 @@ def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
         assert counters.requests == requests * n
         assert counters.bytes == sum(store.stored_bytes(layer, expert, "both") for layer in range(len(store.layers))
                                      for expert in range(store.spec.E))
-    plain = name != "mxfp4" and dtype == torch.bfloat16                 # MXFP4's biases are
+    plain = name not in ("mxfp4", "fp8") and dtype == torch.bfloat16    # MXFP4's biases are
     assert all(source.plain for source in store.sources(0, 0)) == plain == (store.scratch == 0)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "mxfp4"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "mxfp4", "fp8"])
 @pytest.mark.parametrize("pools", [False, True], ids=["whole", "pools"])
 def test_offloaded_it_is_exact_and_counts_its_bytes(name, pools, tmp_path):
-    folder = tiny.save_mxfp4(tmp_path) if name == "mxfp4" else tiny.save(name, tmp_path, torch.bfloat16)
+    folder = tiny.save_few(name, tmp_path)
     truth = open_model(folder)
     plan = Pools(F=2, C=2, S=1, E=1) if pools else None
     model = offload(folder, 0.9 if plan else 0.4, plan=plan, staging=1)

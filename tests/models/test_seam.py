@@ -28,8 +28,9 @@ def test_external_experts_equal_eager_bit_for_bit(name, dtype, tmp_path):
         assert torch.equal(logits, logits_external)
 
 
-def test_mxfp4_experts_are_dequantised_one_by_one(tmp_path):
-    folder = tiny.save_mxfp4(tmp_path / "m")
+@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+def test_quantised_experts_are_dequantised_one_by_one(name, tmp_path):
+    folder = tiny.save_few(name, tmp_path / "m")
     reference, external = open_model(folder), open_model(folder, experts="external")
     tokens, logits = generate(reference, 0)
     tokens_external, logits_external = generate(external, 0)

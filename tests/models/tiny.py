@@ -170,6 +170,42 @@ def save_uneven(folder: Path, name: str = "qwen3_moe", seed: int = 0, **changes:
     return folder
 
 
+def save_few(name: str, folder: Path) -> Path:
+    """A random checkpoint of bf16 weights, of "mxfp4" or of "fp8"."""
+    return {"mxfp4": save_mxfp4, "fp8": save_fp8}[name](folder) if name in ("mxfp4", "fp8") else \
+        save(name, folder, torch.bfloat16)
+
+
+def save_fp8(folder: Path, name: str = "qwen3_moe", seed: int = 0, scales: torch.dtype = torch.float32,
+             block: int = 128) -> Path:
+    """A random checkpoint whose linear layers are e4m3 with a scale for each block, as DeepSeek and Qwen publish them:
+    experts of 128 × 256, attention with parts of blocks."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+    save(name, folder, torch.bfloat16, seed, hidden_size=256, moe_intermediate_size=128)
+    file, tensors = next(folder.glob("*.safetensors")), {}
+    for key, w in load_file(file).items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = w
+            continue
+        grid = torch.ones(-(-w.shape[0] // block), -(-w.shape[1] // block))
+        codes = torch.empty(w.shape, dtype=torch.float8_e4m3fn)
+        for i in range(grid.shape[0]):
+            for j in range(grid.shape[1]):
+                here = slice(block * i, block * i + block), slice(block * j, block * j + block)
+                largest = w[here].abs().max().float() / 448
+                grid[i, j] = largest.log2().ceil().exp2() if scales == torch.float8_e8m0fnu else largest.to(scales)
+                codes[here] = (w[here].float() / grid[i, j]).clamp(-448, 448).to(codes.dtype)
+        tensors |= {key: codes, key + "_scale_inv": grid.to(scales)}
+    save_file(tensors, file, {"format": "pt"})
+    cfg = json.loads((folder / "config.json").read_text())
+    cfg["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+                                  "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(cfg))
+    return folder
+
+
 def save_mxfp4(folder: Path, seed: int = 0) -> Path:
     """A random GPT-OSS checkpoint whose experts are MXFP4 blocks and scales, as OpenAI published them."""
     import json
