@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="what computes the experts (default: %(default)s)")
     parser.add_argument("--dense", choices=["bf12"], help="with --executor fast: all other linear layers in 12 bits a "
                         "weight, lossless, copied when it is opened")
-    parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT", help="round the experts, once, "
-                        "to a store in ~/.cache/moelab, and run that")
+    parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
+                        help="round the experts, once, to a store in ~/.cache/moelab, and run that")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with capacities")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
                         f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "

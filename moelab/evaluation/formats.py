@@ -1,8 +1,8 @@
 """What every way of storing experts costs, in bytes and in language loss: the lossless codecs and the few-bit formats.
 
-One model in memory runs on its own weights and on what each format leaves of them (`moelab.store.fewbit`), over the same
-windows of text, so differences are paired. Bytes are of all routed experts as a store holds them, without alignment;
-tensors that a format does not fit keep their bits. Routers, attention and shared experts stay as they are.
+One model in memory runs on its own weights and on what each format leaves of them (`moelab.store.fewbit`), over the
+same windows of text, so differences are paired. Bytes are of all routed experts as a store holds them, without
+alignment; tensors that a format does not fit keep their bits. Routers, attention and shared experts stay as they are.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Rounded:
 
 def compare_formats(model: Any, codecs: Sequence[str] = ("raw", "huffman"), formats: Sequence[str] | None = None,
                     tasks: Sequence[str] = ("loss",), **how: Any) -> dict[str, dict[str, Any]]:
-    """Codec or format → "bytes" of all experts, "bits a weight", "of raw" and, of a format, "TASK: score", "error" … as
-    `accuracy.compare` counts them; a codec changes no bit and so no score.
+    """Codec or format → "bytes" of all experts, "bits a weight", "of raw", "TASK: score" and the rest of a row of
+    `accuracy.compare`; a codec changes no bit and so no score.
 
     formats : names of `moelab.names("format")`; None for all.    how : options of `accuracy.compare`.
     """

@@ -189,8 +189,8 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
 def _main_type(checkpoint: Checkpoint) -> str:
     """The floating-point type of most of a checkpoint's bytes."""
     floats: Counter[str] = Counter()
-    for entry in checkpoint.tensors.values():
-        if entry.dtype in FLOATS:
+    for key, entry in checkpoint.tensors.items():
+        if entry.dtype in FLOATS and f"{key}_scale_inv" not in checkpoint.tensors:
             floats[entry.dtype] += entry.nbytes
     if not floats.total():
         raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")

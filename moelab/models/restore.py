@@ -229,8 +229,9 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
                 raise ValueError(f"{key} has an impossible place")
             last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
             dtype, n = sizes[name]
-            narrowed = name.endswith(".scales") and dtype == torch.float32 and DTYPES[targets[key].dtype].is_floating_point
-            if DTYPES[targets[key].dtype] != dtype and not narrowed or math.prod(shape) and last >= n:
+            theirs = DTYPES[targets[key].dtype]
+            narrowed = name.endswith(".scales") and dtype == torch.float32 and theirs.is_floating_point
+            if theirs != dtype and not narrowed or math.prod(shape) and last >= n:
                 raise ValueError(f"{key} is no part of {name}")
             pieces[key].append((start, start + math.prod(shape)))
     for key, found in pieces.items():

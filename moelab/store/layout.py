@@ -398,7 +398,8 @@ class ExpertStore:
             for entries in layer.experts:
                 for name, entry in entries.items():
                     codec = "+".join(codec for codec, _ in entry.planes)
-                    for key in ((name, entry.dtype, entry.shape, codec), ("all experts", "", (), self.quantized or self.codec)):
+                    everything = "all experts", "", (), self.quantized or self.codec
+                    for key in ((name, entry.dtype, entry.shape, codec), everything):
                         row = rows.setdefault(key, dict(zip(("tensor", "dtype", "shape", "codec"), key)) | dict(
                             count=0, bytes=0, E_bytes=0, SM_bytes=0))
                         row["count"] += key[0] == name or name == next(iter(entries))       # experts, not tensors

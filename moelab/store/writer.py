@@ -92,7 +92,8 @@ class StoreWriter:
         if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
             self.head["spec"]["name"] = name                    # the same source may be called differently now
         if lines and begun != self.head and any(self.folder.glob("experts-*")):
-            differ = ["shards" if key == "K" else key for key in begun | self.head if begun.get(key) != self.head.get(key)]
+            differ = ["shards" if key == "K" else key for key in begun | self.head
+                      if begun.get(key) != self.head.get(key)]
             raise ValueError(f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
                              f"the source and the options that it was begun with, or remove it")
         if begun != self.head:                                  # nothing is written yet that could be lost
