@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder} is not complete: {error}; download the checkpoint again") from error
     parameters = twin.state_dict()
+    if block := getattr(getattr(quantizer, "quantization_config", None), "weight_block_size", None):
+        _scales(checkpoint, plans, block)
     made = {name for plan in plans.values() for name in _made(checkpoint, plan, parameters, twin, quantizer)}
     made |= _experts_of_store(checkpoint, layers)
     missing, unexpected = compat.may_lack(twin, set(parameters) - made, made, set(foreign))
@@ -131,13 +134,6 @@ def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[s
         if odd := _odd({key: tensors[key].shape for key in keys}):
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of {plan.target}; "
                              f"download the checkpoint again")
-    block = getattr(getattr(quantizer, "quantization_config", None), "weight_block_size", None)
-    for pattern, keys in plan.sources.items() if block else ():
-        for pair in zip(keys, plan.sources.get(f"{pattern}_scale_inv", ())):
-            (dtype, shape), (_, grid) = ((tensors[key].dtype, tensors[key].shape) for key in pair)
-            if dtype == "F8_E4M3" and grid != tuple(-(-n // b) for n, b in zip(shape, block)):
-                raise ValueError(f"{checkpoint.folder}: {_described(tensors, pair)}, which are no scales of its blocks "
-                                 f"{list(block)}; download the checkpoint again")
     stored = {pattern: [torch.empty(tensors[key].shape, dtype=DTYPES[tensors[key].dtype], device="meta")
                         for key in keys] for pattern, keys in plan.sources.items()}
 
@@ -187,14 +183,31 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
 
 
 def _main_type(checkpoint: Checkpoint) -> str:
-    """The floating-point type of most of a checkpoint's bytes."""
+    """The floating-point type of most of a checkpoint's weights."""
     floats: Counter[str] = Counter()
     for key, entry in checkpoint.tensors.items():
         if entry.dtype in FLOATS and f"{key}_scale_inv" not in checkpoint.tensors:
-            floats[entry.dtype] += entry.nbytes
+            floats[entry.dtype] += prod(entry.shape)
     if not floats.total():
         raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
     return floats.most_common(1)[0][0]
+
+
+def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], block: list[int]) -> None:
+    """ValueError unless FP8 weights have scales, each for one of their blocks, and all of one type."""
+    tensors = checkpoint.tensors
+    pairs = [(key, scales[i:i + 1], _odd({key: tensors[key].dtype for key in keys}))
+             for plan in plans.values() for pattern, keys in plan.sources.items()
+             for scales in [plan.sources.get(f"{pattern}_scale_inv", [])] for i, key in enumerate(keys)
+             if scales or tensors[key].dtype == "F8_E4M3"]
+    wrong = set(_odd({scale: tensors[scale].dtype for _, scales, _ in pairs for scale in scales}))
+    for key, scales, odd in pairs:
+        grid = tuple(-(-n // b) for n, b in zip(tensors[key].shape, block))
+        fits = tensors[key].dtype == "F8_E4M3" and [tensors[scale].shape for scale in scales] == [grid]
+        if key in odd or not wrong.isdisjoint(scales) or not fits and tensors[key].dtype != "I8":   # two codes of FP4
+            raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])} with "
+                             f"{_described(tensors, scales) or f'no {key}_scale_inv'}; it should be F8_E4M3 with scales "
+                             f"{list(grid)} of the same type as all others; download the checkpoint again")
 
 
 def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
