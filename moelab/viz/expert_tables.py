@@ -125,6 +125,16 @@ def formats(errors: Mapping[str, Mapping[str, float]], sources: Mapping[str, Qua
                "of the weights": f"{errors[f'{name}, all']['weights']:.2f} %"} for name, source in sources.items()]
 
 
+def stored(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Bytes and language loss of each way of storing experts: what `compare_formats` returns."""
+    return [{"format": name, "bits a weight (exact)": f"{of['bits a weight']:.2f}", "of raw (exact)": percent(of["of raw"]),
+             "loss, nats a token (measured)": f"{of['loss: score']:.4f}",
+             "against raw, paired": f"{of['loss: difference']:+.4f} ± {of['loss: difference error']:.4f}"
+             if "loss: difference" in of else "0, lossless",
+             "95 %": "[{:+.4f}, {:+.4f}]".format(*of["loss: interval"]) if "loss: interval" in of else "–"}
+            for name, of in found.items()]
+
+
 def placements(by_way: Mapping[str, Sequence[Balance]], model: str) -> list[Row]:
     """Max/mean of the devices' loads, layer by layer."""
     return [{f"{model}, max/mean on test prompts": name}

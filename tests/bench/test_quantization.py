@@ -48,12 +48,13 @@ def test_the_same_bf16_answers_the_same(results):
 
 def test_a_store_in_fewer_bits_loses_more(results):
     rows = results["as a store holds them (bytes exact, scores measured)"]
-    assert list(rows) == ["raw", "huffman", "int8", "fp8", "mxfp4", "int4"]
-    assert {name: row["bits a weight"] for name, row in rows.items() if name not in ("huffman", "fp8")} == {
+    assert list(rows) == ["raw", "bf12", "huffman", "int8", "fp8", "mxfp4", "int4"]
+    assert {name: row["bits a weight"] for name, row in rows.items() if name not in ("bf12", "huffman", "fp8")} == {
         "raw": 16, "int8": 8.5, "mxfp4": 4.25, "int4": 4.5}
+    assert 12 < rows["bf12"]["bits a weight"] < 12.2
     assert 8 < rows["fp8"]["bits a weight"] < 8.01 and 10 < rows["huffman"]["bits a weight"] < 12
-    assert rows["raw"]["loss: score"] == rows["huffman"]["loss: score"]
-    off = {name: row["loss: difference error"] for name, row in rows.items() if name not in ("raw", "huffman")}
+    assert rows["raw"]["loss: score"] == rows["huffman"]["loss: score"] == rows["bf12"]["loss: score"]
+    off = {name: row["loss: difference error"] for name, row in rows.items() if name not in ("raw", "bf12", "huffman")}
     assert 0 < off["int8"] < min(off["int4"], off["mxfp4"])
 
 
