@@ -29,7 +29,8 @@ from moelab.speculate import Predictor, Speculation, default_vectors, takes
 from moelab.store.layout import ExpertStore
 
 #: further options with `memory`: those of `offload` and of `Reader`
-OPTIONS = ("plan", "scope", "margin", "staging", "ahead", "delays", "mode", "bandwidth", "verify")
+OPTIONS = ("plan", "scope", "margin", "staging", "ahead", "delays", "mode", "bandwidth", "verify",
+           "compact")
 
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
@@ -96,6 +97,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                          "memory=")
     else:
         ahead = options.pop("ahead", None if prefetch is not None else 0)
+        options = {"compact": executor in ("fast", "gemv")} | options
         model = offload(source, memory, policy=cache, workers=workers, ahead=ahead, dtype=dtype,
                         device=device or "cpu", **options)
     with ExitStack() as unless_open:

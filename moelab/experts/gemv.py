@@ -1,4 +1,4 @@
-"""Decode by GEMV: all experts of the step in two calls, each weight read once, as it lies: bf16, bf12, fp32, fp16.
+"""Decode by GEMV: all experts of the step in two calls, each weight read once, as it lies: bf16, bf12, int4 …
 
 Source: AWS Neuron's MoE guide, "Memory-bound characteristics of token generation"; NPUMoE, "Limitation", before §6, on
 its decode. One call multiplies up for all experts, the architecture's own gate runs on [n, 2I], one call multiplies
@@ -35,9 +35,8 @@ class GEMV(Sorted):
         matrices = self._matrices(experts, hit, x.dtype) if len(hit) else None
         if matrices is None:
             return super().run(x, ids, weights, experts)
-        (up, down), alive = matrices
+        (up, down), alive, transposed = matrices
         self.count(len(tokens), len(tokens), len(tokens))
-        transposed = experts.is_transposed
         if silu_gated(experts) and (around.TEAM or torch.get_num_threads() == 1):
             return around.feed_forward(up, down, bounds, x, tokens, rows, weights, transposed)
         h = products.multiply(up[0], up[1], bounds, x, tokens, up[2], transposed)
@@ -46,7 +45,8 @@ class GEMV(Sorted):
         return around.combine(y, rows, weights, x.dtype)
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
-        """((kind, matrices [M, 4], R) of up and of down, what must live), or None if these weights are not for us.
+        """((kind, matrices [M, 4], R) of up and of down, what must live, whether they are transposed), or None if these
+        weights are not for us.
 
         A source may have `matrices(layer, experts, dtype)`: where its tensors lie, see `moelab.offloading.slots`.
         """
@@ -54,12 +54,13 @@ class GEMV(Sorted):
         if find is not None and (found := find(experts.layer, hit.tolist(), dtype)) is not None:
             tables = []
             for name in names(experts):
-                packed, table = found[name]
+                codec, table = found[name]
                 if experts.has_bias:
                     table[:, 2] = found[name + "_bias"][1][:, 0]
                 R = experts.shapes[name][-1 if experts.is_transposed else -2]
-                tables.append((products.BF12 if packed else products.KINDS[dtype], table, R))
-            return tables, found
+                tables.append((products.PACKED.get(codec.removesuffix(".T"), products.KINDS[dtype]), table, R))
+            turned = {found[name][0].endswith(".T") for name in names(experts)}     # few bits lie in the rows layout
+            return (tables, found, experts.is_transposed and turned == {False}) if len(turned) == 1 else None
         given = None if banks(experts, "down_proj") is not None else [experts.weights(e) for e in hit.tolist()]
         tables, alive = [], [given]
         for name in names(experts):
@@ -77,7 +78,7 @@ class GEMV(Sorted):
                 if column == 0:
                     R = w.shape[-1 if experts.is_transposed else -2]
             tables.append((products.KINDS[dtype], table, R))
-        return tables, alive
+        return tables, alive, experts.is_transposed
 
 
 def _computable(x: Tensor, weights: Tensor, experts: Any) -> bool:

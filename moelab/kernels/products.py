@@ -18,13 +18,14 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from moelab.kernels.tiles import (add_rows, dots, kept, number, place, prefetch, read, span, spread, step, take,
+from moelab.kernels.tiles import (add_rows, beside, dots, kept, number, place, prefetch, read, span, spread, step, take,
                                   together, weight, write)
 from moelab.kernels.compile import c_function, kernel
 
 #: torch's types of weights → numba's kinds
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-BF12 = np.int8                  # the kind of what `moelab.store.bf12` packs
+#: how weights are packed, see `moelab.store.bf12` and `fewbit` → numba's kind
+PACKED = {"bf12": np.int8, "int8": np.uint8, "int4": np.uint32, "mxfp4": np.int32, "fp8": np.uint64}
 #: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
 HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
@@ -62,9 +63,10 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
              transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
     """All products: [N, R] of `dtype`, summed in fp32.
 
-    kind : a value of `KINDS`, or BF12 for weights whose last dimension is a multiple of 64.
+    kind : a value of `KINDS`, or of `PACKED` for weights whose last dimension is a multiple of 64.
     matrices : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases, 0 for none:
-        (w, 0, bias, 0), or (low bytes, codes, bias in bf16, number of escapes).
+        (w, 0, bias, 0); of bf12 (low bytes, codes, bias in bf16, number of escapes); of few-bit formats (codes, scales,
+        bias in bf16, 0), always [R, n].
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
     x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the other.
     """
@@ -142,7 +144,7 @@ def _rows(kind, job):
             while r < end:
                 # few tokens are memory-bound: one row at a time, read from front to back
                 rows = TILE if group_end - group > 2 and r + TILE <= end else 1
-                at, second = w + span(kind, r * n), other + span(kind, r * n) // 2
+                at, second = w + span(kind, r * n), other + beside(kind, r, n)
                 ahead = max(AHEAD, span(kind, rows * n))
                 token = group
                 while token < group_end:
@@ -154,7 +156,7 @@ def _rows(kind, job):
                         else:
                             prefetch(2, at + line)
                         if other != 0:
-                            prefetch(3, second + line // 2)
+                            prefetch(3, second + line * beside(kind, 1, 64) // span(kind, 64))
                     ahead += share
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == TILE:
@@ -288,7 +290,7 @@ def _entries(kind: type) -> tuple[Callable, Callable]:
     return rows, columns
 
 
-_ENTRIES = {kind: _entries(kind) for kind in (*KINDS.values(), BF12)}
+_ENTRIES = {kind: _entries(kind) for kind in (*KINDS.values(), *PACKED.values())}
 
 
 def entry(kind: type, transposed: bool = False) -> int:

@@ -5,7 +5,9 @@ sums along the vectors, so that nothing is packed. A weight is loaded once for a
 fp32; the inputs lie in the order in which a kind's weights come out (`place`). A *kind* is a numba type that says how
 weights are stored: float32, uint16 for bf16, int16 for fp16, int8 for bf12 (`moelab.store.bf12`): low bytes of bf16 at
 one address, at another 4 bits a weight that stand for the high byte, by a table of 16. Two masks, a shift, a table
-look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are read instead of 128.
+look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are read instead of 128. The other packed
+kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at another, each code widened and multiplied
+by its scale; of two codes in a byte the low halves come out first, 16 even weights before 16 odd ones.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ _FEATURES = llvm.get_host_cpu_features()
 WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4     # fp32 numbers in a vector register
 STEP = 2 * WIDTH                # weights a step of the loops below takes of plain kinds
 BLOCK = 64                      # and of packed ones
-BF12 = types.int8
+BF12, INT8, INT4, MXFP4, FP8 = types.int8, types.uint8, types.uint32, types.int32, types.uint64
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
-SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32)}
+SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
+         INT8: (64, 4), INT4: (32, 4), MXFP4: (32, 2), FP8: (64, 2)}
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)               # twice the values of e2m1
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
@@ -54,15 +58,17 @@ def _all(kind: Any, value: float) -> ir.Constant:
 
 def _step(kind: Any) -> int:
     """Weights that are widened at a time: kinds of 16 bits in pairs, packed ones in blocks."""
-    return BLOCK if kind == BF12 else STEP
+    return BLOCK if SIZES[kind][1] else STEP
 
 
 def _order(kind: Any) -> list[int]:
     """In which order the weights of a step come out of `_vectors`."""
     if kind == types.uint16:
         return [*range(0, STEP, 2), *range(1, STEP, 2)]
+    if kind in (INT4, MXFP4):
+        return [begin + 2 * i + odd for begin in (0, 32) for odd in range(2) for i in range(16)]
     if kind != BF12:
-        return list(range(STEP))
+        return list(range(_step(kind)))
     return [begin + 16 * lane + 8 * half + 2 * pair + odd for begin in range(0, BLOCK, 4 * WIDTH) for half in range(2)
             for odd in range(2) for lane in range(WIDTH // 4) for pair in range(4)]
 
@@ -70,6 +76,8 @@ def _order(kind: Any) -> list[int]:
 def _skip(builder: Any, kind: Any, address: Any, count: Any, which: int = 0) -> Any:
     """The address `count` weights of a kind further on: where they begin, or of what else belongs to them."""
     size = SIZES[kind][which]
+    if kind == FP8 and which:                           # a scale for 128 weights, of which this may be the second half
+        return builder.add(address, builder.shl(builder.lshr(count, ir.Constant(_I64, 7)), ir.Constant(_I64, 2)))
     if size % BLOCK == 0:
         return _at(builder, address, count, size // BLOCK)
     return builder.add(address, builder.lshr(builder.mul(count, ir.Constant(_I64, size)), ir.Constant(_I64, 6)))
@@ -84,6 +92,8 @@ def _vectors(builder: Any, kind: ir.Type, weights: Any, other: Any = None, table
         return [builder.fpext(_load(builder, halves, _at(builder, weights, WIDTH * i, 2)), _FLOATS) for i in range(2)]
     if kind == types.uint16:
         return _widened(builder, _load(builder, _WORDS, weights))
+    if kind != BF12:
+        return list(_few(builder, kind, weights, other))
     found = []
     for low, high in _halves(builder, weights, other, table):
         n = low.type.count
@@ -92,6 +102,49 @@ def _vectors(builder: Any, kind: ir.Type, weights: Any, other: Any = None, table
                      for lane in range(n // 16) for i in range(8) for byte in (0, 1)]
             found += _widened(builder, builder.bitcast(_shuffle(builder, low, high, order), _WORDS))
     return found
+
+
+def _few(builder: Any, kind: Any, codes: Any, scales: Any) -> Iterator[Any]:
+    """The weights of a block in a few-bit format."""
+    bytes_, doubled = ir.VectorType(_I8, 16), ir.Constant(ir.VectorType(_I8, 16), _DOUBLED)
+    for group in range(2):
+        if kind == FP8:
+            scale = builder.fmul(_load(builder, _F32, scales), _all(_F32, 256.0))
+        elif kind == MXFP4:
+            exponent = builder.zext(_load(builder, _I8, _at(builder, scales, group, 1)), _I32)
+            scale = builder.fmul(builder.bitcast(builder.shl(exponent, _all(_I32, 23)), _F32), _all(_F32, 0.5))
+        else:
+            bits = builder.zext(_load(builder, _I16, _at(builder, scales, group, 2)), _I32)
+            scale = builder.bitcast(builder.shl(bits, _all(_I32, 16)), _F32)
+        scale = _everywhere(builder, scale)
+        parts = []                                      # 16 codes each
+        for at in range(0, SIZES[kind][0] // 2, 16):
+            part = _load(builder, bytes_, _at(builder, codes, group * SIZES[kind][0] // 2 + at, 1))
+            halves = [builder.and_(part, _all(bytes_, 15)), builder.lshr(part, _all(bytes_, 4))]
+            parts += halves if kind in (INT4, MXFP4) else [part]
+        for part in parts:
+            part = _looked_up(builder, doubled, part) if kind == MXFP4 else part
+            for at in range(0, 16, WIDTH):
+                some = part if WIDTH == 16 else _shuffle(builder, part, part, list(range(at, at + WIDTH)))
+                if kind == FP8:                         # as half precision, whose exponents are 8 more
+                    words = builder.zext(some, ir.VectorType(_I16, WIDTH))
+                    sign = builder.shl(builder.and_(words, _all(words.type, 128)), _all(words.type, 8))
+                    size = builder.and_(words, _all(words.type, 127))
+                    half = builder.or_(sign, builder.shl(size, _all(words.type, 7)))
+                    half = builder.select(builder.icmp_unsigned("==", size, _all(words.type, 127)),
+                                          _all(words.type, 0x7E00), half)                       # NaN
+                    numbers = builder.fpext(builder.bitcast(half, ir.VectorType(ir.HalfType(), WIDTH)), _FLOATS)
+                elif kind == INT4:
+                    numbers = builder.sitofp(builder.sub(builder.zext(some, _WORDS), _all(_WORDS, 8)), _FLOATS)
+                else:
+                    numbers = builder.sitofp(builder.sext(some, _WORDS), _FLOATS)
+                yield builder.fmul(numbers, scale)
+
+
+def _everywhere(builder: Any, number: Any) -> Any:
+    """A vector of one fp32 number."""
+    one = builder.insert_element(_all(_FLOATS, 0.0), number, _all(_I32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * WIDTH))
 
 
 def _widened(builder: Any, words: Any) -> list[Any]:
@@ -182,9 +235,10 @@ def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart):
         x, w, other, table, stride, n, out, apart = args[3:]
         inputs, table = [_load(builder, _I64, _at(builder, x, t, 8)) for t in range(T)], _table(builder, kind, table)
         skip = [builder.mul(stride, ir.Constant(_I64, r)) for r in range(R)]
-        matrix = [(_skip(builder, kind, w, s), _skip(builder, kind, other, s, 1)) for s in skip]
+        matrix = [(_skip(builder, kind, w, s), other if kind == FP8 else _skip(builder, kind, other, s, 1))
+                  for s in skip]                        # rows of a tile are rows of a block
         # one sum of a row would wait for itself: packed weights come faster than an addition ends
-        chains = 4 if kind == BF12 and T * R == 1 else 1
+        chains = 4 if _step(kind) == BLOCK and T * R == 1 else 1
         sums = [[[cgutils.alloca_once_value(builder, _all(_FLOATS, 0.0)) for _ in range(chains)] for _ in range(R)]
                 for _ in range(T)]
         fma, step = _fma(builder), _step(kind)
@@ -224,8 +278,7 @@ def add_rows(typing, rows, kind, x, w, other, table, stride, n, sums):
         matrix = [(_skip(builder, kind, w, s), _skip(builder, kind, other, s, 1)) for s in skip]
         inputs = []
         for r in range(R):
-            one = builder.insert_element(_all(_FLOATS, 0.0), _load(builder, _F32, _at(builder, x, r, 4)), _all(_I32, 0))
-            inputs.append(builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * WIDTH)))
+            inputs.append(_everywhere(builder, _load(builder, _F32, _at(builder, x, r, 4))))
         fma, step = _fma(builder), _step(kind)
         with _steps(builder, n, step) as (i, _):
             places = [_at(builder, _at(builder, sums, i, 4), at, 4) for at in range(0, step, WIDTH)]
@@ -322,6 +375,18 @@ def span(typing, kind, count):
     """Bytes of so many weights at their first address."""
     return types.int64(kind, types.int64), lambda context, builder, signature, args: _skip(
         builder, kind, _all(_I64, 0), args[1])
+
+
+@intrinsic
+def beside(typing, kind, row, n):
+    """Bytes before a row of n weights at their other address."""
+    def code(context, builder, signature, args):
+        _, row, n = args
+        if kind != FP8:
+            return _skip(builder, kind, _all(_I64, 0), builder.mul(row, n), 1)
+        blocks = builder.lshr(builder.add(n, _all(_I64, 127)), _all(_I64, 7))
+        return builder.mul(builder.mul(builder.lshr(row, _all(_I64, 7)), blocks), _all(_I64, 4))
+    return types.int64(kind, types.int64, types.int64), code
 
 
 @intrinsic(prefer_literal=True)

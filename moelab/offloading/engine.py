@@ -288,7 +288,7 @@ class EngineSource:
             raise ValueError(f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
                              f"so it has not been loaded: use this executor on a model in memory") from None
 
-    def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[bool, np.ndarray]] | None:
+    def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]] | None:
         """As `Slots.matrices`, of loaded experts; None if they are not of this dtype, or not in the CPU's memory."""
         slots, held = self.engine.pipeline.slots, self.engine.pipeline.queue.held
         if self.cast or dtype != self.dtype or slots.device.type != "cpu":

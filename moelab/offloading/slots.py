@@ -2,20 +2,22 @@
 
 Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for any expert of the
 store and begins on a multiple of 4096 bytes; nothing is copied or allocated while a model runs. Under the codecs "raw"
-and "bf12" an expert lies as it is computed, so it is read *in place* and needs no other slot.
+and "bf12", and in few bits, an expert lies as it is computed, so it is read *in place* and needs no other slot.
 
 `e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of 4096.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
-from moelab.store import bf12
+from moelab.store import bf12, fewbit
 from moelab.store.codecs import IN_PLACE
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
@@ -50,7 +52,14 @@ class Sizes:
 
 def lies_as_in_memory(store: ExpertStore) -> bool:
     """Whether every tensor of every expert is one chunk that can be computed from."""
-    return all(len(entry.planes) == 1 and entry.planes[0][0] in IN_PLACE and len(entry.planes[0][1]) == 1
+    return all(len(entry.planes) == 1 and (entry.planes[0][0] in IN_PLACE or fewbit.is_format(entry.planes[0][0]))
+               and len(entry.planes[0][1]) == 1
+               for layer in store.layers for entries in layer.experts for entry in entries.values())
+
+
+def has_few_bits(store: ExpertStore) -> bool:
+    """Whether some expert's tensor is a blob of `moelab.store.fewbit`."""
+    return any(fewbit.is_format(entry.planes[0][0])
                for layer in store.layers for entries in layer.experts for entry in entries.values())
 
 
@@ -83,7 +92,7 @@ class Slots:
         return self._chunks[kind][slot * size:(slot + 1) * size]
 
     def tensors(self, slot: int, layer: int, expert: int = 0, reuse: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors of an expert in a slot of joined tensors; those of bf12 are unpacked into new memory or, with
+        """The tensors of an expert in a slot of joined tensors; packed ones are unpacked into new memory or, with
         `reuse`, into that of the call before."""
         entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
         if key in self._views:
@@ -94,37 +103,38 @@ class Slots:
             found = {name: _view(entry, memory[offsets[name]:]) for name, entry in entries.items()}
         else:
             found = {name: _view(entry, memory[offset:]) if codec == "raw"
-                     else self._unpacked(name, entry, memory[offset:end], reuse)
+                     else self._unpacked(name, codec, entry, memory[offset:end], reuse)
                      for name, (codec, offset, end, entry) in _in_place(entries).items()}
         if not self._packed:
             self._views[key] = found
         return found
 
-    def _unpacked(self, name: str, entry: TensorEntry, blob: torch.Tensor, reuse: bool) -> torch.Tensor:
+    def _unpacked(self, name: str, codec: str, entry: TensorEntry, blob: torch.Tensor, reuse: bool) -> torch.Tensor:
         out = self._scratch.get((name, entry.shape)) if reuse else None
         if out is None:
             out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         if reuse:
             self._scratch[name, entry.shape] = out
-        bf12.unpack(blob, out)
+        (bf12.unpack if codec == "bf12" else partial(fewbit.unpack, codec))(blob.numpy(), out)
         return out
 
-    def matrices(self, slots: list[int], layer: int, experts: list[int]) -> dict[str, tuple[bool, np.ndarray]] | None:
-        """How kernels find the tensors of experts of this layer in slots of joined tensors: name → (whether they are
-        bf12, int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None if only some are bf12."""
+    def matrices(self, slots: list[int], layer: int, experts: list[int]) -> dict[str, tuple[str, np.ndarray]] | None:
+        """How kernels find the tensors of experts of this layer in slots of joined tensors: name → (codec or format,
+        int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None if some are packed otherwise than
+        others, or as kernels do not read them."""
         if layer not in self._matrices:
             of = [_matrices(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
             self._matrices[layer] = {name: tuple(np.array([one[name][i] for one in of]) for i in range(2))
                                      for name in of[0]}
         begin = self._full.data_ptr() + np.array(slots, np.int64) * self.sizes.full
         found = {}
-        for name, (packed, places) in self._matrices[layer].items():
-            kind, places = packed[experts], places[experts]
-            if kind.any() != kind.all():
+        for name, (codecs, places) in self._matrices[layer].items():
+            (codec, *others), places = set(codecs[experts]), places[experts]
+            if others or not codec:
                 return None
             places[:, 0] += begin
-            places[:, 1] += begin * kind
-            found[name] = bool(kind[0]), places
+            places[:, 1] += begin * (codec != "raw")
+            found[name] = str(codec), places
         return found
 
 
@@ -163,14 +173,21 @@ def _in_place(entries: dict[str, TensorEntry]) -> dict[str, tuple[str, int, int,
     return found
 
 
-def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tuple[bool, list[int]]]:
-    """name → (whether it is bf12, its row of `Slots.matrices`, from the beginning of the slot on)."""
+def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tuple[str, list[int]]]:
+    """name → (codec or format, "" for one that kernels do not read; its row of `Slots.matrices`, from the beginning of
+    the slot on)."""
     if not in_place:
-        return {name: (False, [offset, 0, 0, 0]) for name, offset in _offsets(entries)[0].items()}
+        return {name: ("raw", [offset, 0, 0, 0]) for name, offset in _offsets(entries)[0].items()}
     found = {}
     for name, (codec, offset, end, entry) in _in_place(entries).items():
-        packed = codec == "bf12"
-        found[name] = packed, bf12.row(offset, end - offset, entry.n) if packed else [offset, 0, 0, 0]
+        row = [offset, 0, 0, 0]
+        if codec == "bf12":
+            row = bf12.row(offset, end - offset, entry.n)
+        elif fewbit.is_format(codec):
+            dtype, shape = fewbit.parts(codec, entry.shape)["codes"]
+            row[1] = offset + math.prod(shape) * dtype.itemsize
+            codec = codec if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape) else ""
+        found[name] = codec, row
     return found
 
 

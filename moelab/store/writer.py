@@ -156,12 +156,14 @@ class StoreWriter:
         Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert before.
         """
         packed, entries, shapes, size = {}, {}, {}, 0
+        # beside few-bit matrices what is left stays readable in place
+        codec = "bf12" if blobs and self.codec not in codecs.IN_PLACE else self.codec
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
             entries[name] = [self.checksum(tensor), []]
             packed[name] = codecs.PackedTensor(tensor.nbytes, (codecs.Plane(blobs[name][0], (blobs[name][1],)),)) \
-                if blobs and name in blobs else codecs.compress_tensor(tensor, self.codec, self.shards)
+                if blobs and name in blobs else codecs.compress_tensor(tensor, codec, self.shards)
             size += tensor.nbytes
             del tensor
         self._wait()

@@ -21,7 +21,7 @@ from moelab.experts.gemv import GEMV
 from moelab.kernels import linear
 from moelab.models.seam import eager
 from moelab.registry import make
-from moelab.store import bf12
+from moelab.store import bf12, fewbit
 
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
@@ -146,7 +146,7 @@ def test_packed_products_of_any_size(T, counts, blocks, rows, dtype, transposed,
     blobs = [bf12.pack(w) for w in matrices]
     table, bounds = np.array(list(map(packed_row, matrices, blobs, biases))), np.cumsum([0, *counts])
     who = np.random.default_rng(seed).integers(0, T, bounds[-1])
-    y = products.multiply(products.BF12, table, bounds, x, who, R, transposed)
+    y = products.multiply(products.PACKED["bf12"], table, bounds, x, who, R, transposed)
     for i, (w, b) in enumerate(zip(matrices, biases)):
         mine, wide = slice(bounds[i], bounds[i + 1]), (w if transposed else w.T).double()
         found = x[who[mine]].double() @ wide + (b.double() if biased else 0)
@@ -160,9 +160,59 @@ def test_every_bf16_number_is_read_right(transposed):
     words = torch.where(words.isfinite(), words, torch.zeros_like(words))       # 0 · ∞ is no number
     for w in words.view(32, 32, 64):                        # of few high bytes each, so that none is an escape
         blob, T = bf12.pack(w), len(w) if transposed else w.shape[1]
-        y = products.multiply(products.BF12, np.array([packed_row(w, blob)]), np.array([0, T]), torch.eye(T), None,
+        y = products.multiply(products.PACKED["bf12"], np.array([packed_row(w, blob)]), np.array([0, T]), torch.eye(T), None,
                               w.numel() // T, transposed)
         assert torch.equal(y if transposed else y.T, w.float())
+
+
+# ----------------------------------------------------------------------------------------------------- few-bit formats
+
+def few_row(name, blob, w, bias=None):
+    """The row of `products.multiply`'s matrices of a few-bit blob of weights [R, n]."""
+    codes = fewbit.split(name, blob, w.shape)["codes"]
+    at = blob.ctypes.data
+    return [at, at + codes.nbytes, 0 if bias is None else bias.data_ptr(), 0]
+
+
+@pytest.mark.parametrize("name", fewbit.FORMATS)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 300),
+       st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99))
+def test_few_bit_products_of_any_size(name, T, counts, blocks, R, dtype, biased, seed):
+    """Against doubles of what the blobs unpack to; groups and blocks have scales of their own."""
+    rng, n = torch.Generator().manual_seed(seed), 64 * blocks
+    x = torch.randn(T, n, generator=rng).to(dtype)
+    spread = torch.exp(torch.randn(R, n // 32, generator=rng)).repeat_interleave(32, 1)
+    matrices = [(torch.randn(R, n, generator=rng) * spread).bfloat16() for _ in counts]
+    biases = [torch.randn(R, generator=rng).bfloat16() if biased else None for _ in counts]
+    blobs = [fewbit.pack(name, w) for w in matrices]
+    table = np.array([few_row(name, *of) for of in zip(blobs, matrices, biases)])
+    bounds = np.cumsum([0, *counts])
+    who = np.random.default_rng(seed).integers(0, T, bounds[-1])
+    y = products.multiply(products.PACKED[name], table, bounds, x, who, R, False)
+    for i, (blob, b) in enumerate(zip(blobs, biases)):
+        fewbit.unpack(name, blob, wide := torch.empty(R, n))
+        mine, wide = slice(bounds[i], bounds[i + 1]), wide.T.double()
+        found = x[who[mine]].double() @ wide + (b.double() if biased else 0)
+        size = x[who[mine]].double().abs() @ wide.abs() + 1
+        assert ((y[mine].double() - found).abs() <= 1e-5 * size).all()
+
+
+@pytest.mark.parametrize("name", fewbit.FORMATS)
+def test_every_code_is_read_right(name):
+    """In every place of a group, under scales of many sizes; NaN's two codes of fp8 aside."""
+    codes, rows = torch.arange(256, dtype=torch.uint8), 64
+    if name == "fp8":
+        codes[[127, 255]] = 0
+    half = name in ("mxfp4", "int4")
+    blob = np.concatenate([codes.repeat(rows * 256 // (2 if half else 1) // 256).numpy(),
+                           {"mxfp4": lambda: torch.arange(rows * 8) % 250 + 3, "fp8": lambda: torch.tensor([1.5, 3e-9])}.get(
+                               name, lambda: torch.linspace(-3, 1e-3, rows * 8))().to(
+                                   fewbit.find_format(name).scale).view(torch.uint8).numpy()])
+    fewbit.unpack(name, blob, wide := torch.empty(rows, 256))
+    y = products.multiply(products.PACKED[name], np.array([few_row(name, blob, wide)]), np.array([0, 256]), torch.eye(256),
+                          None, rows, False)
+    assert torch.equal(y.T, wide)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -182,7 +232,7 @@ def test_experts_of_bf12_are_those_of_bf16(layout, few, threads):
                 return None                                 # some packed and some not: `weights` are asked for
             rows = {name: [[w.data_ptr(), 0, 0, 0] if blob is None else packed_row(w, blob)
                            for w, blob in (kept[e][name] for e in experts)] for name in kept[0]}
-            return {name: (kept[0][name][1] is not None, np.array(row)) for name, row in rows.items()}
+            return {name: ("raw" if kept[0][name][1] is None else "bf12", np.array(row)) for name, row in rows.items()}
     experts.shapes = {name: w.shape for name, w in experts.own(0).items()}
     experts.source = Source()
     assert (GEMV()(x, ids, weights, experts).double() - expected).abs().max() <= 4e-2

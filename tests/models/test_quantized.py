@@ -70,6 +70,27 @@ def test_a_rounded_model_is_eager_on_its_rounded_weights(name, architecture, tmp
         convert(store.folder, tmp_path / "t")
 
 
+@pytest.mark.parametrize("name", fewbit.FORMATS)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_kernels_multiply_it_as_it_lies(name, architecture, tmp_path):
+    """Of 64 and 128 inputs, in slots of the stored bytes: the rounded model within bf16's tolerance."""
+    source = tiny.save(architecture, tmp_path / "m", torch.bfloat16, hidden_size=64, moe_intermediate_size=128,
+                       **({"intermediate_size": 128} if architecture == "gpt_oss" else {}))
+    store = convert(source, tmp_path / "s", quantize=name)
+    with open_model(store.folder, memory="40%") as model:
+        expected, joined = logits(model), model.moelab.engine.pipeline.slots.sizes.full
+    with open_model(store.folder, memory="40%", executor="fast") as model:
+        slots = model.moelab.engine.pipeline.slots
+        assert slots.sizes.in_place and slots.sizes.full < joined
+        for _ in range(2):
+            with torch.no_grad():
+                steps = torch.cat([model(IDS[:, :n]).logits[:, -1:] for n in range(1, 18)], 1)
+        assert (steps - expected).abs().max() < 0.03 * expected.abs().max()
+        assert slots.matrices([0], 0, [0])["gate_up_proj"][0].startswith(name)
+    with open_model(store.folder, memory="40%", compact=True) as model:     # unpacked at each use
+        assert model.moelab.engine.pipeline.slots.sizes.in_place and torch.equal(logits(model), expected)
+
+
 def test_a_rounded_store_is_as_small_as_its_format(tmp_path):
     source = small_checkpoint(tmp_path / "m")                   # H 64, I 96
     for name, bits in {"int8": 8.5, "mxfp4": 4.25, "int4": 4.5}.items():
