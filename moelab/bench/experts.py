@@ -36,12 +36,14 @@ from moelab.kernels.compile import kernel
 from moelab.models.fast_decode import as_bf12
 from moelab.models.seam import seam_class
 from moelab.registry import make
+from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
 from moelab.specs import DeviceSpec, Figure
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BF12 = "gemv of bf12"
+#: GEMV on packed weights → the most of bf16's time that it should take
+PACKED = {"gemv of bf12": 0.85, "gemv of int8": 0.55, "gemv of fp8": 0.55, "gemv of mxfp4": 0.35, "gemv of int4": 0.35}
 GATHERED = 4e9                  # bytes that `batched_mm` may copy weights to: beyond, it is not run
 LEFT_OUT = ("exact", "neuron")  # of a comparison of techniques: a naive loop, a choice of others
 MOST = 16                       # experts of a token at most, of `DecodedExperts`
@@ -93,11 +95,12 @@ class Layers:
                 if (run := make("executor", name)).lossless:
                     arms[name] = self._arm(run, steps)
         if T == 1 and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
-            bf12 = [copy.copy(seam) for seam in self.seam]
-            for seam in bf12:
-                seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
-                seam.source = PackedExperts(seam)
-            arms[BF12] = lambda i: GEMV()(*steps[i][1:], bf12[steps[i][0]])
+            for name in PACKED:
+                packed = [copy.copy(seam) for seam in self.seam]
+                for seam in packed:
+                    seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
+                    seam.source = PackedExperts(seam, name.split()[-1])
+                arms[name] = lambda i, packed=packed: GEMV()(*steps[i][1:], packed[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
 
@@ -118,18 +121,22 @@ class Layers:
 
 
 class PackedExperts:
-    """A layer's experts as bf12 in memory, one blob after another: a source of the seam for `GEMV`."""
+    """A layer's experts as bf12 or in few bits, one blob after another: a source of the seam for `GEMV`."""
 
-    def __init__(self, experts: Any) -> None:
-        self.rows, self.blobs = {name: [] for name in experts.own(0)}, []
+    def __init__(self, experts: Any, form: str) -> None:
+        self.form, self.rows, self.blobs = form, {name: [] for name in experts.own(0)}, []
         for e in range(experts.num_experts):
             for name, w in experts.own(e).items():
-                memory, row = as_bf12(w)
+                if form == "bf12":
+                    memory, row = as_bf12(w)
+                else:
+                    memory = fewbit.pack(form, w)
+                    row = fewbit.row(form, memory.ctypes.data, w.shape)
                 self.blobs.append(memory)
                 self.rows[name].append(row)
 
-    def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[bool, np.ndarray]]:
-        return {name: (True, np.array([rows[e] for e in experts])) for name, rows in self.rows.items()}
+    def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]]:
+        return {name: (self.form, np.array([rows[e] for e in experts])) for name, rows in self.rows.items()}
 
 
 class DecodedExperts:
@@ -386,7 +393,7 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
 
 
 def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    own = [name for name in rows if not name.startswith("transformers") and name != BF12]
+    own = [name for name in rows if not name.startswith("transformers") and name not in PACKED]
     best = min(own, key=lambda name: rows[name]["ms"])
     ratio = rows[best]["× transformers' best"]
     if phase == "prefill":
@@ -395,4 +402,5 @@ def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, 
         return {}
     return {f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
             f"bf16 decode, {best}: share of memory bandwidth": measure.aim(rows[best]["of bandwidth"], 0.8),
-            "bf12 × bf16 GEMV": measure.aim(rows[BF12]["ms"] / rows["gemv"]["ms"], 0.85, below=True)}
+            **{f"{name} × of bf16": measure.aim(rows[name]["ms"] / rows["gemv"]["ms"], most, below=True)
+               for name, most in PACKED.items() if name in rows}}

@@ -50,7 +50,7 @@ class Matrices:
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> None:
         found = [pack(part) for part in weight.chunk(parts)] if pack and weight.dtype == torch.bfloat16 else [None]
         if all(found):
-            self.kind, self.alive, rows = BF12, [memory for memory, _ in found], [row for _, row in found]
+            self.kind, self.alive, rows = PACKED["bf12"], [memory for memory, _ in found], [row for _, row in found]
         else:
             size = weight.nbytes // parts
             self.kind, rows = KINDS[weight.dtype], [[weight.data_ptr() + i * size, 0, 0, 0] for i in range(parts)]

@@ -9,7 +9,6 @@ and "bf12", and in few bits, an expert lies as it is computed, so it is read *in
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -184,8 +183,7 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
         if codec == "bf12":
             row = bf12.row(offset, end - offset, entry.n)
         elif fewbit.is_format(codec):
-            dtype, shape = fewbit.parts(codec, entry.shape)["codes"]
-            row[1] = offset + math.prod(shape) * dtype.itemsize
+            row = fewbit.row(codec, offset, entry.shape)
             codec = codec if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape) else ""
         found[name] = codec, row
     return found

@@ -170,6 +170,12 @@ def nbytes(name: str, shape: tuple[int, ...]) -> int:
     return sum(prod(of) * dtype.itemsize for dtype, of in parts(name, shape).values())
 
 
+def row(name: str, address: int, shape: tuple[int, ...]) -> list[int]:
+    """Of `moelab.kernels.products.multiply`'s matrices: a blob in memory, without a bias."""
+    dtype, of = parts(name, shape)["codes"]
+    return [address, address + prod(of) * dtype.itemsize, 0, 0]
+
+
 def pack(name: str, w: Tensor) -> np.ndarray | None:
     """The blob of a tensor, uint8; None for one that stays as it is."""
     w = w.mT if name.endswith(".T") and w.dim() > 1 else w

@@ -169,9 +169,8 @@ def test_every_bf16_number_is_read_right(transposed):
 
 def few_row(name, blob, w, bias=None):
     """The row of `products.multiply`'s matrices of a few-bit blob of weights [R, n]."""
-    codes = fewbit.split(name, blob, w.shape)["codes"]
-    at = blob.ctypes.data
-    return [at, at + codes.nbytes, 0 if bias is None else bias.data_ptr(), 0]
+    codes, scales, *rest = fewbit.row(name, blob.ctypes.data, w.shape)
+    return [codes, scales, 0 if bias is None else bias.data_ptr(), *rest[1:]]
 
 
 @pytest.mark.parametrize("name", fewbit.FORMATS)

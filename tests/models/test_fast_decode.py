@@ -67,7 +67,7 @@ def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
     x = torch.randn(2, weight.shape[1]).bfloat16()
     found = products.Matrices(weight, None, pack=as_bf12)
     y = products.multiply(found.kind, found.rows, np.array([0, 2]), x.float(), None, len(weight), False)
-    assert found.kind == products.BF12 and torch.allclose(y, x.float() @ weight.float().T, atol=1e-3)
+    assert found.kind == products.PACKED["bf12"] and torch.allclose(y, x.float() @ weight.float().T, atol=1e-3)
 
 
 def test_dense_is_an_option_of_fast():
