@@ -127,12 +127,11 @@ def _few(builder: Any, kind: Any, codes: Any, scales: Any) -> Iterator[Any]:
             for at in range(0, 16, WIDTH):
                 some = part if WIDTH == 16 else _shuffle(builder, part, part, list(range(at, at + WIDTH)))
                 if kind == FP8:                         # as half precision, whose exponents are 8 more
-                    words = builder.zext(some, ir.VectorType(_I16, WIDTH))
-                    sign = builder.shl(builder.and_(words, _all(words.type, 128)), _all(words.type, 8))
-                    size = builder.and_(words, _all(words.type, 127))
-                    half = builder.or_(sign, builder.shl(size, _all(words.type, 7)))
-                    half = builder.select(builder.icmp_unsigned("==", size, _all(words.type, 127)),
-                                          _all(words.type, 0x7E00), half)                       # NaN
+                    words = builder.sext(some, ir.VectorType(_I16, WIDTH))
+                    half = builder.and_(builder.shl(words, _all(words.type, 7)), _all(words.type, 0xBFFF))
+                    nan = builder.icmp_unsigned("==", builder.and_(half, _all(words.type, 0x3F80)),
+                                                _all(words.type, 0x3F80))
+                    half = builder.select(nan, _all(words.type, 0x7E00), half)
                     numbers = builder.fpext(builder.bitcast(half, ir.VectorType(ir.HalfType(), WIDTH)), _FLOATS)
                 elif kind == INT4:
                     numbers = builder.sitofp(builder.sub(builder.zext(some, _WORDS), _all(_WORDS, 8)), _FLOATS)
