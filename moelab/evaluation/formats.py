@@ -45,8 +45,9 @@ class Rounded:
         return self._tensors[layer, expert]
 
 
-def compare_formats(model: Any, codecs: Sequence[str] = ("raw", "bf12", "huffman"), formats: Sequence[str] | None = None,
-                    tasks: Sequence[str] = ("loss",), **how: Any) -> dict[str, dict[str, Any]]:
+def compare_formats(model: Any, codecs: Sequence[str] = ("raw", "bf12", "huffman"),
+                    formats: Sequence[str] | None = None, tasks: Sequence[str] = ("loss",), **how: Any
+                    ) -> dict[str, dict[str, Any]]:
     """Codec or format → "bytes" of all experts, "bits a weight", "of raw", "TASK: score" and the rest of a row of
     `accuracy.compare`; a codec changes no bit and so no score.
 
