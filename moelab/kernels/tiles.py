@@ -6,8 +6,8 @@ fp32; the inputs lie in the order in which a kind's weights come out (`place`). 
 weights are stored: float32, uint16 for bf16, int16 for fp16, int8 for bf12 (`moelab.store.bf12`): low bytes of bf16 at
 one address, at another 4 bits a weight that stand for the high byte, by a table of 16. Two masks, a shift, a table
 look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are read instead of 128. The other packed
-kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at another, each code widened and multiplied
-by its scale; of two codes in a byte the low halves come out first, 16 even weights before 16 odd ones.
+kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at another, each code widened, times
+its scale; of two codes in a byte the low halves come out first, 16 even weights before 16 odd ones.
 """
 
 from __future__ import annotations

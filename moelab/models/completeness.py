@@ -206,8 +206,8 @@ def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], bloc
         fits = tensors[key].dtype == "F8_E4M3" and [tensors[scale].shape for scale in scales] == [grid]
         if key in odd or not wrong.isdisjoint(scales) or not fits and tensors[key].dtype != "I8":   # two codes of FP4
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])} with "
-                             f"{_described(tensors, scales) or f'no {key}_scale_inv'}; it should be F8_E4M3 with scales "
-                             f"{list(grid)} of the same type as all others; download the checkpoint again")
+                             f"{_described(tensors, scales) or f'no {key}_scale_inv'}; it should be F8_E4M3 with "
+                             f"scales {list(grid)} of the same type as all others; download the checkpoint again")
 
 
 def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],

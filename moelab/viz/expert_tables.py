@@ -127,7 +127,8 @@ def formats(errors: Mapping[str, Mapping[str, float]], sources: Mapping[str, Qua
 
 def stored(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Bytes and language loss of each way of storing experts: what `compare_formats` returns."""
-    return [{"format": name, "bits a weight (exact)": f"{of['bits a weight']:.2f}", "of raw (exact)": percent(of["of raw"]),
+    return [{"format": name, "bits a weight (exact)": f"{of['bits a weight']:.2f}",
+             "of raw (exact)": percent(of["of raw"]),
              "loss, nats a token (measured)": f"{of['loss: score']:.4f}",
              "against raw, paired": f"{of['loss: difference']:+.4f} ± {of['loss: difference error']:.4f}"
              if "loss: difference" in of else "0, lossless",
