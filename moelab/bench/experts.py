@@ -161,7 +161,7 @@ def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int
     kept in a codec and decoded first. Also what each takes of the weights' size."""
     layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
     steps, stored, size = layers.steps(1, rounds + 1), {"bf16": 1.0}, layers.expert_bytes
-    sources = {"bf12": [PackedExperts(seam) for seam in layers.seam],
+    sources = {"bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
                f"{codec}, decoded first": [DecodedExperts(seam, codec) for seam in layers.seam]}
     packed, coded = (found[0] for found in sources.values())
     stored["bf12"] = sum(map(len, packed.blobs)) / (4 * K * size)

@@ -19,7 +19,8 @@ def test_a_tiny_run_has_all_sections():
         assert all(row["ms"] > 0 and row["GB/s"] > 0 for row in rows.values())
         assert any(row["× transformers' best"] == 1 for name, row in rows.items() if name.startswith("transformers"))
     assert experts.PACKED.keys() <= found["bf16 decode, 1 token"].keys()
-    assert len(found["aims"]) == 3 + len(experts.PACKED) and all(isinstance(row["met"], bool) for row in found["aims"].values())
+    assert len(found["aims"]) == 3 + len(experts.PACKED)
+    assert all(isinstance(row["met"], bool) for row in found["aims"].values())
 
 
 @torch.inference_mode()
@@ -31,8 +32,12 @@ def test_all_arms_compute_the_same():
         assert read <= 4 * layers.expert_bytes and (T > 1 or read == 2 * layers.expert_bytes)
         for i in range(3):
             results = {name: arm(i).float() for name, arm in arms.items()}
-            for name, result in results.items():
-                assert torch.allclose(result, results["transformers eager"], atol=0.05), name
+            expected = results["transformers eager"]
+            for name, result in results.items():            # what rounds to few bits is near on the whole
+                if name in experts.PACKED and not name.endswith("bf12"):
+                    assert (result - expected).norm() < 0.2 * expected.norm(), name
+                else:
+                    assert torch.allclose(result, expected, atol=0.05), name
 
 
 @torch.inference_mode()

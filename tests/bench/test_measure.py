@@ -30,7 +30,7 @@ def test_no_table_has_a_share_above_1():
     assert rows["fast"]["of bandwidth"].startswith("limit invalid") and rows["transformers a"]["of roofline"] == 0.25
     assert experts.ExpertTimes({"gemv": [0.5]}, 1e9, 0, 1e9, 1e9).reached.startswith("limit invalid")
     assert experts.ExpertTimes({"gemv": [2.0]}, 1e9, 0, 1e9, 1e9).reached == 0.5
-    json.dumps(experts._aims("bf16", "decode", rows | {experts.PLANES: rows["fast"], "gemv": rows["fast"]}))
+    json.dumps(experts._aims("bf16", "decode", rows | {**dict.fromkeys(experts.PACKED, rows["fast"]), "gemv": rows["fast"]}))
 
 
 def test_neighbours_in_a_round_compute_other_steps_each_after_another_one():
@@ -78,7 +78,7 @@ def test_reading_is_tried_at_several_depths_and_the_best_counts(tmp_path, monkey
     from moelab.store import reader
     asked, at_once, now = [], [], set()
 
-    def slow(self, wanted):
+    def slow(self, wanted, *_):
         asked.append((wanted[0].layer, wanted[0].expert))
         now.add(asked[-1])
         at_once.append(len(now))
