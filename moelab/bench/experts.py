@@ -38,6 +38,7 @@ from moelab.models.seam import seam_class
 from moelab.registry import make
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
+from moelab.store.entropy import describe, joint_counts
 from moelab.specs import DeviceSpec, Figure
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
@@ -156,9 +157,9 @@ class DecodedExperts:
 
 
 def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
-                ) -> tuple[Samples, dict[str, float]]:
+                ) -> tuple[Samples, dict[str, float], float]:
     """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as bf16, as bf12, and
-    kept in a codec and decoded first. Also what each takes of the weights' size."""
+    kept in a codec and decoded first. Also what each takes of the weights' size, and the bound of their entropy."""
     layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
     steps, stored, size = layers.steps(1, rounds + 1), {"bf16": 1.0}, layers.expert_bytes
     sources = {"bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
@@ -174,7 +175,8 @@ def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int
             seam.source = source and source[i]
         return lambda i: GEMV()(*steps[i][1:], kept[steps[i][0]])
     arms = {"bf16": arm(None)} | {name: arm(source) for name, source in sources.items()}
-    return rounds_of(arms, rounds + 1, "a token's experts"), stored
+    weights = torch.cat([bank.flatten() for bank in layers.stock[0].parameters()])
+    return rounds_of(arms, rounds + 1, "a token's experts"), stored, describe(joint_counts(weights)).bound
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:

@@ -55,13 +55,13 @@ def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bou
     for i, (name, samples) in enumerate(seconds.items()):
         milliseconds = 1e3 * np.array(samples)
         middle = float(np.median(milliseconds))
-        figure.add_scatter(x=[100 * size[name]], y=[middle], name=name, mode="markers+text", text=[name],
-                           textposition="top center", marker=point_look(i) | {"size": 12},
+        figure.add_scatter(x=[100 * size[name]], y=[middle], name=name, mode="markers+text", text=[f"  {name}"],
+                           textposition="middle right", marker=point_look(i) | {"size": 12},
                            error_y=interval([middle], *np.quantile(milliseconds, (0.1, 0.9))[:, None]),
                            hovertemplate=hover("%{x:.1f} % of the size, %{y:.2f} ms", name))
     figure.add_vline(x=100 * bound, line=DASHED, layer="below", annotation_text="entropy bound",
                      annotation_position="bottom right")
-    figure.update_xaxes(range=[100 * bound - 6, 106])
+    figure.update_xaxes(range=[100 * bound - 3, 106])
     figure.update_yaxes(rangemode="tozero")
     return finish(figure, "stored size (% of the weights' size)", "a token's experts in one layer (ms)",
                   showlegend=False)
