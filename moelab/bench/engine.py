@@ -62,20 +62,25 @@ def limit(bench: EngineBenchmark) -> dict[str, Any]:
     for name, found in reports.items():
         if "result" in found[-1]:
             continue
-        over = multiple(median(fmean(r["tpot_s"]) / r["on_demand_s"] for r in found), 1.0)
-        rate = max(report["read_rate"] for report in found)
-        once = found[-1]["experts_bytes"] / rate
-        first, second = (median(report["ttft_s"][i] for report in found) for i in (0, -1))
-        against[name] = {
-            "mean TPOT s": fmean(s for r in found for s in r["tpot_s"]),
-            "limit s": median(report["on_demand_s"] for report in found), "÷ limit": over,
-            "read GB/s": rate / 1e9, "all experts raw s": once,
-            "as stored s": once * found[-1]["stored_fraction"], "TTFT s": first, "2nd TTFT s": second,
-            "TTFT ÷ raw": first / once, "2nd TTFT ÷ raw": second / once}
-        bench.aim(f"{name}: TPOT ÷ on-demand limit", over, 1.2)
+        row = against[name] = against_limit(found)
+        bench.aim(f"{name}: TPOT ÷ on-demand limit", row["÷ limit"], 1.2)
         if name.endswith("50%"):
-            bench.aim(f"{name}: TTFT ÷ reading the experts once", against[name]["TTFT ÷ raw"], 1.2)
+            bench.aim(f"{name}: TTFT ÷ reading the experts once", row["TTFT ÷ raw"], 1.2)
     return {"budgets": rows, "against the limit": against}
+
+
+def against_limit(reports: list[dict[str, Any]]) -> dict[str, float]:
+    """An arm's times beside the least that its reads and its computing take: medians over rounds."""
+    rate = max(report["read_rate"] for report in reports)
+    once = reports[-1]["experts_bytes"] / rate
+    first, second = (median(report["ttft_s"][i] for report in reports) for i in (0, -1))
+    return {"mean TPOT s": fmean(s for r in reports for s in r["tpot_s"]),
+            "limit s": median(report["on_demand_s"] for report in reports),
+            "÷ limit": multiple(median(fmean(r["tpot_s"]) / r["on_demand_s"] for r in reports), 1.0),
+            "read GB/s": rate / 1e9, "all experts raw s": once,
+            "as stored s": once * reports[-1]["stored_fraction"], "stored fraction": reports[-1]["stored_fraction"],
+            "TTFT s": first, "2nd TTFT s": second,
+            "TTFT ÷ raw": first / once, "2nd TTFT ÷ raw": second / once}
 
 
 def peers(bench: EngineBenchmark) -> dict[str, Any]:

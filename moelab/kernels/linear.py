@@ -88,15 +88,13 @@ def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> floa
     """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the `SIZES`, or infinity."""
     last = 0
     for size in SIZES:
-        seconds = []
-        for function in (first, second):
-            runs = []
-            for _ in range(1 + REPEATS):                    # the first one compiles, packs, fills caches
+        seconds: list[list[float]] = [[], []]
+        for _ in range(1 + REPEATS):                        # the first ones compile, pack, fill caches
+            for function, runs in zip((first, second), seconds):        # in turn: what disturbs one disturbs the other
                 start = time.perf_counter()
                 function(size)
                 runs.append(time.perf_counter() - start)
-            seconds.append(min(runs[1:]))
-        if seconds[0] > seconds[1]:
+        if min(seconds[0][1:]) > min(seconds[1][1:]):
             return (last + size) // 2 if last else 1
         last = size
     return inf

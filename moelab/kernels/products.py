@@ -100,13 +100,13 @@ def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs=PIECE
     """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for the kind `order`.
     A thread takes `outputs` of R at a time. x must be `kept` until here, y until the job is done."""
     M, N = len(matrices), bounds[-1]
-    job = np.empty(HEADER + 6 * M + N + (T * n + 1) // 2, np.int64)
+    job = np.empty(HEADER + 6 * M + N + 8 + (T * n + 1) // 2, np.int64)
     job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs
     for m in range(M):
         at = HEADER + 6 * m
         job[at:at + 4] = matrices[m]
         job[at + 4], job[at + 5] = bounds[m], bounds[m + 1]
-    wide = job.ctypes.data + 8 * (HEADER + 6 * M + N)
+    wide = (job.ctypes.data + 8 * (HEADER + 6 * M + N) + 63) // 64 * 64         # no vector lies across two cache lines
     for j in range(N):
         job[HEADER + 6 * M + j] = wide + 4 * n * (tokens[j] if len(tokens) > 0 else j)
     for t in range(T):
@@ -143,7 +143,7 @@ def _rows(kind, job):
             group_end, r = min(group + GROUP, last), begin
             while r < end:
                 # few tokens are memory-bound: one row at a time, read from front to back
-                rows = TILE if group_end - group > 2 and r + TILE <= end else 1
+                rows = TILE if (group_end - group > 2 or span(kind, 2) == 1) and r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
                 ahead = max(AHEAD, span(kind, rows * n))
                 token = group

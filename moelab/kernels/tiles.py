@@ -29,6 +29,8 @@ WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4  
 STEP = 2 * WIDTH                # weights a step of the loops below takes of plain kinds
 BLOCK = 64                      # and of packed ones
 BF12, INT8, INT4, MXFP4, FP8 = types.int8, types.uint8, types.uint32, types.int32, types.uint64
+FEW = (INT8, INT4, MXFP4, FP8)
+GROUP = 32                      # weights of a scale, but FP8's
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
          INT8: (64, 4), INT4: (32, 4), MXFP4: (32, 2), FP8: (64, 2)}
@@ -66,7 +68,7 @@ def _order(kind: Any) -> list[int]:
     if kind == types.uint16:
         return [*range(0, STEP, 2), *range(1, STEP, 2)]
     if kind in (INT4, MXFP4):
-        return [begin + 2 * i + odd for begin in (0, 32) for odd in range(2) for i in range(16)]
+        return [begin + 4 * lane + k for begin in range(0, BLOCK, 4 * WIDTH) for k in range(4) for lane in range(WIDTH)]
     if kind != BF12:
         return list(range(_step(kind)))
     return [begin + 16 * lane + 8 * half + 2 * pair + odd for begin in range(0, BLOCK, 4 * WIDTH) for half in range(2)
@@ -92,8 +94,6 @@ def _vectors(builder: Any, kind: ir.Type, weights: Any, other: Any = None, table
         return [builder.fpext(_load(builder, halves, _at(builder, weights, WIDTH * i, 2)), _FLOATS) for i in range(2)]
     if kind == types.uint16:
         return _widened(builder, _load(builder, _WORDS, weights))
-    if kind != BF12:
-        return list(_few(builder, kind, weights, other))
     found = []
     for low, high in _halves(builder, weights, other, table):
         n = low.type.count
@@ -104,45 +104,63 @@ def _vectors(builder: Any, kind: ir.Type, weights: Any, other: Any = None, table
     return found
 
 
-def _few(builder: Any, kind: Any, codes: Any, scales: Any) -> Iterator[Any]:
-    """The weights of a block in a few-bit format."""
-    bytes_, doubled = ir.VectorType(_I8, 16), ir.Constant(ir.VectorType(_I8, 16), _DOUBLED)
-    for group in range(2):
-        if kind == FP8:
-            scale = builder.fmul(_load(builder, _F32, scales), _all(_F32, 256.0))
-        elif kind == MXFP4:
-            exponent = builder.zext(_load(builder, _I8, _at(builder, scales, group, 1)), _I32)
-            scale = builder.fmul(builder.bitcast(builder.shl(exponent, _all(_I32, 23)), _F32), _all(_F32, 0.5))
+def _groups(builder: Any, kind: Any, weights: Any, other: Any, table: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The weights of a step in `_order`: a vector of scales, or None, and the vectors that it multiplies."""
+    if kind not in FEW:
+        yield None, _vectors(builder, kind, weights, other, table)
+        return
+    size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH           # weights of one yield
+    for begin in range(0, BLOCK, size):
+        if kind in (INT4, MXFP4):                       # four codes a word, one from each word at a time
+            four = builder.zext(_load(builder, ir.VectorType(_I16, WIDTH), _at(builder, weights, begin // 2, 1)), _WORDS)
+            found = [_decoded(builder, kind, builder.lshr(four, _all(_WORDS, 4 * k))) for k in range(4)]
+        elif kind == INT8:
+            bytes_ = ir.VectorType(_I8, WIDTH)
+            found = [builder.sitofp(builder.sext(_load(builder, bytes_, _at(builder, weights, at, 1)), _WORDS), _FLOATS)
+                     for at in range(begin, begin + size, WIDTH)]
         else:
-            bits = builder.zext(_load(builder, _I16, _at(builder, scales, group, 2)), _I32)
-            scale = builder.bitcast(builder.shl(bits, _all(_I32, 16)), _F32)
-        scale = _everywhere(builder, scale)
-        parts = []                                      # 16 codes each
-        for at in range(0, SIZES[kind][0] // 2, 16):
-            part = _load(builder, bytes_, _at(builder, codes, group * SIZES[kind][0] // 2 + at, 1))
-            halves = [builder.and_(part, _all(bytes_, 15)), builder.lshr(part, _all(bytes_, 4))]
-            parts += halves if kind in (INT4, MXFP4) else [part]
-        for part in parts:
-            part = _looked_up(builder, doubled, part) if kind == MXFP4 else part
-            for at in range(0, 16, WIDTH):
-                some = part if WIDTH == 16 else _shuffle(builder, part, part, list(range(at, at + WIDTH)))
-                if kind == FP8:                         # as half precision, whose exponents are 8 more
-                    words = builder.sext(some, ir.VectorType(_I16, WIDTH))
-                    half = builder.and_(builder.shl(words, _all(words.type, 7)), _all(words.type, 0xBFFF))
-                    nan = builder.icmp_unsigned("==", builder.and_(half, _all(words.type, 0x3F80)),
-                                                _all(words.type, 0x3F80))
-                    half = builder.select(nan, _all(words.type, 0x7E00), half)
-                    numbers = builder.fpext(builder.bitcast(half, ir.VectorType(ir.HalfType(), WIDTH)), _FLOATS)
-                elif kind == INT4:
-                    numbers = builder.sitofp(builder.sub(builder.zext(some, _WORDS), _all(_WORDS, 8)), _FLOATS)
-                else:
-                    numbers = builder.sitofp(builder.sext(some, _WORDS), _FLOATS)
-                yield builder.fmul(numbers, scale)
+            found = [vector for at in range(0, BLOCK, STEP)
+                     for vector in _from_e4m3(builder, _load(builder, ir.VectorType(_I8, STEP),
+                                                             _at(builder, weights, at, 1)))]
+        yield _scales(builder, kind, other, [(begin + lane * size // WIDTH) // GROUP for lane in range(WIDTH)]), found
+
+
+def _scales(builder: Any, kind: Any, address: Any, groups: list[int]) -> Any:
+    """A vector of the scales of the given groups of a block, of FP8 with the factor of `_from_e4m3`."""
+    if kind == FP8:
+        return builder.fmul(_everywhere(builder, _load(builder, _F32, address)), _all(_FLOATS, 256.0))
+    # both lie in one word: each lane moves its own to where fp32 has those bits
+    both = builder.zext(_load(builder, _I16, address), _I32) if kind == MXFP4 else _load(builder, _I32, address)
+    left = [23 - 8 * group if kind == MXFP4 else 16 - 16 * group for group in groups]
+    bits = builder.shl(_everywhere(builder, both), ir.Constant(_WORDS, left))
+    return builder.bitcast(builder.and_(bits, _all(_WORDS, 0x7F800000 if kind == MXFP4 else 0xFFFF0000)), _FLOATS)
+
+
+def _decoded(builder: Any, kind: Any, words: Any) -> Any:
+    """The values of codes in the low four bits of words, as fp32."""
+    values, factor = (_DOUBLED, 0.5) if kind == MXFP4 else (range(-8, 8), 1.0)
+    if WIDTH == 16:                                     # a look-up that ignores the other bits
+        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS, _WORDS]),
+                                           "llvm.x86.avx512.permvar.sf.512")
+        return builder.call(f, [ir.Constant(_FLOATS, [factor * value for value in values]), words])
+    codes, of = builder.and_(words, _all(_WORDS, 15)), ir.VectorType(_I8, 16)
+    found = _looked_up(builder, ir.Constant(of, list(values)), builder.bitcast(codes, ir.VectorType(_I8, 4 * WIDTH)))
+    found = builder.shl(builder.bitcast(found, _WORDS), _all(_WORDS, 24))           # of each word the lowest byte
+    return builder.fmul(builder.sitofp(builder.ashr(found, _all(_WORDS, 24)), _FLOATS), _all(_FLOATS, factor))
+
+
+def _from_e4m3(builder: Any, codes: Any) -> list[Any]:
+    """`STEP` codes as fp32: 1/256 of their values, which they are as half precision, whose exponents are 8 more."""
+    of = ir.VectorType(_I16, STEP)
+    half = builder.and_(builder.shl(builder.sext(codes, of), _all(of, 7)), _all(of, 0xBFFF))
+    nan = builder.icmp_unsigned("==", builder.and_(half, _all(of, 0x3F80)), _all(of, 0x3F80))
+    half = builder.bitcast(builder.select(nan, _all(of, 0x7E00), half), ir.VectorType(ir.HalfType(), STEP))
+    return [builder.fpext(_shuffle(builder, half, half, list(range(at, at + WIDTH))), _FLOATS) for at in (0, WIDTH)]
 
 
 def _everywhere(builder: Any, number: Any) -> Any:
-    """A vector of one fp32 number."""
-    one = builder.insert_element(_all(_FLOATS, 0.0), number, _all(_I32, 0))
+    """A vector of one number of 32 bits."""
+    one = builder.insert_element(ir.Constant(ir.VectorType(number.type, WIDTH), ir.Undefined), number, _all(_I32, 0))
     return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * WIDTH))
 
 
@@ -236,8 +254,7 @@ def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart):
         skip = [builder.mul(stride, ir.Constant(_I64, r)) for r in range(R)]
         matrix = [(_skip(builder, kind, w, s), other if kind == FP8 else _skip(builder, kind, other, s, 1))
                   for s in skip]                        # rows of a tile are rows of a block
-        # one sum of a row would wait for itself: packed weights come faster than an addition ends
-        chains = 4 if _step(kind) == BLOCK and T * R == 1 else 1
+        chains = 4 if T * R == 1 else 1                 # one sum of a row would wait for itself
         sums = [[[cgutils.alloca_once_value(builder, _all(_FLOATS, 0.0)) for _ in range(chains)] for _ in range(R)]
                 for _ in range(T)]
         fma, step = _fma(builder), _step(kind)
@@ -245,11 +262,18 @@ def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart):
             values = [[_load(builder, _FLOATS, _at(builder, _at(builder, p, i, 4), at, 4))
                        for at in range(0, step, WIDTH)] for p in inputs]
             for r, (first, second) in enumerate(matrix):
-                for part, weights in enumerate(_vectors(builder, kind, _skip(builder, kind, first, i),
-                                                        _skip(builder, kind, second, i, 1), table)):
+                part = 0
+                for number, (scales, vectors) in enumerate(_groups(
+                        builder, kind, _skip(builder, kind, first, i), _skip(builder, kind, second, i, 1), table)):
                     for t in range(T):
-                        total = sums[t][r][part % chains]
-                        builder.store(fma(values[t][part], weights, builder.load(total)), total)
+                        terms = list(zip(values[t][part:], vectors))
+                        if scales is not None:
+                            terms = [(reduce(lambda sum_, term: fma(*term, sum_), terms[1:], builder.fmul(*terms[0])),
+                                      scales)]
+                        for at, term in enumerate(terms, number):
+                            total = sums[t][r][at % chains]
+                            builder.store(fma(*term, builder.load(total)), total)
+                    part += len(vectors)
         for t in range(T):
             to = _at(builder, out, builder.mul(apart, ir.Constant(_I64, t)), 4)
             found = [reduce(builder.fadd, map(builder.load, chain)) for chain in sums[t]]

@@ -80,7 +80,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
                 found = None if quantize or not read else places(read, pieces(tensors, blobs), writer.checksum)
                 del read                                            # one expert at a time is in memory
                 if quantize:
-                    _quantize(quantize, tensors, blobs, experts.plan.layers[layer])
+                    quantize_expert(quantize, tensors, blobs, experts.plan.layers[layer])
                 writer.add(layer, expert, tensors, found, blobs)
                 bar.update(size)
         others = {key: tensor for key, tensor in sorted(checkpoint.tensors.items())
@@ -114,7 +114,7 @@ def read_expert(experts: CheckpointExperts, layer: int, expert: int
     return tensors, blobs, read
 
 
-def _quantize(form: str, tensors: Weights, blobs: dict[str, tuple[str, Any]], layer: MoELayer) -> None:
+def quantize_expert(form: str, tensors: Weights, blobs: dict[str, tuple[str, Any]], layer: MoELayer) -> None:
     """Round the matrices of an expert to a format, in place; those that it does not fit keep their bits."""
     if getattr(layer.experts, "is_transposed", seam_class(type(layer.experts)).is_transposed):
         form += ".T"

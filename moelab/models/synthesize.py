@@ -27,16 +27,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab import registry
 from moelab.cards import load_model
 from moelab.configs import spec_from_config
 from moelab.arguments import number, whole
 from moelab.models import compat, deepseek
+from moelab.models.convert import quantize_expert
 from moelab.models.direct import expert_parameters, store_layers
 from moelab.models.seam import discover
 from moelab.files import small_model
 from moelab.progress import progress
 from moelab.specs import MoESpec
-from moelab.store import codecs
+from moelab.store import codecs, fewbit
 from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
@@ -106,20 +108,24 @@ def config_of(spec: MoESpec) -> Any:
 
 
 def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0, *, codec: str | None = None,
-               seed: int = 0) -> Path:
+               quantize: str | None = None, seed: int = 0) -> Path:
     """Write a synthetic checkpoint, or store, with the geometry of a model card.
 
     destination : a folder that does not exist.
     model : a model card's name, see `moelab.cards.MODELS`, or a spec.
     scale : part of the model's layers.
     codec : write an expert store with this codec instead of a checkpoint, without writing a checkpoint first.
+    quantize : write a store whose experts are rounded to this format, as `convert` does.
     seed : of the pool and of the places in it.
 
-    Raises FileExistsError: the destination exists. ValueError: no such card or codec, or a geometry that cannot be had.
+    Raises FileExistsError: the destination exists. ValueError: no such card, codec or format, or a geometry that cannot be had.
     """
     destination = Path(destination)
     if destination.exists():
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
+    if quantize is not None:
+        fewbit.find_format(quantize)
+        codec = codec or codecs.DEFAULT
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     config = config_of(spec)
     twin, pool, rng = compat.meta_twin(config), draw(POOL, seed), np.random.default_rng(seed)
@@ -138,14 +144,17 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
         experts = tuple(layer.name + ".experts." for layer in layers)
         _write_checkpoint(folder, {k: t for k, t in twin.state_dict().items() if not k.startswith(experts)}, pool, rng)
         name = sha256(f"synthetic {config.to_json_string()} {seed}".encode()).hexdigest()[:16]
-        writer = StoreWriter(destination, spec, name, store_layers(layers), codec)
+        writer = StoreWriter(destination, spec, name, store_layers(layers), codec, quantized=quantize)
         try:
             with progress(total=spec.experts_bytes, desc="synthesizing", unit="B") as bar:
                 for layer, expert in writer.missing():
                     tensors = {n: torch.cat([*_pieces(p.numel(), pool, rng)]).view(p.shape)
                                for n, p in expert_parameters(layers[layer]).items()}
                     bar.update(sum(t.nbytes for t in tensors.values()))
-                    writer.add(layer, expert, tensors)
+                    blobs: dict[str, tuple[str, Any]] = {}
+                    if quantize:
+                        quantize_expert(quantize, tensors, blobs, layers[layer])
+                    writer.add(layer, expert, tensors, None, blobs)
             writer.finish(dict(sorted(read_folder(folder)[1].items())),
                           [(file, (folder / file).read_bytes())
                            for file in ("config.json", *(file.name for file in tokenizer))])
@@ -199,12 +208,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=number(above=0, most=1), default=1.0,
                         help="part of the model's layers (default: 1, all)")
     parser.add_argument("--codec", choices=sorted(codecs.CODECS), help="write an expert store with this codec")
+    parser.add_argument("--quantize", choices=registry.names("format"), help="write a store of experts in this format")
     parser.add_argument("--seed", type=whole(), default=0)
 
 
 def main(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    folder = synthesize(args.destination, args.model, args.scale, codec=args.codec, seed=args.seed)
+    folder = synthesize(args.destination, args.model, args.scale, codec=args.codec,
+                        quantize=args.quantize, seed=args.seed)
     size, seconds = sum(path.stat().st_size for path in folder.iterdir()), time.perf_counter() - start
     print(f"{folder}: {size / 1e9:,.2f} GB in {seconds:,.1f} s, {size / seconds / 1e9:.2f} GB/s")
     return 0

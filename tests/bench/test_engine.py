@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers
+from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, scale
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
 from moelab.specs import MoESpec
+from moelab.viz import engine_figures
 
 SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32)
 PROMPTS, DECODE = [5, 9], 3
@@ -195,3 +196,22 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
     fused = load_file(shard)["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16).numpy()
     up = written["blk.1.ffn_up_exps.weight"].data.view(np.int16).reshape(8, 32, 64)
     assert np.array_equal(up, fused[:, 32:]) and len(written) == 2 * 12 + 3
+
+
+def test_a_model_in_several_forms_beside_its_limit(tmp_path):
+    found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), prompt=5, decode=3, executor="exact")
+    conditions, rows, limits, samples = found.values()
+    assert list(rows) == list(limits) == ["bf12", "bf12, prefetching", "int4", "int4, prefetching"]
+    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 4
+    for name, fraction in (("bf12", 0.7), ("int4", 0.2)):
+        assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
+    figure = engine_figures.beside_memory(conditions, rows, limits)
+    assert {trace.name for trace in figure.data} == {"weights", "peak of the process", "on demand", "prefetching",
+                                                     "limit on demand"}
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "int4"]          # for the next time
+
+
+def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    scale.run(SPEC, ("int4",), "60%", None, prompt=5, decode=3, executor="exact")
+    assert not any(tmp_path.iterdir())

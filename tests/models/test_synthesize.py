@@ -20,6 +20,7 @@ from moelab.models.synthesize import config_of, draw, scaled, synthesize
 from moelab.specs import MoESpec
 from moelab.store import inspect
 from moelab.store.layout import ExpertStore
+from moelab.store.reader import Reader, decode
 from moelab.store.verify import verify
 from tests.models.stores import open_store
 
@@ -72,6 +73,23 @@ def test_checkpoint_and_store(card, tmp_path, capsys):
     assert "2 MoE layers of 4 experts" in printed and "gate_up_proj        BF16     96×64" in printed
     raw = 8 * 3 * 64 * 48 * 2
     assert f"{raw / 1e6:.2f}" in printed.splitlines()[-3]               # the row of all experts
+
+
+def test_a_store_in_few_bits_holds_the_same_weights_rounded(card, tmp_path):
+    plain = ExpertStore(synthesize(tmp_path / "plain", "card", 0.25, codec="raw"))
+    few = ExpertStore(synthesize(tmp_path / "few", "card", 0.25, quantize="int8"))
+    assert few.quantized == "int8" and verify(few)["experts"] == 8
+    with Reader(plain) as reader, Reader(few) as rounded:
+        for key in ((0, 0), (1, 3)):
+            before, after = (decode(chunks, chunks) for chunks in (reader.read(*key), rounded.read(*key)))
+            down, gone = before["down_proj"], after["down_proj"]                    # [64, 48]: 48 is no multiple of 32
+            assert torch.equal(down, gone)
+            w, got = before["gate_up_proj"].float(), after["gate_up_proj"].float()
+            step = w.unflatten(1, (-1, 32)).abs().amax(-1) / 127                    # of groups of 32 inputs
+            error = (w - got).unflatten(1, (-1, 32)).abs().amax(-1)
+            assert (0 < error.max()) and (error <= 0.51 * step + 0.004 * 127 * step).all()
+    with pytest.raises(ValueError, match="unknown format 'int5'"):
+        synthesize(tmp_path / "no", "card", 0.25, quantize="int5")
 
 
 def test_texts_go_in_and_out(card, tmp_path, monkeypatch):
