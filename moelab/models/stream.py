@@ -207,9 +207,10 @@ def _silence(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 def _restore(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """A forward hook on a layer: the quiet copy goes on as the noisy one, so that they differ within a layer only."""
+    """A forward hook on a layer: the noisy copy goes on as the quiet one. So they differ within a layer only, and noise
+    that is a multiple of its stream does not grow from layer to layer, in deep models beyond what an fp32 holds."""
     x = first(output).clone()
-    x[QUIET] = x[NOISE]
+    x[NOISE] = x[QUIET]
     return (x, *output[1:]) if isinstance(output, tuple) else x
 
 

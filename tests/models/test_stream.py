@@ -261,3 +261,15 @@ def test_an_external_model_has_the_same_stream(tmp_path):
     for a, b in zip(mine, theirs, strict=True):
         assert (a.place, a.scale, a.gain, a.keep, a.carry) == (b.place, b.scale, b.gain, b.keep, b.carry)
         assert torch.equal(a.norm.weight, b.norm.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deep_model_is_measured_to_its_last_layer(dtype):
+    """Noise that were passed on from layer to layer would be infinite before the fiftieth."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, vocab_size=64,
+                            num_hidden_layers=50, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    model = Qwen3MoeForCausalLM(config).to(dtype).eval()
+    check_routers(model)
+    assert [(stream.scale, stream.gain, stream.keep, stream.carry) for stream in streams(model)] == [(1, 1, 1, 1)] * 50
