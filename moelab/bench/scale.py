@@ -15,14 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.engine import against_limit
 from moelab.bench.harness import EngineBenchmark
 from moelab.bench.measure import load_average
 from moelab.cards import load_model
-from moelab.files import atomic
 from moelab.models.synthesize import scaled, synthesize
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
@@ -30,9 +27,10 @@ from moelab.store import codecs, fewbit
 STORED = ("bf12", "huffman", "int4")
 
 
-def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, memory: str = "14GB", folder: str | None = None,
-        scale: float = 1.0, rounds: int = 1, prompt: int = 128, decode: int = 32, executor: str = "fast",
-        figure: str | None = None) -> dict[str, dict[str, Any]]:
+def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, memory: str = "14GB",
+        folder: str | None = None, scale: float = 1.0, rounds: int = 1, prompt: int = 128, decode: int = 32,
+        executor: str = "fast") -> dict[str, dict[str, Any]]:
+    import psutil
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     load, rows, limits = load_average(), {}, {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -56,14 +54,8 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
                   spec.experts_bytes / 1e9, "memory GB": psutil.virtual_memory().total / 1e9, "executor": executor,
                   "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1", "rounds": rounds,
                   "load average before": load}
-    results = {"conditions": conditions, f"{memory} of experts in memory": rows, "against the limit": limits}
-    if figure:
-        from moelab.viz.engine_figures import beside_memory
-        from moelab.viz.theme import render_png, to_json
-        for picture in render_png([to_json(beside_memory(conditions, rows, limits))]):
-            with atomic(figure) as path:
-                path.write_bytes(picture)
-    return results | {"samples": bench.samples}
+    return {"conditions": conditions, f"{memory} of experts in memory": rows, "against the limit": limits,
+            "samples": bench.samples}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,4 +70,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=whole(1), default=128, help="tokens of a prompt (default: 128)")
     parser.add_argument("--decode", type=whole(1), default=32, help="tokens after it (default: 32)")
     parser.add_argument("--executor", default="fast", help="(default: %(default)s)")
-    parser.add_argument("--figure", metavar="PNG", help="write a picture of it")

@@ -7,7 +7,7 @@ weights are stored: float32, uint16 for bf16, int16 for fp16, int8 for bf12 (`mo
 one address, at another 4 bits a weight that stand for the high byte, by a table of 16. Two masks, a shift, a table
 look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are read instead of 128. The other packed
 kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at another, each code widened and
-multiplied by its scale; of two codes in a byte the low halves come out first, 16 even weights before 16 odd ones.
+multiplied by its scale, four-bit ones by a look-up of each of the four in a 16-bit word.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _groups(builder: Any, kind: Any, weights: Any, other: Any, table: Any) -> It
     size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH           # weights of one yield
     for begin in range(0, BLOCK, size):
         if kind in (INT4, MXFP4):                       # four codes a word, one from each word at a time
-            four = builder.zext(_load(builder, ir.VectorType(_I16, WIDTH), _at(builder, weights, begin // 2, 1)), _WORDS)
+            four = _load(builder, ir.VectorType(_I16, WIDTH), _at(builder, weights, begin // 2, 1))
+            four = builder.zext(four, _WORDS)
             found = [_decoded(builder, kind, builder.lshr(four, _all(_WORDS, 4 * k))) for k in range(4)]
         elif kind == INT8:
             bytes_ = ir.VectorType(_I8, WIDTH)

@@ -118,7 +118,8 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
     quantize : write a store whose experts are rounded to this format, as `convert` does.
     seed : of the pool and of the places in it.
 
-    Raises FileExistsError: the destination exists. ValueError: no such card, codec or format, or a geometry that cannot be had.
+    Raises FileExistsError: the destination exists. ValueError: no such card, codec or format, or a geometry
+    that cannot be had.
     """
     destination = Path(destination)
     if destination.exists():

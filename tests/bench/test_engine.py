@@ -11,7 +11,7 @@ from moelab.bench import engine, external_engines, harness, lru_baseline, machin
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
 from moelab.specs import MoESpec
-from moelab.viz import engine_figures
+from moelab.viz.scale_figure import beside_memory
 
 SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32)
 PROMPTS, DECODE = [5, 9], 3
@@ -205,7 +205,7 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path):
     assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 4
     for name, fraction in (("bf12", 0.7), ("int4", 0.2)):
         assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
-    figure = engine_figures.beside_memory(conditions, rows, limits)
+    figure = beside_memory(conditions, rows, limits)
     assert {trace.name for trace in figure.data} == {"weights", "peak of the process", "on demand", "prefetching",
                                                      "limit on demand"}
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "int4"]          # for the next time

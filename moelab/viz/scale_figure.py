@@ -1,0 +1,64 @@
+"""The picture of a model that is larger than the machine, from what `python -m moelab bench scale` has printed last.
+
+    python -m moelab.viz.scale_figure results/bench/scale.json results/bench/scale.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from moelab.files import atomic
+from moelab.viz.figures import DASHED, NOTE, add_points, bar_look, finish, hover, panels, point_look
+from moelab.viz.theme import render_png, to_json
+
+
+def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
+                  limits: Mapping[str, Mapping[str, float]]) -> go.Figure:
+    """Two panels: the whole model in each form beside the machine's memory and what the process took
+    of it; and the time of a token beside its limit. Arms that failed are left out."""
+    names = list(dict.fromkeys(name.split(",")[0] for name in limits))
+    others = limits[names[0]]["other weights GB"]
+    sizes = {"bf16": others + conditions["experts in bf16 GB"]} | {
+        name: others + conditions["experts in bf16 GB"] * limits[name]["stored fraction"] for name in names}
+    figure, (left, right) = panels(["the whole model", f"a token, executor {conditions['executor']}"], 2,
+                                   horizontal_spacing=0.14)
+    figure.add_bar(x=list(sizes), y=list(sizes.values()), name="weights", marker=bar_look(0), cliponaxis=False, **left,
+                   text=[f"{size:.0f}" for size in sizes.values()], textposition="outside",
+                   hovertemplate=hover("%{x}: %{y:.1f} GB", "weights"))
+    figure.add_scatter(x=names, y=[max(row["peak GB"] for arm, row in rows.items() if arm.split(",")[0] == name)
+                                   for name in names],
+                       name="peak of the process", mode="markers", marker=point_look(1, 13), **left,
+                       hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"))
+    figure.add_hline(y=conditions["memory GB"], line=DASHED, annotation_text="this machine's memory",
+                     annotation_position="top right", annotation_font=NOTE, **left)
+    for i, (label, arms) in enumerate((("on demand", [name for name in limits if "," not in name]),
+                                       ("prefetching", [name for name in limits if "," in name])), 2):
+        figure.add_bar(x=[arm.split(",")[0] for arm in arms], y=[1e3 * rows[arm]["TPOT s"] for arm in arms], name=label,
+                       marker=bar_look(i), cliponaxis=False, textposition="outside", **right,
+                       text=[f"{1e3 * rows[arm]['TPOT s']:.0f}" for arm in arms],
+                       hovertemplate=hover("%{x}: %{y:.1f} ms", label))
+    add_points(figure, [(name, 1e3 * limits[name]["limit s"]) for name in names], "limit on demand", 6,
+               "%{x}: %{y:.1f} ms", **right)
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(title="GB", **left)
+    figure.update_yaxes(title="TPOT (ms)", **right)
+    return finish(figure, height=440, width=900, bargap=0.3)
+
+
+def main(source: str, destination: str) -> int:
+    conditions, rows, limits, *_ = json.loads(Path(source).read_text())["results"].values()
+    pictures = render_png([to_json(beside_memory(conditions, rows, limits))])
+    for picture in pictures:
+        with atomic(destination) as path:
+            path.write_bytes(picture)
+    return 0 if pictures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
