@@ -14,14 +14,14 @@ from typing import Any
 import plotly.graph_objects as go
 
 from moelab.files import atomic
-from moelab.viz.figures import DASHED, NOTE, add_points, bar_look, finish, hover, panels, point_look
-from moelab.viz.theme import render_png, to_json
+from moelab.viz import theme
+from moelab.viz.figures import add_points, bar_look, finish, hover, panels, point_look
 
 
 def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
                   limits: Mapping[str, Mapping[str, float]]) -> go.Figure:
-    """Two panels: the whole model in each form beside the machine's memory and what the process took
-    of it; and the time of a token beside its limit. Arms that failed are left out."""
+    """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the time of
+    a token beside its limit. Arms that failed are left out."""
     names = list(dict.fromkeys(name.split(",")[0] for name in limits))
     others = limits[names[0]]["other weights GB"]
     sizes = {"bf16": others + conditions["experts in bf16 GB"]} | {
@@ -29,14 +29,15 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
     figure, (left, right) = panels(["the whole model", f"a token, executor {conditions['executor']}"], 2,
                                    horizontal_spacing=0.14)
     figure.add_bar(x=list(sizes), y=list(sizes.values()), name="weights", marker=bar_look(0), cliponaxis=False, **left,
-                   text=[f"{size:.0f}" for size in sizes.values()], textposition="outside",
+                   text=[f"{size:.0f}" for size in sizes.values()], textposition="inside", insidetextanchor="start",
                    hovertemplate=hover("%{x}: %{y:.1f} GB", "weights"))
     figure.add_scatter(x=names, y=[max(row["peak GB"] for arm, row in rows.items() if arm.split(",")[0] == name)
                                    for name in names],
                        name="peak of the process", mode="markers", marker=point_look(1, 13), **left,
                        hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"))
-    figure.add_hline(y=conditions["memory GB"], line=DASHED, annotation_text="this machine's memory",
-                     annotation_position="top right", annotation_font=NOTE, **left)
+    figure.add_scatter(x=list(sizes), y=[conditions["memory GB"]] * len(sizes), name="this machine's memory",
+                       mode="lines", line={"color": theme.BLACK, "dash": "dash", "width": 2}, **left,
+                       hovertemplate=hover("%{y:.1f} GB", "this machine's memory"))
     for i, (label, arms) in enumerate((("on demand", [name for name in limits if "," not in name]),
                                        ("prefetching", [name for name in limits if "," in name])), 2):
         figure.add_bar(x=[arm.split(",")[0] for arm in arms], y=[1e3 * rows[arm]["TPOT s"] for arm in arms], name=label,
@@ -48,12 +49,12 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(title="GB", **left)
     figure.update_yaxes(title="TPOT (ms)", **right)
-    return finish(figure, height=440, width=900, bargap=0.3)
+    return finish(figure, height=460, width=900, bargap=0.3).update_layout(legend_y=1.1, margin={"t": 90})
 
 
 def main(source: str, destination: str) -> int:
     conditions, rows, limits, *_ = json.loads(Path(source).read_text())["results"].values()
-    pictures = render_png([to_json(beside_memory(conditions, rows, limits))])
+    pictures = theme.render_png([theme.to_json(beside_memory(conditions, rows, limits))])
     for picture in pictures:
         with atomic(destination) as path:
             path.write_bytes(picture)
