@@ -60,8 +60,9 @@ class MoELayer:
         def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
             ids, weights = [*args, *kwargs.values()][1:3]           # after the hidden states
             if ids.is_floating_point():
-                raise ValueError(f"{self.name}: {type(self.block).__name__} calls its experts with {ids.dtype} in place "
-                                 f"of ids, so its routing is not known; it needs lines in moelab/models/dialects.py")
+                raise ValueError(f"{self.name}: {type(self.block).__name__} calls its experts with {ids.dtype} in "
+                                 f"place of ids, so its routing is not known; it needs lines in "
+                                 f"moelab/models/dialects.py")
             told(ids, weights)
         return self.experts.register_forward_pre_hook, of_experts, {"with_kwargs": True}
 

@@ -156,8 +156,8 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     scheduler : what orders reads and decoding: a name of `moelab.names("scheduler")`, or a function of your own.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
-    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that are needed, a run whose policy is an
-    instance, and the run of a model in memory without a device.
+    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that
+    are needed, a run whose policy is an instance, and the run of a model in memory without a device.
     """
     if not isinstance(run, EngineRun):
         raise TypeError(f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run")
@@ -178,8 +178,8 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
         device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
     scheduler = find("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
-    return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers, scheduler=scheduler,
-                    staging=staging or settings.staging, other=other, head=head,
+    return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
+                    staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
                     predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
                     across=CrossToken(settings.spec.E))
 
@@ -266,8 +266,9 @@ class MachineRates:
         arrival = [device[key] for key in ("link_bandwidth_gbs", "storage_read_gbs") if key in device.figures]
         compute = [device[key] for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops") if key in device.figures]
         if not arrival or not compute:
-            raise ValueError(f"{device.name}: the card has no " + ("host link and no disk (link_bandwidth_gbs, storage_read_gbs)"
-                             if not arrival else "TFLOPS (fp32_tflops, …)") + "; add the figure with its source")
+            lacks = ("host link and no disk (link_bandwidth_gbs, storage_read_gbs)" if not arrival else
+                     "TFLOPS (fp32_tflops, …)")
+            raise ValueError(f"{device.name}: the card has no {lacks}; add the figure with its source")
         return cls(arrival[0] * 1e9, device["memory_bandwidth_gbs"] * 1e9, compute[0] * 1e12)
 
 

@@ -136,9 +136,10 @@ def test_reading_the_router_otherwise_than_the_block_is_refused(monkeypatch):
 def test_a_block_that_passes_no_ids_is_told_of(monkeypatch, tmp_path):
     """In memory nothing is plugged, so nothing is compared, and the routing is heard where experts are called."""
     block = modeling_mixtral.MixtralSparseMoeBlock
-    monkeypatch.setattr(block, "forward", lambda self, x: self.experts(x.reshape(-1, x.shape[-1]), *[torch.ones(1, 2)] * 2))
+    monkeypatch.setattr(block, "forward",
+                        lambda self, x: self.experts(x.reshape(-1, x.shape[-1]), *[torch.ones(1, 2)] * 2))
     with moelab.open_model(tiny.save("mixtral", tmp_path / "m", torch.bfloat16)) as lm:
-        with pytest.raises(ValueError, match="MixtralSparseMoeBlock calls its experts with torch.float32 in place of ids"):
+        with pytest.raises(ValueError, match="MixtralSparseMoeBlock calls .* torch.float32 in place of ids"):
             lm(torch.arange(3, 9)[None])
 
 
