@@ -24,6 +24,8 @@ COMMANDS = {
                  "Qwen/Qwen3-30B-A3B --memory 8GB --executor fast --prefetch quasi"),
     "convert": ("moelab.models.convert", "turn a checkpoint into a compressed expert store",
                 "Qwen/Qwen3-30B-A3B qwen.store"),
+    "restore": ("moelab.models.restore", "turn a store back into the checkpoint that it was made from",
+                "qwen.store checkpoint"),
     "verify": ("moelab.store.verify", "re-read a store and check every byte", "qwen.store"),
     "inspect": ("moelab.store.inspect", "show what a store holds", "qwen.store"),
     "synthesize": ("moelab.models.synthesize", "write a synthetic checkpoint or store of a card's geometry",

@@ -136,7 +136,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     stream = stream and int(os.environ.get("RANK", 0)) == 0
     start = time.perf_counter()
     if stream:
-        print(f"opening {model or 'the small model'} …", file=sys.stderr, end=" ", flush=True)
+        print(f"opening {model or 'the small model'} …", file=sys.stderr, flush=True)
     if parallel is None:
         network = open_model(model, executor=executor, dtype=_dtype(dtype), device=device, **opening)
     elif executor == "int8":
@@ -146,7 +146,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
         network = open_parallel(model, parallel, tp, inner, _dtype(dtype), device)
         Session(network)
     if stream:
-        print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
+        print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     with network:
         return _generate(network, prompt, max_new_tokens, parallel, stream)
 

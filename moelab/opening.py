@@ -75,10 +75,12 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                          f"with memory, it takes {', '.join(OPTIONS)}")
     if dense not in (None, "bf12") or dense and executor != "fast":
         raise ValueError(f'dense is {dense!r}; "bf12" is all there is, and only the executor "fast" computes with it')
-    _check("executor", executor, executor is None or callable(executor) and not isinstance(executor, type),
-           "a function of (x, ids, weights, experts)")
+    _check_executor(executor)
     _check("cache", cache, all(hasattr(cache, name) for name in ("touch", "victim")),
            "a policy with the methods touch(key, step) and victim(resident)")
+    if not isinstance(calibration, Calibration | None):
+        raise TypeError(f"the calibration is {calibration!r}; it must be a moelab.Calibration: calibrate(trace) counts "
+                        f"one, Calibration.load(path) reads one")
     if prefetch is not None:
         _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
                "a Predictor, or what makes one of a model")
@@ -121,6 +123,11 @@ def _check(kind: str, given: Any, fits: bool, wanted: str) -> None:
         raise TypeError(f"the {kind} is {given!r}; it must be {wanted}, or one of {', '.join(registry.names(kind))}")
 
 
+def _check_executor(executor: Any) -> None:
+    _check("executor", executor, executor is None or callable(executor) and not isinstance(executor, type),
+           "a function of (x, ids, weights, experts), or an object that is called like one")
+
+
 @contextmanager
 def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration: Calibration | None = None,
           **options: Any) -> Iterator[Any]:
@@ -129,8 +136,12 @@ def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration
     executor, prefetch, calibration : as of `open_model`; None leaves what is there.
     options : of the executor, if it is a name.
 
-    Raises ValueError: a model that `open_model` has not opened.
+    Raises ValueError: a model that `open_model` has not opened, options without a name; TypeError: no executor.
     """
+    _check_executor(executor)
+    if options and not isinstance(executor, str):
+        raise ValueError(f"using takes no {', '.join(options)}: it changes executor, prefetch and calibration, and all "
+                         f"else are options of an executor that is given by its name")
     if not hasattr(model, "moelab"):
         raise ValueError(f"this {type(model).__name__} was not opened by moelab.open_model, or it is closed; on a "
                          f"model of transformers' own, moelab.models.plugged(model, executor) changes the executor")

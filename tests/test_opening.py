@@ -140,7 +140,7 @@ def test_prefetching_changes_no_token(folder, prefetch):
     ({"memory": "60%", "cache": "lur"}, "'lur'"), ({"memory": "60%", "prefetch": "oracle"}, "trace"),
     ({"memory": "60%", "executor": "int8"}, "must fit in memory"), ({"memory": "1kB"}, "the least that works"),
     ({"memory": "60%", "workers": 0}, "at least one thread"), ({"memory": "130%"}, "all of them are 100%"),
-    ({"memory": "0%"}, "bytes.* are the least that works"),
+    ({"memory": "0%"}, "bytes.* are the least that works"), ({"memory": "8"}, "the budget is 8 bytes; "),
     ({"memory": "60%", "cache": "belady"}, r"needs the future.*simulate\(run")])
 def test_what_cannot_be_is_explained(folder, options, told):
     with pytest.raises(ValueError, match=told):
@@ -152,6 +152,7 @@ def test_what_cannot_be_is_explained(folder, options, told):
     ({"executor": Sorted}, "the executor is <class"), ({"cache": lambda: 1}, "the cache is <function"),
     ({"cache": 7}, r"the cache is 7; it must be .* touch\(key, step\)"),
     ({"prefetch": True}, "the predictor is True; it must be a Predictor.*, or one of router"),
+    ({"calibration": "counts.safetensors"}, r"a moelab.Calibration.*Calibration.load\(path\)"),
     ({"prefetch": lambda model: 3}, "the predictor is 3")])
 def test_what_is_no_part_of_a_model_is_refused(folder, options, told):
     with pytest.raises(TypeError, match=told):
@@ -193,6 +194,15 @@ def test_what_is_offloaded_cannot_be_copied(folder):
             with pytest.raises(TypeError, match="bound to its threads, files and memory"):
                 again(lm)
         assert lm(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("changed, error, told", [
+    ({"executor": Sorted}, TypeError, "the executor is <class"), ({"cache": "lru"}, ValueError, "using takes no cache"),
+    ({"exector": "fast"}, ValueError, "using takes no exector"),
+    ({"executor": moelab.models.eager, "factor": 2.0}, ValueError, "using takes no factor")])
+def test_using_refuses_what_it_would_not_use(folder, changed, error, told):
+    with moelab.open_model(folder) as lm, pytest.raises(error, match=told), moelab.using(lm, **changed):
+        pass
 
 
 def test_using_is_for_opened_models(folder):

@@ -245,9 +245,6 @@ POLICIES: dict[str, type | Entry] = {
 def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
     """A maker of policies, one for each pool: of a name of `POLICIES`, a class, or an instance (shared by all)."""
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"unknown cache policy {policy!r}; known are {', '.join(POLICIES)}, and any object with "
-                             "the methods touch(key, step) and victim(resident)")
         policy = find("cache", policy)
     if policy is Belady:
         raise ValueError('"belady" needs the future, so it is for a run that has been: moelab.simulate(run, '

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.models.dialects import BLOCKS
+from moelab.models.dialects import BLOCKS, ROUTING
 from moelab.models.patches import HELD, STACKS
 from moelab.specs import MoESpec
 
@@ -38,7 +38,8 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
     Raises ValueError: they differ, or the stock class cannot be run.
     """
     forward = BLOCKS[translated.stock.__name__] if translated else None
-    key = stock, dtype, translated, forward, _settings(layer.experts), tuple(shapes(layer.experts).items())
+    routing = ROUTING.get(type(layer.router).__name__)
+    key = stock, dtype, translated, forward, routing, _settings(layer.experts), tuple(shapes(layer.experts).items())
     if key in _PASSED:
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -48,7 +49,9 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
             problem = f"cannot be compared with the seam ({type(error).__name__}: {error})"
     if problem:
         import transformers
-        remedy = "another line in moelab/models/dialects.py" if translated else "a class in moelab/models/seam.py"
+        remedy = "other lines in moelab/models/dialects.py" if translated else (
+            "lines in moelab/models/dialects.py if its block calls experts otherwise than experts(hidden_states, ids, "
+            "weights), or else a class in moelab/models/seam.py")
         raise ValueError(f"{layer.name}: {stock.__name__} of transformers {transformers.__version__} {problem}. Here "
                          f"it would not give its own results, so it is not run: it needs {remedy}. Until then use the "
                          f"model without moelab")
@@ -102,8 +105,16 @@ def _block(layer: Any, dtype: torch.dtype, stock: type, seam: type, run: Callabl
     x = torch.randn(1, TOKENS, scale.get(H, H), generator=random).to(dtype)
     expected = small(x)
     small.__class__ = translated
-    _plugged(small.experts, seam, run)
-    return _difference(expected, small(x), "the block", dtype, exact=False)
+    router = next(part for name, part in small.named_children() if getattr(layer.block, name) is layer.router)
+    told: list[Any] = []                        # (ids, weights): as they are read from the router, as experts get them
+    router.register_forward_hook(lambda _, args, out: told.append(layer.routing(out)))
+    _plugged(small.experts, seam, run).register_forward_pre_hook(
+        lambda _, args, kwargs: told.append([*args, *kwargs.values()][1:3]), with_kwargs=True)
+    problem = _difference(expected, small(x), "the block", dtype, exact=False)
+    if not problem and not all(map(torch.equal, *told)):
+        return (f"is called with other ids or weights than ROUTING reads from the output of "
+                f"{type(layer.router).__name__}")
+    return problem
 
 
 def _plugged(experts: Any, seam: type, run: Callable[..., Tensor]) -> Any:

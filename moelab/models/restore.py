@@ -15,6 +15,7 @@ are not kept, and of weights that were rounded nothing is restored.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -272,3 +273,13 @@ def _model_layout(store: ExpertStore) -> dict[str, Any]:
         header, size = header_bytes(tensors), sum(nbytes(*tensor) for tensor in tensors.values())
         files[f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"] = [len(header) + size, header[8:].decode()]
     return {"files": files, "experts": experts}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="the store's folder")
+    parser.add_argument("destination", help="the checkpoint's folder, which must not exist")
+
+
+def main(args: argparse.Namespace) -> int:
+    print(f"{restore(args.store, args.destination)} is the checkpoint that {args.store} was made from")
+    return 0

@@ -56,8 +56,15 @@ class MoELayer:
         """(what registers it, a hook, its options): in each pass the hook calls told(ids [T, K], weights [T, K])."""
         if not isinstance(self.experts, SeamExperts) and type(self.router).__name__ in ROUTING:
             return self.router.register_forward_hook, lambda _m, _args, out: told(*self.routing(out)), {}
-        return (self.experts.register_forward_pre_hook,             # of (hidden states, ids, weights)
-                lambda _m, args, kwargs: told(*[*args, *kwargs.values()][1:3]), {"with_kwargs": True})
+
+        def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            ids, weights = [*args, *kwargs.values()][1:3]           # after the hidden states
+            if ids.is_floating_point():
+                raise ValueError(f"{self.name}: {type(self.block).__name__} calls its experts with {ids.dtype} in "
+                                 f"place of ids, so its routing is not known; it needs lines in "
+                                 f"moelab/models/dialects.py")
+            told(ids, weights)
+        return self.experts.register_forward_pre_hook, of_experts, {"with_kwargs": True}
 
     def ask(self, x: Tensor) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are for real passes.

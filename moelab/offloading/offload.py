@@ -81,7 +81,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     ahead = min(most_ahead, room // (4 * sizes.in_flight)) if ahead is None else ahead
     least = ((staging or 1) + ahead) * sizes.in_flight + store.scratch
     if room < least:
-        raise ValueError(f"the budget is {room / 1e6:,.3f} MB; {least / 1e6:,.1f} MB ({least:,} bytes) are the least "
+        raise ValueError(f"the budget is {room:,} bytes; {least:,} bytes are the least "
                          f"that works: {staging or 1} in-flight expert(s), read and decoded"
                          + f", and {ahead} prefetched" * bool(ahead))
     pools, staging = divide(room - ahead * sizes.in_flight - store.scratch, sizes, L, E, pools, scope, workers, staging)

@@ -29,6 +29,7 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
+from moelab.registry import find
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine
 from moelab.schedule.load_queue import PrefetchCounts
@@ -145,18 +146,21 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
 
 def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
            pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
-           decompress_gbs: float | None = None) -> Simulation:
+           scheduler: Any = "default", decompress_gbs: float | None = None) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
-    cache : another policy: a name of `moelab.cache.policies.POLICIES`, or your own; "belady" knows the run's future.
+    cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's future.
     device : a card, its name or the path of your own, whose figures replace what was measured (`delays_of`).
     pools, workers, staging : in place of the run's.
+    scheduler : what orders reads and decoding: a name of `moelab.names("scheduler")`, or a function of your own.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
-    Raises ValueError for an unknown policy, a card without the figures that are needed, a run whose policy is an
-    instance, and the run of a model in memory without a device.
+    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that
+    are needed, a run whose policy is an instance, and the run of a model in memory without a device.
     """
+    if not isinstance(run, EngineRun):
+        raise TypeError(f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run")
     settings = run.settings
     policy = cache or settings.policy
     if cache is None and not isinstance(policy, (str, type)):
@@ -173,8 +177,9 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     if device is not None:
         device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
+    scheduler = find("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
-                    staging=staging or settings.staging, other=other, head=head,
+                    staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
                     predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
                     across=CrossToken(settings.spec.E))
 
@@ -261,8 +266,9 @@ class MachineRates:
         arrival = [device[key] for key in ("link_bandwidth_gbs", "storage_read_gbs") if key in device.figures]
         compute = [device[key] for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops") if key in device.figures]
         if not arrival or not compute:
-            raise ValueError(f"{device.name}: the card has no " + ("host link and no disk" if not arrival else "TFLOPS")
-                             + "; add the figure with its source")
+            lacks = ("host link and no disk (link_bandwidth_gbs, storage_read_gbs)" if not arrival else
+                     "TFLOPS (fp32_tflops, …)")
+            raise ValueError(f"{device.name}: the card has no {lacks}; add the figure with its source")
         return cls(arrival[0] * 1e9, device["memory_bandwidth_gbs"] * 1e9, compute[0] * 1e12)
 
 

@@ -138,7 +138,9 @@ class Predictor(ABC):
     def _needs(self, **ingredients: Any) -> None:
         for name, value in ingredients.items():
             if value is None:
-                raise ValueError(f"the predictor {type(self).__name__} needs {name}={INGREDIENTS[name]}")
+                made = type(self).__name__
+                raise ValueError(f"the predictor {made} needs {name}={INGREDIENTS[name]}: "
+                                 f"prefetch=lambda model: {made}(model, {name}=…)")
 
 
 class NextRouter(Predictor):

@@ -204,7 +204,7 @@ def test_bytes_of_pools():
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: Residency(2, 4, Pools(F=1), "mru"), "unknown cache policy 'mru'"),
+    (lambda: Residency(2, 4, Pools(F=1), "mru"), "there is no cache 'mru'"),
     (lambda: Residency(2, 4, Pools(F=1), scope="expert"), "whole 'model' or of each 'layer'"),
     (lambda: Residency(2, 4, Pools(F=1), margin=-1), "margin is -1"),
     (lambda: Residency(0, 4, Pools(F=1)), "L=0 layers"),

@@ -57,7 +57,8 @@ def test_restored_is_what_was_converted(name, tmp_path):
         (source / stray).write_bytes(content)
     store = convert(source, tmp_path / "s", "zstd-huffman")
     assert store.identity == identity_of(source)
-    restored = restore(store, tmp_path / "r")
+    restored = tmp_path / "r"
+    assert moelab_main(["restore", str(store.folder), str(restored)]) == 0
     assert files(restored) == files(source)
     found = verify(store)
     assert found["experts"] == store.spec.L * store.spec.E

@@ -16,7 +16,7 @@ import moelab
 from moelab.configs import spec_from_config
 from moelab import open_model
 from moelab import configs
-from moelab.models import compat, discover, guard, plug, seam
+from moelab.models import compat, dialects, discover, guard, plug, seam
 
 from . import tiny
 
@@ -121,6 +121,26 @@ def test_the_usual_loop_is_let_through_whoever_wrote_it(monkeypatch):
     expected = model(ids).logits
     plug(model)
     assert torch.equal(model(ids).logits, expected)
+
+
+def test_reading_the_router_otherwise_than_the_block_is_refused(monkeypatch):
+    """The block's translation is right; predictors and records would take the second-best experts for the best."""
+    monkeypatch.setitem(dialects.ROUTING, "Llama4Router",
+                        lambda router, output: ((-output[1]).topk(router.top_k, dim=1).indices, output[0]))
+    config = tiny.config("llama4_text")
+    model = compat.model_class(config)._from_config(config, dtype=torch.bfloat16).eval()
+    with pytest.raises(ValueError, match="other ids or weights than ROUTING reads .*Llama4Router.*dialects.py"):
+        plug(model)
+
+
+def test_a_block_that_passes_no_ids_is_told_of(monkeypatch, tmp_path):
+    """In memory nothing is plugged, so nothing is compared, and the routing is heard where experts are called."""
+    block = modeling_mixtral.MixtralSparseMoeBlock
+    monkeypatch.setattr(block, "forward",
+                        lambda self, x: self.experts(x.reshape(-1, x.shape[-1]), *[torch.ones(1, 2)] * 2))
+    with moelab.open_model(tiny.save("mixtral", tmp_path / "m", torch.bfloat16)) as lm:
+        with pytest.raises(ValueError, match="MixtralSparseMoeBlock calls .* torch.float32 in place of ids"):
+            lm(torch.arange(3, 9)[None])
 
 
 @pytest.mark.parametrize("name", seam.KINDS)
