@@ -71,10 +71,11 @@ class GEMV(Sorted):
         if before != state:
             each = [dict(zip(held, tensors)) for tensors in zip(*[w.unbind() for w in held.values()])]
             found = _tables(experts, each, held["down_proj"].dtype)
+            found = found and (found[0], None, found[2])            # the module keeps what they are of
             _BANKS[experts] = state, found
         if found is None or held["down_proj"].dtype != dtype:
             return None
-        return [(kind, table.take(hit, 0), R) for kind, table, R in found[0]], None, found[2]       # the module keeps them
+        return [(kind, table.take(hit, 0), R) for kind, table, R in found[0]], *found[1:]
 
 
 #: experts modules that hold their weights → (where these lie, `_tables` of all experts)
