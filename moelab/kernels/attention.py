@@ -90,7 +90,7 @@ class DecodeAttention:
         return y, None
 
     def grown(self, cache: Any) -> tuple[Tensor, Tensor] | None:
-        """The layer's keys and values [1, kv heads, S + 1, D], the last to be written; None to call the cache's `update`.
+        """The layer's keys and values [1, kv heads, S + 1, D], the last to be written; None for the cache's `update`.
 
         transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM`
         tokens more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.

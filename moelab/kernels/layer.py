@@ -37,7 +37,8 @@ class DecodeLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
                  attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        x, module, attention, (cos, sin) = hidden_states, self.module, self.attention, position_embeddings or (None,) * 2
+        x, module, attention = hidden_states, self.module, self.attention
+        cos, sin = position_embeddings or (None, None)
         grown = attention.grown(past_key_values) if not args and self._untouched() and attention.takes(
             x, cos, sin, attention_mask, past_key_values) else None
         if grown is None:
@@ -67,7 +68,8 @@ class DecodeLayer:
 def decode_layer(module: nn.Module) -> DecodeLayer | None:
     """The forward for this layer if its parts have ours and, with an identity for experts, a probe on a random token
     gives what its own forward gives."""
-    fast = [getattr(getattr(getattr(module, name, None), "__dict__", {}).get("forward"), "call", None) for name in PARTS]
+    parts = [getattr(module, name, None) for name in PARTS]
+    fast = [getattr(getattr(part, "__dict__", {}).get("forward"), "call", None) for part in parts]
     if [type(one) for one in fast] != [Norm, DecodeAttention, Norm] or not isinstance(module.mlp, nn.Module):
         return None
     from transformers import DynamicCache

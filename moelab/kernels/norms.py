@@ -117,7 +117,8 @@ def _rms_norm(kind, x, w, rows, H, eps, out):
 
 @kernel
 def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work, team, threads):
-    p, chosen, matrix, bounds = np.empty(E, np.float32), np.empty(K, np.float32), np.zeros((1, 4), np.int64), np.arange(2)
+    p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
+    matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
     matrix[0, 0] = w
     together(team, work, min(threads, (E + PIECE - 1) // PIECE), job_of(kind, kind, matrix, bounds, x, 1, H, bounds[:0],
                                                                         E, p.ctypes.data))

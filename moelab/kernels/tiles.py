@@ -444,7 +444,7 @@ def together(typing, team, function, threads, job):
 
 @intrinsic
 def exponential(typing, x):
-    """e^x of an fp32 number, within two units in the last place, in steps of which loops make vectors; subnormals are 0.
+    """e^x of an fp32 number, to one unit in the last place, in steps of which loops make vectors; subnormals are 0.
 
     Source: Cephes, expf: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, n added to its exponent.
     """
