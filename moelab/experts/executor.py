@@ -173,12 +173,12 @@ _SILU: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 def silu_gated(experts: Any) -> bool:
     """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures clamp at 7 or 10."""
-    if experts not in _SILU:
+    if (known := _SILU.get(experts)) is None:
         far = torch.logspace(-2, 6, 25)
         gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")
-        _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)),
-                                                             F.silu(gate) * up, atol=1e-6)
-    return _SILU[experts]
+        known = _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)),
+                                                                     F.silu(gate) * up, atol=1e-6)
+    return known
 
 
 def wants_grad(*tensors: Tensor) -> bool:

@@ -9,6 +9,7 @@ cached, so weights may lie anywhere. Sums are in fp32; unlike in eager, what is 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -61,24 +62,39 @@ class GEMV(Sorted):
                 tables.append((products.PACKED.get(codec.removesuffix(".T"), products.KINDS[dtype]), table, R))
             turned = {found[name][0].endswith(".T") for name in names(experts)}     # few bits lie in the rows layout
             return (tables, found, experts.is_transposed and turned == {False}) if len(turned) == 1 else None
-        given = None if banks(experts, "down_proj") is not None else [experts.weights(e) for e in hit.tolist()]
-        tables, alive = [], [given]
-        for name in names(experts):
-            table = np.zeros((len(hit), 4), np.int64)
-            for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
-                tensors = [banks(experts, part)] if given is None else [tensors[part] for tensors in given]
-                for w in tensors:
-                    if w.dtype != dtype or not w.is_cpu or not w.is_contiguous() or wants_grad(w):
-                        return None
-                if given is None:
-                    table[:, column] = hit * (w.stride(0) * w.element_size()) + w.data_ptr()
-                else:
-                    table[:, column] = [w.data_ptr() for w in tensors]
-                alive.append(tensors)
-                if column == 0:
-                    R = w.shape[-1 if experts.is_transposed else -2]
-            tables.append((products.KINDS[dtype], table, R))
-        return tables, alive, experts.is_transposed
+        if banks(experts, "down_proj") is None:
+            return _tables(experts, [experts.weights(e) for e in hit.tolist()], dtype)
+        held = {part: experts._parameters[part] for name in names(experts) for part in (name, name + "_bias")
+                if part == name or experts.has_bias}
+        state = wants_grad(*held.values()), *[(w.data_ptr(), w.stride(), w.dtype) for w in held.values()]
+        before, found = _BANKS.get(experts, (None, None))
+        if before != state:
+            each = [dict(zip(held, tensors)) for tensors in zip(*[w.unbind() for w in held.values()])]
+            found = _tables(experts, each, held["down_proj"].dtype)
+            found = found and (found[0], None, found[2])            # the module keeps what they are of
+            _BANKS[experts] = state, found
+        if found is None or held["down_proj"].dtype != dtype:
+            return None
+        return [(kind, table.take(hit, 0), R) for kind, table, R in found[0]], *found[1:]
+
+
+#: experts modules that hold their weights → (where these lie, `_tables` of all experts)
+_BANKS: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
+
+
+def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype) -> Any:
+    """`GEMV._matrices` of these experts' tensors."""
+    tables = []
+    for name in names(experts):
+        table = np.zeros((len(given), 4), np.int64)
+        for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
+            tensors = [tensors[part] for tensors in given]
+            if any(w.dtype != dtype or not w.is_cpu or not w.is_contiguous() or wants_grad(w) for w in tensors):
+                return None
+            table[:, column] = [w.data_ptr() for w in tensors]
+        R = given[0][name].shape[-1 if experts.is_transposed else -2]
+        tables.append((products.KINDS[dtype], table, R))
+    return tables, given, experts.is_transposed
 
 
 def _computable(x: Tensor, weights: Tensor, experts: Any) -> bool:

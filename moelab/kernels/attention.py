@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.kernels import products
-from moelab.kernels.tiles import (STEP, add_rows, dots, kept, place, read, span, spread, take, together,
+from moelab.kernels.tiles import (STEP, add_rows, dots, exponential, kept, place, read, span, spread, take, together,
                                   weight, write)
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.products import Matrices, Pack
@@ -48,7 +48,8 @@ class DecodeAttention:
         # of q's and k's: addresses of weights, widths, epsilon
         self.norms = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
             if len(norms) == 2 else (0, 0, D, D, 0.0)
-        kind = products.KINDS[self.linears[0].weight.dtype]
+        self.dtype = self.linears[0].weight.dtype
+        kind = products.KINDS[self.dtype]
         self.kind, self.heads_work = kind(0), c_function(_ENTRIES[kind])
         before = [Matrices(linear.weight, linear.bias, linear.out_features // D, pack) for linear in self.linears[:3]]
         if len({matrices.kind for matrices in before}) > 1:
@@ -61,18 +62,21 @@ class DecodeAttention:
         self.addresses = _addresses(module)
         self.rooms: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()      # of caches' layers
 
+    def takes(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None, cache: Any) -> bool:
+        """Whether this is a single token without a mask, and nothing of the module was replaced or moved."""
+        module, dtype = self.module, self.dtype
+        return (x.numel() == x.shape[-1] and mask is None and cache is not None and cos is not None
+                and x.dtype == cos.dtype == sin.dtype == dtype and x.is_cpu and cos.numel() == sin.numel() == self.D
+                and not torch.is_grad_enabled() and not module.training
+                and module.config._attn_implementation == "sdpa" and _addresses(module) == self.addresses)
+
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
                  attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        x, module, dtype = hidden_states, self.module, self.linears[0].weight.dtype
-        cos, sin = position_embeddings or (None, None)
-        if not (x.numel() == x.shape[-1] and attention_mask is None and past_key_values is not None and not args
-                and cos is not None and x.dtype == cos.dtype == sin.dtype == dtype and x.is_cpu
-                and cos.numel() == sin.numel() == self.D and not torch.is_grad_enabled()
-                and not module.training and module.config._attn_implementation == "sdpa"
-                and _addresses(module) == self.addresses):          # nothing was replaced or moved
+        x, module, (cos, sin) = hidden_states, self.module, position_embeddings or (None, None)
+        if args or not self.takes(x, cos, sin, attention_mask, past_key_values):
             return self.own(module, hidden_states, *args, position_embeddings=position_embeddings,
                             attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
-        grown = _grown(self.rooms, past_key_values, module.layer_idx, x.dtype)
+        grown = self.grown(past_key_values)
         k, v = [t[:, :, -1:] for t in grown] if grown else x.new_empty(2, 1, self.kv_heads, 1, self.D).unbind()
         x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
         q = np.empty(self.heads * self.D, np.float32)
@@ -85,26 +89,26 @@ class DecodeAttention:
                 y.data_ptr(), y.numel(), self.heads_work, self.works[1], products.TEAM, threads)
         return y, None
 
+    def grown(self, cache: Any) -> tuple[Tensor, Tensor] | None:
+        """The layer's keys and values [1, kv heads, S + 1, D], the last to be written; None for the cache's `update`.
 
-def _grown(rooms: Any, cache: Any, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """A layer's keys and values [1, kv heads, S + 1, D], the last to be written; None to call the cache's `update`.
-
-    transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM` tokens
-    more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
-    """
-    layers = () if getattr(cache, "offloading", True) else cache.layers
-    layer = layers[index] if index < len(layers) else None
-    if type(layer).__name__ != "DynamicLayer" or not layer.is_initialized or layer.keys.dtype != dtype \
-            or not layer.keys.is_cpu or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
-        return None
-    S = layer.keys.shape[2]
-    room, given = rooms.get(layer, (None, (None, None)))
-    if layer.keys is not given[0] or layer.values is not given[1] or S == room[0].shape[2]:
-        room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (layer.keys, layer.values))
-        room[0][:, :, :S], room[1][:, :, :S] = layer.keys, layer.values
-    layer.keys, layer.values = given = room[0][:, :, :S + 1], room[1][:, :, :S + 1]
-    rooms[layer] = room, given
-    return given
+        transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM`
+        tokens more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
+        """
+        layers, index = () if getattr(cache, "offloading", True) else cache.layers, self.module.layer_idx
+        layer = layers[index] if index < len(layers) else None
+        if type(layer).__name__ != "DynamicLayer" or not layer.is_initialized or layer.keys.ndim != 4:
+            return None
+        keys, values, S = layer.keys, layer.values, layer.keys.shape[2]
+        room, given = self.rooms.get(layer, (None, (None, None)))
+        if keys is not given[0] or values is not given[1] or S == room[0].shape[2]:
+            if keys.dtype != self.dtype or not keys.is_cpu or keys.shape[:3] != values.shape[:3]:
+                return None
+            room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (keys, values))
+            room[0][:, :, :S], room[1][:, :, :S] = keys, values
+        layer.keys, layer.values = given = room[0].narrow(2, 0, S + 1), room[1].narrow(2, 0, S + 1)
+        self.rooms[layer] = room, given
+        return given
 
 
 def _addresses(module: nn.Module) -> list[int]:
@@ -167,7 +171,7 @@ def _project(kind, order, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_w
                 write(kind, v, (m - heads) * stride + i, y[m + kv_heads, i])
 
 
-@kernel
+@kernel(fastmath={"reassoc", "contract"})
 def _normalise(kind, y, w, width, eps):
     """RMS norm of y in rows of `width`, by the weight at w."""
     if w == 0:
@@ -223,7 +227,8 @@ def _heads(kind, job):
                     scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)
             largest, total = scores[g].max(), np.float32(0)
             for s in range(S):
-                scores[g, s] = np.exp(scores[g, s] - largest)
+                scores[g, s] = exponential(scores[g, s] - largest)
+            for s in range(S):
                 total += scores[g, s]
             sums[:] = 0
             for s in range(0, S - 3, 4):

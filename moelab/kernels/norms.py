@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from moelab.kernels.attention import epsilon
 from moelab.kernels.compile import kernel
-from moelab.kernels.products import KINDS, widen
-from moelab.kernels.tiles import STEP, dots, kept, span, weight, write
+from moelab.kernels.products import KINDS, PIECE, TEAM, entry, job_of, widen
+from moelab.kernels.tiles import span, together, write
 
 #: entries of a norm's x up to which one thread of ours is faster than torch's many operations
 LARGEST_NORM = 1 << 16
@@ -69,7 +69,7 @@ class Router:
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
         ids = torch.empty(1, K, dtype=torch.int64)
         _route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised, logits.data_ptr(),
-               scores.data_ptr(), ids.numpy())
+               scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype]), TEAM, torch.get_num_threads())
         return logits, scores, ids
 
 
@@ -110,31 +110,27 @@ def _rms_norm(kind, x, w, rows, H, eps, out):
         inverse = np.float32(1 / np.sqrt(total / H + eps))
         for i in range(H):
             write(kind, to, i, row[i] * inverse)                # rounded before the weight, as transformers does it
-            write(kind, to, i, weight(kind, to, i) * scale[i])
+        widen(kind, np.float32(0), to, H, row.ctypes.data)
+        for i in range(H):
+            write(kind, to, i, row[i] * scale[i])
 
 
 @kernel
-def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids):
-    whole, inputs = H - H % STEP, np.empty(H, np.float32)
-    widen(kind, kind, x, H, inputs.ctypes.data)
-    p, row = np.empty(E, np.float32), np.empty(1, np.int64)
-    row[0] = inputs.ctypes.data
-    for e in range(0, E - 3, 4):
-        dots(1, 4, kind, row.ctypes.data, w + span(kind, e * H), 0, 0, H, whole, p.ctypes.data + 4 * e, E)
-    for e in range(E - E % 4, E):
-        dots(1, 1, kind, row.ctypes.data, w + span(kind, e * H), 0, 0, H, whole, p.ctypes.data + 4 * e, E)
+def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work, team, threads):
+    p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
+    matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
+    matrix[0, 0] = w
+    together(team, work, min(threads, (E + PIECE - 1) // PIECE), job_of(kind, kind, matrix, bounds, x, 1, H, bounds[:0],
+                                                                        E, p.ctypes.data))
     for e in range(E):
-        for i in range(whole, H):
-            p[e] += inputs[i] * weight(kind, w, e * H + i)
         write(kind, logits, e, p[e])                            # rounded before the softmax, as transformers does it
-        p[e] = weight(kind, logits, e)
-    kept(row)
+    widen(kind, np.float32(0), logits, E, p.ctypes.data)
     p = np.exp(p - p.max())
     total = p.sum()
     for k in range(K):
         ids[0, k] = np.argmax(p)
-        inputs[k] = p[ids[0, k]]
+        chosen[k] = p[ids[0, k]]
         p[ids[0, k]] = -1
-    chosen = inputs[:K].sum() if normalised else total
+    total = chosen.sum() if normalised else total
     for k in range(K):
-        write(score_kind, scores, k, inputs[k] / chosen)
+        write(score_kind, scores, k, chosen[k] / total)

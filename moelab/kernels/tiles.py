@@ -18,6 +18,7 @@ from functools import reduce
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -52,6 +53,11 @@ def _load(builder: Any, kind: ir.Type, address: Any) -> Any:
 
 def _store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def _element(builder: Any, kind: ir.Type, address: Any, i: Any) -> Any:
+    """A pointer to the i-th number at an address, of which LLVM knows that the next one lies beside it: for vectors."""
+    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [i])
 
 
 def _all(kind: Any, value: float) -> ir.Constant:
@@ -364,13 +370,13 @@ def join(typing, w, other, table, n, out):
 def weight(typing, kind, w, i):
     """The i-th weight at an address, as fp32; a packed matrix has biases of bf16."""
     def code(context, builder, signature, args):
-        _, w, i = args
-        place = _at(builder, w, i, 4 if kind == types.float32 else 2)
+        as_stored = {types.float32: _F32, types.int16: ir.HalfType()}.get(kind, _I16)
+        found = builder.load(_element(builder, as_stored, *args[1:]), align=1)
         if kind == types.float32:
-            return _load(builder, _F32, place)
+            return found
         if kind == types.int16:
-            return builder.fpext(_load(builder, ir.HalfType(), place), _F32)
-        return builder.bitcast(builder.shl(builder.zext(_load(builder, _I16, place), _I32), _all(_I32, 16)), _F32)
+            return builder.fpext(found, _F32)
+        return builder.bitcast(builder.shl(builder.zext(found, _I32), _all(_I32, 16)), _F32)
     return types.float32(kind, w, i), code
 
 
@@ -462,6 +468,31 @@ def together(typing, team, function, threads, job):
 
 
 @intrinsic
+def exponential(typing, x):
+    """e^x of an fp32 number, to one unit in the last place, in steps of which loops make vectors; subnormals are 0.
+
+    Source: Cephes, expf: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, n added to its exponent.
+    """
+    def code(context, builder, signature, args):
+        def f(name, *args):
+            of = ir.FunctionType(_F32, [_F32] * len(args))
+            return builder.call(cgutils.get_or_insert_function(builder.module, of, f"llvm.{name}.f32"), args)
+
+        def number(value):
+            return _all(_F32, float(np.float32(value)))
+        x, = args
+        bound = f("minnum", f("maxnum", x, number(-88.0)), number(89.0))
+        n = f("rint", builder.fmul(bound, number(1.44269504)))
+        r = f("fma", n, number(2.12194440e-4), f("fma", n, number(-0.693359375), bound))
+        total = number(1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+            total = f("fma", total, r, number(factor))
+        bits = builder.shl(builder.add(builder.fptosi(n, _I32), _all(_I32, 127)), _all(_I32, 23))
+        return builder.select(builder.fcmp_unordered("uno", x, x), x, builder.fmul(total, builder.bitcast(bits, _F32)))
+    return types.float32(types.float32), code
+
+
+@intrinsic
 def read(typing, address, i):
     """The i-th int64 at an address."""
     return types.int64(types.int64, types.int64), lambda context, builder, signature, args: _load(
@@ -489,6 +520,6 @@ def write(typing, kind, address, i, value):
             nan = builder.fcmp_unordered("uno", value, value)
             bits = builder.select(nan, _all(_I32, 0x7FC00000), rounded)
             value = builder.trunc(builder.lshr(bits, _all(_I32, 16)), _I16)
-        _store(builder, value, _skip(builder, kind, address, i))
+        builder.store(value, _element(builder, value.type, address, i), align=1)
         return context.get_dummy_value()
     return types.void(kind, types.int64, types.int64, types.float32), code

@@ -1,4 +1,4 @@
-"""The fused decode kernels on a model: norms, routers, attention and linear layers of a single token on the CPU.
+"""The fused decode kernels on a model: norms, routers, attention, layers of a single token on the CPU.
 
 Each is used only where a probe shows that it gives what the module gives. Prompts, batches, masks and other devices
 take the modules' own forwards. Results are transformers' within the dtype's tolerance, not bit for bit.
@@ -18,8 +18,9 @@ from moelab.store.reader import aligned_buffer
 
 try:
     from moelab.kernels.attention import decode_attention
+    from moelab.kernels.layer import decode_layer
     from moelab.kernels.norms import fast_norm, fast_router
-    KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention}
+    KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer}
 except ModuleNotFoundError as error:
     if error.name != "numba":
         raise
@@ -32,19 +33,20 @@ class FastDecode(Patches):
     rows : up to how many rows linear layers use them; None measures it.
     packed : whether linear layers, attention's and the head too, multiply by bf12 copies of their weights, made now:
         75 % more memory for these, 25 % fewer bytes a token. Lossless: results differ in the order of sums only.
-    norms, routers, attentions, linears : count the modules with another forward. One that had another is left alone.
+    norms, routers, attentions, layers, linears : count the modules with another forward; one that had another is left
+        alone.
     """
 
     def __init__(self, model: nn.Module, rows: float | None = None, packed: bool = False) -> None:
         super().__init__()
-        self.norms = self.routers = self.attentions = self.linears = 0
+        self.norms = self.routers = self.attentions = self.layers = self.linears = 0
         pack = as_bf12 if packed else None
         find_linear = FastLinears(rows, pack)
         self.rows = find_linear.rows
         try:
             for what, find in (KERNELS | {"linears": find_linear}).items():
                 find = partial(find, pack=pack) if what == "attentions" else find
-                for module in model.modules():                  # attention's probe is of the norms in it, too
+                for module in model.modules():                  # probes of what is made of others use theirs
                     if bare(module) and (fast := find(module)) is not None:
                         self.wrap(module, "forward", lambda _, fast=fast: fast)
                         setattr(self, what, getattr(self, what) + 1)

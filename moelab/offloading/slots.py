@@ -80,7 +80,7 @@ class Slots:
         self._store, self._views, self._scratch, kinds = store, {}, {}, {}
         self._packed = self.sizes.in_place and any(entry.planes[0][0] != "raw" for layer in store.layers
                                                    for entries in layer.experts for entry in entries.values())
-        self._matrices: dict[int, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+        self._matrices: dict[int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]] = {}
         # layer → a number that layers share whose experts have tensors of the same shapes
         self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]
 
@@ -126,18 +126,18 @@ class Slots:
         others, or as kernels do not read them."""
         if layer not in self._matrices:
             of = [_matrices(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
-            self._matrices[layer] = {name: tuple(np.array([one[name][i] for one in of]) for i in range(2))
-                                     for name in of[0]}
-        begin = self._full.data_ptr() + np.array(slots, np.int64) * self.sizes.full
-        found = {}
-        for name, (codecs, places) in self._matrices[layer].items():
-            (codec, *others), places = set(codecs[experts]), places[experts]
-            if others or not codec:
-                return None
-            places[:, 0] += begin
-            places[:, 1] += begin * (codec != "raw")
-            found[name] = str(codec), places
-        return found
+            rows = np.array([[one[name][1] for one in of] for name in of[0]])               # [names, experts, 4]
+            moves = np.zeros_like(rows)                     # slots by which the columns move: addresses of memory
+            moves[..., 0], moves[..., 1] = 1, [[one[name][0] != "raw" for one in of] for name in of[0]]
+            codecs = [tuple(one[name][0] for name in of[0]) for one in of]
+            self._matrices[layer] = list(of[0]), codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
+        names, codecs, rows, moves = self._matrices[layer]
+        (found, *others) = {codecs[expert] for expert in experts}
+        if others or "" in found:
+            return None
+        chosen = np.array(experts)
+        places = moves.take(chosen, 1) * np.array(slots)[:, None] + rows.take(chosen, 1)
+        return {name: (codec, table) for name, codec, table in zip(names, found, places)}
 
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:

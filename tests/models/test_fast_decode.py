@@ -1,6 +1,7 @@
 """The fused decode kernels on models, against transformers' own results."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ import torch
 
 from moelab import open_model
 from moelab.models.fast_decode import FastDecode, as_bf12
+from moelab.models.patches import Patches
 from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
-from moelab.kernels import products         # noqa: E402
+from moelab.kernels import layer, products  # noqa: E402
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
 
@@ -25,11 +27,58 @@ def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_
         wanted = generate(model, batch=batch, prompt=3)
         with FastDecode(model) as found:
             assert found.norms + found.attentions > 0 and (found.attentions > 0) == (name in ATTENTION)
+            assert found.layers == (found.attentions if name != "phimoe" else 0)            # its norms are no RMSNorms
             tokens, logits = generate(model, batch=batch, prompt=3)
         assert torch.equal(tokens, wanted[0])
         torch.testing.assert_close(logits, wanted[1], rtol=2e-4, atol=2e-4)
         assert all(torch.equal(*pair) for pair in zip(generate(model, batch=batch, prompt=3), wanted))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_layer_is_one_call_unless_something_lies_on_its_parts(tmp_path, monkeypatch):
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    calls, run, ids = [], layer._layer, torch.arange(3, 9)[None]
+    monkeypatch.setattr(layer, "_layer", lambda *args: calls.append(args) or run(*args))
+
+    def step(count):
+        calls.clear()
+        with torch.inference_mode():
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+            logits = [model(token[None, None], past_key_values=cache).logits for token in ids[0, 3:]]
+        assert len(calls) == 3 * count
+        return torch.cat(logits)
+    wanted = step(0)
+    with FastDecode(model) as fast:
+        close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+        close(step(L := fast.layers), wanted)
+        first = model.model.layers[0]
+        for part in (first.input_layernorm, first.self_attn, first.post_attention_layernorm):
+            told = []
+            for register in (part.register_forward_hook, part.register_forward_pre_hook):
+                hook = register(lambda *_: told.append(1))
+                close(step(L - 1), wanted)
+                hook.remove()
+            assert len(told) == 8                                       # prompts are heard, too
+            with Patches() as patches:
+                patches.wrap(part, "forward", lambda below: lambda *a, **k: told.append(1) or below(*a, **k))
+                close(step(L - 1), wanted)
+            assert len(told) == 12
+        heard = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        close(step(0), wanted)
+        heard.remove()
+        close(step(L), wanted)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            for what in ("weight", "module"):
+                norm = getattr(first, name)
+                if what == "weight":
+                    norm.weight = torch.nn.Parameter(norm.weight.detach() * 3)
+                else:
+                    setattr(first, name, copy.deepcopy(norm))
+                    getattr(first, name).weight.data *= 2
+                before, wanted = wanted, step(L - 1)
+                assert not torch.allclose(before, wanted, rtol=1e-3, atol=1e-4)
+        fast.close()
+        close(step(0), wanted)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
