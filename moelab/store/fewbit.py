@@ -42,7 +42,6 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)                 # by code; bit 3
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max                  # 448
 #: byte → the values of its low and its high half: [256, 2]
 _E2M1 = torch.tensor([[(E2M1 + tuple(-v for v in E2M1))[half] for half in (b & 15, b >> 4)] for b in range(256)])
-_INT4 = torch.tensor([[half - 8.0 for half in (b & 15, b >> 4)] for b in range(256)])
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,8 @@ def _quantize_int4(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    return _INT4[codes.int()].flatten(-2) * scales.float()[..., None]
+    wide = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float() - 8
+    return wide * scales.float()[..., None]
 
 
 def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,8 @@ def row(name: str, address: int, shape: tuple[int, ...]) -> list[int]:
 def pack(name: str, w: Tensor) -> np.ndarray | None:
     """The blob of a tensor, uint8; None for one that stays as it is."""
     w = w.mT if name.endswith(".T") and w.dim() > 1 else w
-    if w.dim() < 2 or w.shape[-1] % GROUP or not w.numel() or not w.is_floating_point() or not w.isfinite().all():
+    if w.dim() < 2 or w.shape[-1] % GROUP or not w.numel() or not w.is_floating_point() \
+            or not w.abs().max().isfinite():
         return None
     return joined(*find_format(name).quantize(w.detach().reshape(-1, w.shape[-1]).float().contiguous()))
 
