@@ -195,11 +195,10 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
     model = opening.open_checkpoint(store.folder, experts="external") if model is None else model
-    with (Reader(store, **reading) as reader, ThreadPoolExecutor(workers, initializer=step_back) as pool,
-          torch.inference_mode()):
+    with Reader(store, **reading) as reader, ThreadPoolExecutor(workers, initializer=step_back) as pool:
         measured = Microbenchmarks(store, model, reader, pool, workers, np.random.default_rng(seed),
                                    make("executor", executor) if isinstance(executor, str) else executor, compact)
-        with closing(measured.pieces), plugged(model, measured.without_experts, measured):
+        with closing(measured.pieces), plugged(model, measured.without_experts, measured), torch.inference_mode():
             measured.once()                                     # compiles, touches memory
             measured.seconds.clear()
             start = time.perf_counter()
@@ -335,12 +334,14 @@ class Microbenchmarks:
                 begun.set()
         other = self.pool.submit(again, behind, over.is_set)
         begun.wait()
+        spans[behind].clear()                                   # what was done before this side had begun
+        first = time.perf_counter()
         try:
             again(here, lambda: other.done() or min(map(len, spans.values())) >= 3)
         finally:
+            last = time.perf_counter()
             over.set()
         other.result()
-        first, last = spans[here][0][0], spans[here][-1][1]
         for kind, beside in ((behind, here), (here, behind)):
             self.seconds.setdefault(f"{kind} beside {beside}", []).append(statistics.fmean(
                 end - start for start, end in spans[kind] if first <= start and end <= last))
