@@ -31,6 +31,7 @@ SHARES = (0.613, 0.371)                 # of the checkpoint, memory limits of `p
 PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
+SIMULATED = ("raw", "bf12", "huffman", "int4", "bf12, fast", "int4, fast")
 
 
 def resident(bench: EngineBenchmark) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
     from moelab.offloading.simulator import simulate
     from moelab.store.layout import ExpertStore
     rows: dict[str, Any] = {}
-    for arm in ("raw", "bf12", "huffman", "int4", "bf12, fast", "int4, fast"):
+    for arm in SIMULATED:
         codec, executor = arm.partition(", ")[0], "fast" if arm.endswith("fast") else "exact"
         store = ExpertStore(bench.folder / codec)
         profiled = profile(store, executor=None if executor == "exact" else executor, compact=executor == "fast")
