@@ -11,8 +11,9 @@ them: "expert beside decode" is one expert on one token while another is decoded
 Samples are seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a random
 place), "decompress", "recover", "decode" (both in one), "expert 4" (one expert on 4 tokens, unpacked before where the
 executor needs it so), "one thread" (on one token, if the engine does that), "other 4" (what comes before a layer's
-experts, in a forward of 4 tokens without a past), "head 4" (what comes after the last layer), "copy", "matmul float32".
-Left out: contention with the model's other parts, or of many tokens; attention to a long past; devices but the CPU.
+experts, in a forward of 4 tokens without a past; deciding what to load is part of it), "head 4" (what comes after the
+last layer), "copy", "matmul float32". Left out: contention with the model's other parts, or of many tokens; threads'
+handshakes; attention to a long past; devices but the CPU.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import numpy as np
 import torch
 
 from moelab.arguments import number, whole
+from moelab.cache.residency import Pools, Residency
 from moelab.files import read_json, write_json
 from moelab.models import opening, plugged
 from moelab.models.seam import SeamExperts, assignments, discover, execute
@@ -44,8 +46,9 @@ from moelab.offloading.pipeline import step_back
 from moelab.offloading.slots import Sizes, Slots, has_few_bits
 from moelab.progress import progress
 from moelab.registry import make
+from moelab.schedule.affinity import default_order
 from moelab.schedule.requests import Delays
-from moelab.specs import DeviceSpec, Figure
+from moelab.specs import DeviceSpec, Figure, State
 from moelab.store.headers import NAMES
 from moelab.store.layout import ALIGN, Chunk, ExpertStore, TensorEntry
 from moelab.store.reader import Chunks, Reader, aligned_buffer, decode, decode_tensor, empty_tensors
@@ -198,7 +201,8 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
     with Reader(store, **reading) as reader, ThreadPoolExecutor(workers, initializer=step_back) as pool:
         measured = Microbenchmarks(store, model, reader, pool, workers, np.random.default_rng(seed),
                                    make("executor", executor) if isinstance(executor, str) else executor, compact)
-        with closing(measured.pieces), plugged(model, measured.without_experts, measured), torch.inference_mode():
+        with (closing(measured.pieces), measured.disk, plugged(model, measured.without_experts, measured),
+              torch.inference_mode()):
             measured.once()                                     # compiles, touches memory
             measured.seconds.clear()
             start = time.perf_counter()
@@ -234,11 +238,12 @@ class Microbenchmarks:
         self.slots = Slots(store, {"full": self.kept, "e": workers, "sm": workers}, sizes)
         self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
         self.full: dict[int, tuple[int, int]] = {}              # slot → (layer, expert) that it holds
+        self.whole: dict[int, Chunks] = {}                      # the same, of what is read in place
         for slot in range(self.kept):
             layer, expert = self._pick()
             self.full[slot] = layer, expert
             if self.slots.sizes.in_place:
-                reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
+                self.whole[slot], = reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
             else:
                 decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer, expert))
         largest = max(layer.size for layer in store.layers)
@@ -252,7 +257,10 @@ class Microbenchmarks:
         self.one_thread = executor is None and same_bits_on_one_thread(store, model)
         self.spare = reader.buffer()
         self.spare[:] = 0
-        self.work = {"decode": lambda: self.decoding, "read": self._reading, "expert": lambda: self._computing(1)}
+        self.work = {"decode": self._decoding, "read": self._reading, "expert": lambda: self._computing(1)}
+        self.disk = ThreadPoolExecutor(1)                       # the engine's, too, does not step back
+        self.residency = Residency(len(store.layers), max(len(layer.experts) for layer in store.layers),
+                                   Pools(F=experts // 4))
 
     def once(self) -> None:
         self.done += 1
@@ -288,11 +296,10 @@ class Microbenchmarks:
         for i in range(self.workers):
             key, slot = self._pick(), (self.done * self.workers + i) % self.kept
             whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
-            self.full[slot] = key
+            self.full[slot], self.whole[slot] = key, whole[-1]
             self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
         list(self.pool.map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None, chunks, chunks,
                                                      {}), whole))
-        self.decoding = partial(self._checked, "decode", lambda *_: None, whole[0], whole[0], {})
         self.seconds["decompress"] = self.seconds["decode"]
         for name in ("read SM", "recover"):
             self.seconds.setdefault(name, []).extend([0.0] * self.workers)
@@ -308,7 +315,7 @@ class Microbenchmarks:
             work.append((e, sm, self.slots.tensors(slot, *key)))
         for name, stage in (("decompress", _decompress), ("recover", _recover), ("decode", decode)):
             list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
-        self.decoding = partial(self._checked, "decode", decode, *work[0])
+        self.latest = work[0]
 
     def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
         """As the engine's workers do: check, then use."""
@@ -332,7 +339,7 @@ class Microbenchmarks:
                     spans[kind].append((start, time.perf_counter()))
             finally:
                 begun.set()
-        other = self.pool.submit(again, behind, over.is_set)
+        other = (self.disk if behind == "read" else self.pool).submit(again, behind, over.is_set)
         begun.wait()
         spans[behind].clear()                                   # what was done before this side had begun
         first = time.perf_counter()
@@ -345,6 +352,12 @@ class Microbenchmarks:
         for kind, beside in ((behind, here), (here, behind)):
             self.seconds.setdefault(f"{kind} beside {beside}", []).append(statistics.fmean(
                 end - start for start, end in spans[kind] if first <= start and end <= last))
+
+    def _decoding(self) -> Callable[[], Any]:
+        if not self.slots.sizes.in_place:
+            return partial(self._checked, "decode", decode, *self.latest)
+        chunks = self.whole[int(self.rng.integers(self.kept))]
+        return partial(self._checked, "decode", lambda *_: None, chunks, chunks, {})
 
     def _reading(self) -> Callable[[], Any]:
         layer, expert = self._pick()
@@ -383,9 +396,13 @@ class Microbenchmarks:
 
     def without_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
                         experts: SeamExperts) -> torch.Tensor:
-        """An executor whose experts all answer nothing; what it costs to hand out and to sum up is left in."""
-        nothing = [(expert, tokens, x.new_zeros(len(tokens), x.shape[1]))
-                   for expert, _, tokens in assignments(ids, experts.num_experts)]
+        """An executor whose experts all answer nothing; what it costs to hand out and to sum up is left in, and to
+        decide as the engine does."""
+        routed = assignments(ids, experts.num_experts)
+        step = self.residency.begin(experts.layer, {expert: len(tokens) for expert, _, tokens in routed})
+        default_order([request for request in step.requests if request.state is not State.FULL],
+                      Delays(1, 1, 1, 1, 1, 0), self.workers)
+        nothing = [(expert, tokens, x.new_zeros(len(tokens), x.shape[1])) for expert, _, tokens in routed]
         out = experts.accumulate(x, nothing)
         self.calls.append(time.perf_counter())
         return out
