@@ -6,7 +6,7 @@ system's cache dropped, products find the expert gone from the processor's cache
 real forward passes whose experts answer nothing. Medians are used. `quick_delays` takes a moment instead.
 
 Disk, workers and computation share cores and memory, so each two of them also run side by side, as the engine runs
-them: "expert beside decode" is one expert on one token while another is decoded.
+them: "expert beside decode" is one expert on one token while another is decoded, "expert alone" the same just before.
 
 Samples are seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a random
 place), "decompress", "recover", "decode" (both in one), "expert 4" (one expert on 4 tokens, unpacked before where the
@@ -124,14 +124,13 @@ class Profile:
 
     def delays(self) -> Delays:
         base, token = self.fit("expert")
-        one = self.median("one thread") if "one thread" in self.seconds else None
-        alone = {"read": self.median("read both"), "decode": self.median("decode"),
-                 "expert": one or self.median("expert 1")}
+        beside = {name: statistics.median(b / a for a, b in zip(self.seconds[f"{name.split()[0]} alone"], samples))
+                  for name, samples in self.seconds.items() if " beside " in name}
         return Delays(
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
             token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
-            self.experts_bytes, tuple(self.points("expert").items()), one,
-            {name: self.median(name) / alone[name.partition(" ")[0]] for name in self.seconds if " beside " in name})
+            self.experts_bytes, tuple(self.points("expert").items()),
+            self.median("one thread") if "one thread" in self.seconds else None, beside)
 
     def to_device(self) -> DeviceSpec:
         """A device card of this machine, its figures "measured", with when and how in their source."""
@@ -255,8 +254,9 @@ class Microbenchmarks:
         self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
         self.experts = [layer.experts for layer in discover(model)]
         self.one_thread = executor is None and same_bits_on_one_thread(store, model)
-        self.spare = reader.buffer()
-        self.spare[:] = 0
+        self.spare = {part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
+        for buffer in self.spare.values():
+            buffer[:] = 0
         self.work = {"decode": self._decoding, "read": self._reading, "expert": lambda: self._computing(1)}
         self.disk = ThreadPoolExecutor(1)                       # the engine's, too, does not step back
         self.residency = Residency(len(store.layers), max(len(layer.experts) for layer in store.layers),
@@ -268,6 +268,8 @@ class Microbenchmarks:
         with _threads(1 if self.one_thread else torch.get_num_threads()):
             if self.one_thread:
                 self.timed("one thread", self._computing(1))
+            for kind in self.work:
+                self._alone(kind)
             for pair in combinations(self.work, 2):
                 self._side_by_side(*pair)
         for size in self.sizes:
@@ -324,27 +326,35 @@ class Microbenchmarks:
                 self.reader.check(chunks)
         stage(e, sm, out)
 
+    def _again(self, kind: str, spans: list[tuple[float, float]], enough: Callable[[], bool], begun: Event) -> None:
+        """Work of one kind after another, on other experts."""
+        try:
+            while not enough():
+                work, start = self.work[kind](), time.perf_counter()
+                begun.set()
+                work()
+                spans.append((start, time.perf_counter()))
+        finally:
+            begun.set()
+
+    def _alone(self, kind: str) -> None:
+        spans: list[tuple[float, float]] = []
+        again = partial(self._again, kind, spans, lambda: len(spans) == 3, Event())
+        again() if kind == "expert" else (self.disk if kind == "read" else self.pool).submit(again).result()
+        self.seconds.setdefault(f"{kind} alone", []).append(statistics.fmean(end - start for start, end in spans))
+
     def _side_by_side(self, behind: str, here: str) -> None:
-        """Two kinds of work again and again, one in a thread of the pool, until both have been done three times; what
+        """Two kinds of work again and again, one in a thread of its own, until both have been done three times; what
         counts are the means of those that ran beside the other from beginning to end."""
         spans: dict[str, list[tuple[float, float]]] = {behind: [], here: []}
         begun, over = Event(), Event()
-
-        def again(kind: str, enough: Callable[[], bool]) -> None:
-            try:
-                while not enough():
-                    work, start = self.work[kind](), time.perf_counter()
-                    begun.set()
-                    work()
-                    spans[kind].append((start, time.perf_counter()))
-            finally:
-                begun.set()
-        other = (self.disk if behind == "read" else self.pool).submit(again, behind, over.is_set)
+        other = (self.disk if behind == "read" else self.pool).submit(self._again, behind, spans[behind], over.is_set,
+                                                                      begun)
         begun.wait()
         spans[behind].clear()                                   # what was done before this side had begun
         first = time.perf_counter()
         try:
-            again(here, lambda: other.done() or min(map(len, spans.values())) >= 3)
+            self._again(here, spans[here], lambda: other.done() or min(map(len, spans.values())) >= 3, begun)
         finally:
             last = time.perf_counter()
             over.set()
@@ -362,7 +372,7 @@ class Microbenchmarks:
     def _reading(self) -> Callable[[], Any]:
         layer, expert = self._pick()
         self.reader.drop_cache(layer)
-        return partial(self.reader.read_parts, layer, expert, {"both": self.spare})
+        return partial(self.reader.read_parts, layer, expert, self.spare)
 
     def _computing(self, tokens: int) -> Callable[[], torch.Tensor]:
         """Computes an expert as the engine would that has just loaded it."""

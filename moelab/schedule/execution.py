@@ -153,7 +153,7 @@ class SimulatedMachine:
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
-        self._one_thread = (self.delays.one_thread is not None and self.queue.busy     # as the engine decides: once a layer
+        self._one_thread = (self.delays.one_thread is not None and self.queue.busy      # decided once a layer
                             and all(request.tokens == 1 for request in self._requests.values()))
         while self._left:
             self._start()

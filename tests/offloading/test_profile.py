@@ -48,7 +48,8 @@ def test_everything_is_measured_as_often(measured, store):
     names = {"read both", "read E", "read SM", "decompress", "recover", "decode", "copy", "matmul float32",
              "matmul bfloat16", *(f"expert {n}" for n in EXPERT_TOKENS), *(f"{part} {n}" for n in FORWARD_TOKENS
                                                                           for part in ("other", "head")),
-             *(f"{a} beside {b}" for a, b in permutations(("read", "decode", "expert"), 2))}
+             *(f"{a} beside {b}" for a, b in permutations(("read", "decode", "expert"), 2)),
+             "read alone", "decode alone", "expert alone"}
     assert names <= set(measured.seconds)
     assert {len(samples) for samples in measured.seconds.values()} == {profiling.MINIMUM}
     assert min(map(min, measured.seconds.values())) > 0
@@ -129,12 +130,13 @@ def test_pairs_run_side_by_side():
             rounds.work = kept
 
 
-def test_contention_is_the_ratio_to_what_the_same_takes_alone():
+def test_contention_is_the_ratio_to_what_the_same_takes_alone_in_that_round():
     seconds = {"read E": [1.0], "read SM": [1.0], "read both": [2.0], "decompress": [1.0], "recover": [1.0],
-               "decode": [2.0], "expert 1": [4.0], "expert beside decode": [12.0, 12.0, 90.0], "read beside expert": [3.0]}
-    assert replace_seconds(seconds).delays().beside == {"expert beside decode": 3.0, "read beside expert": 1.5}
-    one = replace_seconds(seconds | {"one thread": [6.0]}).delays()
-    assert one.one_thread == 6.0 and one.beside["expert beside decode"] == 2.0
+               "decode": [2.0], "expert 1": [4.0], "expert alone": [4.0, 5.0, 6.0], "read alone": [2.0],
+               "expert beside decode": [12.0, 10.0, 90.0], "read beside expert": [3.0]}
+    delays = replace_seconds(seconds).delays()
+    assert delays.beside == {"expert beside decode": 3.0, "read beside expert": 1.5} and delays.one_thread is None
+    assert replace_seconds(seconds | {"one thread": [6.0]}).delays().one_thread == 6.0
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"])
