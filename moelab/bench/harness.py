@@ -48,9 +48,10 @@ class EngineBenchmark:
         model, gguf, hub = (self.folder / name for name in ("model", "model.gguf", "hub"))
         if not model.exists():
             synthesize(model, self.spec)
-        for codec in ("huffman", "bf12", "raw"):
-            if not (self.folder / codec).exists():
-                convert(model, self.folder / codec, codec)
+        for name, how in {codec: {"codec": codec} for codec in ("huffman", "bf12", "raw")} | {
+                "int4": {"quantize": "int4"}}.items():
+            if not (self.folder / name).exists():
+                convert(model, self.folder / name, **how)
         if not (self.folder / "experts.bin").exists():
             lay_out(model, self.folder / "experts.bin")
         if external and not gguf.exists() and self._imports("llama.cpp", "gguf, llama_cpp"):

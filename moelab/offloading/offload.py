@@ -91,7 +91,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)
         model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
-        delays = delays or quick_delays(store, model)
+        delays = delays or quick_delays(store, model, sizes.in_place, compact)
         settings = EngineSettings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
                                   store.weights_bytes)
         run = EngineRun(settings, residency)

@@ -49,6 +49,12 @@ class Bell:
             self._tokens.put(None)
 
 
+def step_back() -> None:
+    """Give this thread a lower priority: an OpenMP team that lost a core to it would make all its threads wait."""
+    with contextlib.suppress(AttributeError, OSError):          # only on Linux has a thread a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
 class Pipeline:
     """Memory, files and threads around a `LoadQueue`.
 
@@ -214,9 +220,7 @@ class Pipeline:
         return *found, {kind: self.chunks[kind, load.slots[kind]] for kind in USES[operation]}
 
     def _work_loop(self, me: str) -> None:
-        with contextlib.suppress(AttributeError, OSError):      # only on Linux has a thread a priority of its own
-            # An OpenMP team that lost a core to this thread would make all its threads wait.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        step_back()
         decode = decoder(self.slots.device)
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, name, operation, chunks = found

@@ -2,8 +2,8 @@
 
 `Residency` decides from the sequence of steps alone, so whatever the engine hits, evicts and reads on these steps, the
 simulator does too; only the clock differs. Delays are measured on this machine, or follow from the figures of a device
-card. Left out: contention of disk, decompression and compute for the same memory, sampling between two forwards, and
-padding tokens of a batch, which a trace doesn't have.
+card. Contention of disk, decompression and compute is in `Delays.beside` where `profile` measured it. Left out:
+sampling between two forwards, threads' handshakes, and padding tokens of a batch, which a trace doesn't have.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from math import prod
 from typing import Any
 
 from moelab.schedule.affinity import Block, Order
@@ -88,12 +90,24 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
     return machine.timeline(), machine.now
 
 
+@dataclass
+class _Work:
+    """What a resource is at: its number among the events, its end if nothing changes, what then, and how many times as
+    long it takes now as it would alone."""
+
+    what: str
+    event: int
+    until: float
+    then: Callable[[], None]
+    slowed: float = 1.0
+
+
 class SimulatedMachine:
     """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
 
     Compute runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run`
-    and `spend` only, and what is under way goes on from layer to layer. Left out: that reads and decompression slow
-    each other down, and threads' handshakes.
+    and `spend` only, and what is under way goes on from layer to layer. Whoever works beside others is slowed down as
+    `Delays.beside` says, as long as they do. Left out: threads' handshakes.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
     prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
@@ -110,9 +124,9 @@ class SimulatedMachine:
         self.now = self.needed = start
         self._seconds = {"decompress": delays.decompress, "recover": delays.recover, "decode": delays.decode_at_once}
         self._events: list[Event] = []
-        self._running: list[tuple[float, int, Callable[[], None]]] = []     # end; −1 disk, workers, compute; what then
+        self._running: dict[int, _Work] = {}                    # −1 disk, workers, compute
         self._idle, self._disk_free, self._compute_free, self._computed_until = list(range(workers)), True, True, start
-        self._layer, self._left = -1, 0                         # _left: for compute to do
+        self._layer, self._left, self._one_thread = -1, 0, False        # _left: for compute to do
         self._halted: tuple[Load, Callable[[], None]] | None = None     # a prefetch between two pieces; goes on
         self._requests: dict[ExpertKey, Any] = {}
         self._ready: deque[ExpertKey] = deque()
@@ -139,16 +153,30 @@ class SimulatedMachine:
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
+        self._one_thread = (self.delays.one_thread is not None and self.queue.busy      # decided once a layer
+                            and all(request.tokens == 1 for request in self._requests.values()))
         while self._left:
             self._start()
-            self.now = self._running[0][0]
-            while self._running and self._running[0][0] == self.now:    # all that end together, before anything starts
-                heappop(self._running)[2]()
+            self._slow_down()
+            self.now = min(work.until for work in self._running.values())
+            for number in sorted(self._running):                # all that end together, before anything starts
+                if self._running[number].until == self.now:
+                    self._running.pop(number).then()
+
+    def _slow_down(self) -> None:
+        """What is left of everybody's work takes as many times as long as the others make it."""
+        beside, running = self.delays.beside, self._running.values()
+        for work in running if beside else ():
+            slowed = prod(beside.get(f"{work.what} beside {other.what}", 1.0) for other in running)
+            if slowed != work.slowed:
+                work.until = self.now + (work.until - self.now) * slowed / work.slowed
+                work.slowed = slowed
+                self._events[work.event] = self._events[work.event]._replace(end=work.until)
 
     def finish(self) -> None:
         """End what disk and workers are at, and begin nothing more."""
-        while self._running:
-            heappop(self._running)[2]()
+        for number in sorted(self._running, key=lambda number: (self._running[number].until, number)):
+            self._running.pop(number).then()
         if self._halted is not None and self._halted[0].phase is Phase.DROPPED:
             self._go_on()
 
@@ -168,7 +196,8 @@ class SimulatedMachine:
             key = self._ready.popleft()
             if self.now > self._computed_until:
                 self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, self.now))
-            self._compute("expert", *key, self.now + self.delays.expert(self._requests[key].tokens))
+            seconds = self.delays.one_thread if self._one_thread else self.delays.expert(self._requests[key].tokens)
+            self._compute("expert", *key, self.now + seconds)
 
     def _go_on(self) -> None:
         (_, go_on), self._halted = self._halted, None
@@ -201,10 +230,10 @@ class SimulatedMachine:
         self._begin(f"worker {worker}", worker, operation, *load.key, self.now + self._seconds[operation], end)
 
     def _compute(self, kind: str, layer: int, expert: int, until: float) -> None:
-        self._computed_until, self._compute_free = until, False
+        self._compute_free = False
 
         def end() -> None:
-            self._compute_free = True
+            self._computed_until, self._compute_free = self.now, True
             self._left -= 1
             if expert >= 0 and (request := self._requests[layer, expert]).keep is not State.FULL:
                 self.queue.computed([request])
@@ -212,5 +241,6 @@ class SimulatedMachine:
 
     def _begin(self, resource: str, number: int, kind: str, layer: int, expert: int, until: float,
                end: Callable[[], None], nbytes: int = 0) -> None:
+        what = {-1: "read", self.workers: kind}.get(number, "decode")
+        self._running[number] = _Work(what, len(self._events), until, end)
         self._events.append(Event(resource, kind, layer, expert, self.now, until, nbytes))
-        heappush(self._running, (until, number, end))

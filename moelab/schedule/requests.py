@@ -7,15 +7,15 @@ tensors of an expert are recovered, it runs. What is in memory already need not 
     read E 1 → decompress 1 ┼→ recover → expert
                     read SM ┘
 
-The letters K, N, u, v, c, p are the paper's, in this package only. Left out, as in the paper: that concurrent reads and
-decompression slow each other down.
+The letters K, N, u, v, c, p are the paper's, in this package only. That concurrent reads, decompression and computation
+slow each other down is left out of the paper's graph, and of `Task`; it is in `Delays.beside`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moelab.specs import ExpertKey, State
@@ -87,6 +87,10 @@ class Delays:
     e_bytes, sm_bytes : what the two reads transfer, for the timeline.
     experts_bytes : [L][E] of the same two numbers for each expert; the seconds above are the mean expert's.
     decode : decompressing and joining in one go, which may be faster than one after the other; None for their sum.
+    one_thread : one token's expert on one thread, which the engine leaves computing while others are loaded; None if
+        it does not.
+    beside : how many times as long a "read", a "decode" (or a part of it) or an "expert" takes while another of the
+        three runs, by "expert beside decode" and so on; beside two, both factors count.
     """
 
     e_read: float
@@ -102,11 +106,13 @@ class Delays:
     decode: float | None = None
     experts_bytes: Sequence[Sequence[Sequence[int]]] = ()
     computed: Sequence[tuple[int, float]] = ()
+    one_thread: float | None = None
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} is {getattr(self, field)} s; a delay is a number of seconds, at least 0")
+        for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)} s; a delay is a number of seconds, at least 0")
         if self.K < 1 or self.N < 1:
             raise ValueError(f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ from hypothesis import strategies as st
 
 from moelab.cache.planning import plan
 from moelab import open_model
-from moelab.models import discover
+from moelab.models import discover, plugged
 from moelab.offloading import profile as profiling
 from moelab.models.convert import convert
 from moelab.offloading.profile import EXPERT_TOKENS, FORWARD_TOKENS, Microbenchmarks, Profile, profile
 from moelab.offloading.simulator import MachineRates
+from moelab.offloading.slots import Sizes
+from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.store.layout import run
 from moelab.store.reader import Reader, StoreExperts
@@ -43,7 +47,9 @@ def measured(store):
 def test_everything_is_measured_as_often(measured, store):
     names = {"read both", "read E", "read SM", "decompress", "recover", "decode", "copy", "matmul float32",
              "matmul bfloat16", *(f"expert {n}" for n in EXPERT_TOKENS), *(f"{part} {n}" for n in FORWARD_TOKENS
-                                                                          for part in ("other", "head"))}
+                                                                          for part in ("other", "head")),
+             *(f"{a} beside {b}" for a, b in permutations(("read", "decode", "expert"), 2)),
+             "read alone", "decode alone", "expert alone"}
     assert names <= set(measured.seconds)
     assert {len(samples) for samples in measured.seconds.values()} == {profiling.MINIMUM}
     assert min(map(min, measured.seconds.values())) > 0
@@ -76,6 +82,61 @@ def test_reads_are_those_of_the_given_disk(store):
     for part in ("E", "SM"):
         assert min(slow.seconds[f"read {part}"]) >= 0.99 * slow.nbytes[part.lower()] / 1e6
     assert all(seconds >= 0.99 * size / 1e6 for size, seconds in slow.points("read").items())
+
+
+@pytest.mark.parametrize("how", [{"codec": "bf12"}, {"quantize": "int4"}], ids=["bf12", "int4"])
+@pytest.mark.parametrize("executor", [None, "fast"])
+def test_what_is_computed_is_an_expert_by_the_executor(how, executor, tmp_path):
+    store, compact = convert(None, tmp_path / "s", **how), executor == "fast"
+    found = profile(store, seconds=0, mode="buffered", executor=executor, compact=compact)
+    assert found.nbytes["full"] == Sizes.of(store, None if compact or "codec" in how else False).full
+    model, truth = open_model(store.folder, experts="external"), StoreExperts(store, mode="buffered")
+    with ThreadPoolExecutor(1) as pool, Reader(store, "buffered") as reader:
+        rounds = Microbenchmarks(store, model, reader, pool, 1, np.random.default_rng(0),
+                                 make("executor", executor) if executor else None, compact)
+        with plugged(model, rounds.without_experts, rounds), torch.inference_mode():
+            torch.manual_seed(0)
+            y, (layer, expert) = rounds._computing(3)(), rounds.full[rounds.slot]
+            torch.manual_seed(0)
+            x = torch.randn(3, store.spec.H).to(model.dtype)
+            assert torch.allclose(y, discover(model)[layer].experts.ffn(x, truth(layer, expert)), rtol=0.02, atol=0.02)
+
+
+def test_pairs_run_side_by_side():
+    """Every sample lies within a time in which the other kind was at work; an error of either side ends both."""
+    spans = {"decode": [], "read": []}
+
+    def sleeping(kind, seconds):
+        def sleep():
+            start = time.perf_counter()
+            time.sleep(seconds)
+            spans[kind].append((start, time.perf_counter()))
+        return lambda: sleep
+    with ThreadPoolExecutor(1) as pool:
+        rounds = object.__new__(Microbenchmarks)
+        rounds.pool, rounds.seconds = pool, {}
+        rounds.work = {"decode": sleeping("decode", 0.004), "read": sleeping("read", 0.001)}
+        rounds._side_by_side("decode", "read")
+        assert {name: len(samples) for name, samples in rounds.seconds.items()} == {"decode beside read": 1,
+                                                                                    "read beside decode": 1}
+        assert 0.004 <= rounds.seconds["decode beside read"][0] < 0.5 > rounds.seconds["read beside decode"][0] >= 0.001
+        assert len(spans["read"]) >= 3 <= len(spans["decode"]) and spans["decode"][0][0] < spans["read"][0][1]
+        assert spans["decode"][-1][1] > spans["read"][-1][0]
+        for kind in rounds.work:
+            broken = rounds.work | {kind: lambda: 1 / 0}
+            rounds.work, kept = broken, rounds.work
+            with pytest.raises(ZeroDivisionError):
+                rounds._side_by_side("decode", "read")
+            rounds.work = kept
+
+
+def test_contention_is_the_ratio_to_what_the_same_takes_alone_in_that_round():
+    seconds = {"read E": [1.0], "read SM": [1.0], "read both": [2.0], "decompress": [1.0], "recover": [1.0],
+               "decode": [2.0], "expert 1": [4.0], "expert alone": [4.0, 5.0, 6.0], "read alone": [2.0],
+               "expert beside decode": [12.0, 10.0, 90.0], "read beside expert": [3.0]}
+    delays = replace_seconds(seconds).delays()
+    assert delays.beside == {"expert beside decode": 3.0, "read beside expert": 1.5} and delays.one_thread is None
+    assert replace_seconds(seconds | {"one thread": [6.0]}).delays().one_thread == 6.0
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"])

@@ -1,4 +1,6 @@
-from math import inf
+from dataclasses import replace
+from itertools import permutations
+from math import inf, prod
 
 import pytest
 from hypothesis import given, settings
@@ -226,6 +228,55 @@ def test_an_expert_that_is_kept_takes_a_slot_of_the_cache():
         asked = [request(0, "M", keep), request(1, "M", keep)]
         events, _ = limited(asked, naive_order(asked), UNIT, 1, 1)
         assert [e.start for e in events if e.resource == "disk"] == [0, second]
+
+
+def test_work_beside_other_work_by_hand():
+    """A hit computes while a missed expert is read, at half its speed, then while it is decoded, at a third; reading
+    takes 5/4, decoding twice as long beside it."""
+    machine = replace(UNIT, beside={"expert beside read": 2.0, "read beside expert": 1.25, "expert beside decode": 3.0,
+                                    "decode beside expert": 2.0})
+    asked = [request(0, "M"), request(1, "F")]
+    events, end = execute(asked, order(asked, machine, 1), machine, 1)
+    # at 6.25, when 5 s are read, 6.25 / 2 of 6 s are computed; the other 2.875 take 8.625; by then 4.3125 of 5 s are
+    # decoded, and the rest is alone
+    assert [(e.kind, e.expert, e.start, e.end) for e in events] == [
+        ("read", 0, 0, 6.25), ("expert", 1, 0, 14.875), ("decode", 0, 6.25, 15.5625),
+        ("wait", -1, 14.875, 15.5625), ("expert", 0, 15.5625, 21.5625)]
+    assert end == 21.5625
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests(), delays, st.integers(1, 3), st.fixed_dictionaries({
+    f"{a} beside {b}": st.floats(0.5, 4) for a, b in permutations(("read", "decode", "expert"), 2)}))
+def test_slowed_down_everybody_does_the_work_that_there_is(asked, machine, workers, beside):
+    """The rates of each event, added up between all moments at which anything begins or ends, are its work alone."""
+    machine = replace(machine, beside=beside)
+    events, end = execute(asked, order(asked, machine, workers), machine, workers, layer=2)
+    check(events, asked, workers, 0.0, end)
+    tokens = {r.key.expert: r.tokens for r in asked}
+    alone = {"read E": machine.e_read, "read SM": machine.sm_read, "read": machine.e_read + machine.sm_read,
+             "decompress": machine.decompress, "recover": machine.recover, "decode": machine.decode_at_once}
+    kind = {"disk": "read", "compute": "expert"}
+    events = [event for event in events if event.kind != "wait"]
+    moments = sorted({moment for event in events for moment in (event.start, event.end)})
+    for event in events:
+        done = 0.0
+        for a, b in zip(moments, moments[1:]):
+            if event.start <= a and b <= event.end:
+                done += (b - a) / prod(beside.get(
+                    f"{kind.get(event.resource, 'decode')} beside {kind.get(other.resource, 'decode')}", 1.0)
+                    for other in events if other.start <= a and b <= other.end)
+        wanted = machine.expert(tokens[event.expert]) if event.kind == "expert" else alone[event.kind]
+        assert done == pytest.approx(wanted, abs=1e-9)
+
+
+def test_one_tokens_experts_are_computed_by_one_thread_while_others_are_loaded():
+    machine = replace(UNIT, one_thread=7.0)
+    for states, tokens, expected in (("MF", 1, [(1, 0, 7), (0, 10, 17)]), ("FF", 1, [(0, 0, 6), (1, 6, 12)]),
+                                     ("MF", 2, [(1, 0, 7), (0, 10, 16)])):
+        asked = [request(0, states[0]), request(1, states[1], tokens=tokens)]
+        events, _ = execute(asked, order(asked, machine, 1), machine, 1)
+        assert [(e.expert, e.start, e.end) for e in events if e.kind == "expert"] == expected
 
 
 def test_nothing_to_execute():
