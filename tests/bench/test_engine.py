@@ -206,8 +206,8 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path):
     for name, fraction in (("bf12", 0.7), ("int4", 0.2)):
         assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
     figure = beside_memory(conditions, rows, limits)
-    assert {trace.name for trace in figure.data} == {"weights", "peak of the process", "on demand", "prefetching",
-                                                     "limit on demand"}
+    assert {trace.name for trace in figure.data} == {
+        "weights", "peak of the process", "this machine's memory", "on demand", "prefetching", "limit on demand"}
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "int4"]          # for the next time
 
 
