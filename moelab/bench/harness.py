@@ -48,8 +48,8 @@ class EngineBenchmark:
         model, gguf, hub = (self.folder / name for name in ("model", "model.gguf", "hub"))
         if not model.exists():
             synthesize(model, self.spec)
-        for name, how in {codec: {"codec": codec} for codec in ("huffman", "bf12", "raw")} | {
-                "int4": {"quantize": "int4"}}.items():
+        forms = {codec: {"codec": codec} for codec in ("huffman", "bf12", "raw")} | {"int4": {"quantize": "int4"}}
+        for name, how in forms.items():
             if not (self.folder / name).exists():
                 convert(model, self.folder / name, **how)
         if not (self.folder / "experts.bin").exists():

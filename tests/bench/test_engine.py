@@ -135,6 +135,15 @@ def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_miss
     assert not made.aims["everything resident: TPOT ÷ eager"]["met"]
 
 
+def test_the_model_is_written_in_every_form_once(tmp_path):
+    bench = harness.EngineBenchmark(SPEC, tmp_path, 5, 3, 1, {})
+    bench.prepare(external=False)
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert {path.name for path in written} == {"model", "huffman", "bf12", "raw", "int4", "experts.bin", "experts.json"}
+    bench.prepare(external=False)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
+
+
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
     made = harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {"lru baseline": "/no/such/python"})
     assert made.report(("lru baseline", {}, None))["result"].startswith("not installed (no interpreter")
