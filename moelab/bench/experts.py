@@ -272,7 +272,7 @@ class ExpertTimes:
     @property
     def limits(self) -> dict[str, float]:
         """The roofline: what limits → seconds."""
-        return {"weights ÷ bandwidth": self.read / self.bandwidth, "FLOPs ÷ rate": self.flops / self.rate}
+        return {"unpacked weights ÷ bandwidth": self.read / self.bandwidth, "FLOPs ÷ rate": self.flops / self.rate}
 
     @property
     def medians(self) -> dict[str, float]:
