@@ -70,6 +70,7 @@ class Engine:
         self.across = CrossToken(residency.E)
         self._asked: float | None = None                        # since when there has been a predictor at work
         self._predicted = 0.0                                   # seconds that it took since the layer before
+        self._demanded = 0                                      # reads of the running layer, if none was prefetched
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before a layer took one
 
@@ -89,6 +90,7 @@ class Engine:
         try:
             step, ready = self._begin(experts.layer, tokens)
             out = compute(x, ids, weights, experts, step, ready)
+            self.gate.waited(self._demanded, self.pipeline.waited)
         except BaseException:
             self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
             raise
@@ -252,7 +254,7 @@ class Engine:
 
     def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Ready]:
         """Decide about a layer's step and set the threads to work."""
-        self._step = None
+        self._step, self._demanded = None, 0
         step = self._step = self.residency.begin(layer, tokens)
         self.gate.came(step)
         self.run.layer(layer, tokens)
@@ -266,6 +268,7 @@ class Engine:
         ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
             pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
+            self._demanded = len(left) if len(left) == len(loads) else 0
         if last:
             self._predict_next_token()
         if self._announced is not None:

@@ -63,6 +63,7 @@ class Pipeline:
     have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
 
     needed : when the disk has last read what the running layer demands, or else when the layer came.
+    waited : seconds for which the running layer has waited for experts.
     before : the pipeline whose memory this one takes over, and `held`, the slots there that are certain to be filled.
     """
 
@@ -70,6 +71,7 @@ class Pipeline:
                  counts: PrefetchCounts | None = None, before: Pipeline | None = None,
                  held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
         self.slots, self.reader, self.timeline, self.closed, self.needed = slots, reader, timeline, False, clock()
+        self.waited = 0.0
         self.chunks: dict[tuple[str, int], Chunks] = before.chunks if before else {}        # of (kind, slot)
         two_stages = decoder(slots.device).two_stages
         self.queue = LoadQueue(
@@ -105,7 +107,8 @@ class Pipeline:
     def begin(self, *step: Any) -> tuple[Ready, list[Any]]:
         """`LoadQueue.begin` for (layer, requests, evicted); returns where the layer's experts will arrive, and the
         requests that are left."""
-        self._ready = ready = SimpleQueue()
+        self._ready, self.waited = SimpleQueue(), 0.0
+        ready = self._ready
         return ready, self.change(self.queue.begin, *step, ready.put)
 
     def next_ready(self, ready: Ready, check: Callable[[], None]) -> ExpertKey:
@@ -117,6 +120,7 @@ class Pipeline:
         if isinstance(found, BaseException):
             raise found
         if (waited := clock() - start) > 2e-6:
+            self.waited += waited
             self.timeline.add(Event("compute", "wait", *found, start, start + waited))
         return found
 

@@ -2,11 +2,12 @@
 
 Source: Speculating Experts §5.1, eq. (1), for what there is to gain: the time for which the disk would rest before a
 layer. Say that this time is memoryless, with mean a. Then whatever read begins in it, and however many came before, it
-hides a seconds for each time that the layer comes while it is under way. A right one, with probability p, gains them. A
-wrong one delays a demand, which comes with probability q, by half a piece of τ seconds, as demands overtake prefetches
-between two pieces. Both slow computing down by c seconds. So an expert pays if
+hides a seconds for each time that the layer comes while it is under way. A right one, with probability p, gains them,
+times x: the part of a demanded read that a layer waits for, as it computes what is resident first. A wrong one delays a
+demand, which comes with probability q, by half a piece of τ seconds, as demands overtake prefetches between two pieces.
+Both slow computing down by c seconds. So an expert, before which n are prefetched, pays if
 
-    p · a  >  (1 − p) · q · τ/2  +  c
+    (p · x · a  −  (1 − p) · q · τ/2) · (exp(−n · read/a) − exp(−(n + 1) · read/a))  >  c
 
 p is a mean by the expert's rank in the prediction, over those that were not resident. All means are exponential, and
 apart for prefill and decode. A predictor is asked if what its predictions gain exceeds its own time, else now and
@@ -48,12 +49,16 @@ class Mean:
 
 class Layer:
     """What is known of predictions for a layer: means of the disk's rest before it, of whether it demands reads, of
-    what a prediction gains and how long it takes, in seconds, and of the precision by rank."""
+    what a prediction gains and how long it takes, in seconds, and of the precision by rank, which begins as that of all
+    layers together: a deep model would else have to learn each layer's from nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: dict[int, Mean]) -> None:
         self.idle, self.gain, self.asking, self.demands = Mean(), Mean(), Mean(), Mean(1.0, 1)
-        self.precision: defaultdict[int, Mean] = defaultdict(lambda: Mean(FIRST, 1))
+        self.all, self.precision = precision, {}
         self.tries, self.skipped, self.interval = 0, 0, 1
+
+    def precise(self, rank: int) -> Mean:
+        return self.precision.setdefault(rank, Mean(self.all[rank].value, 1))
 
     @property
     def pays(self) -> bool:
@@ -76,20 +81,23 @@ class Layer:
 
 
 class Phase:
-    """Prefill or decode: its layers, seconds of a read, and how long the disk rests, in means of the layer, while it
-    is not used and while it is."""
+    """Prefill or decode: its layers, the precision by rank in all of them, seconds of a read, the part of one that is
+    waited for, prefetches at a time, and how long the disk rests, in means of the layer, while it is not used and while
+    it is."""
 
     def __init__(self) -> None:
-        self.layers: defaultdict[int, Layer] = defaultdict(Layer)
-        self.read, self.quiet, self.busy = Mean(), Mean(), Mean()
+        self.precision: defaultdict[int, Mean] = defaultdict(lambda: Mean(FIRST, 1))
+        self.layers: defaultdict[int, Layer] = defaultdict(lambda: Layer(self.precision))
+        self.read, self.exposed, self.together, self.quiet, self.busy = Mean(), Mean(), Mean(), Mean(), Mean()
 
 
 class Announced(NamedTuple):
-    """Experts that were predicted for a layer and not resident: expert → rank; whether they are being prefetched."""
+    """Experts that were predicted for a layer and not resident: expert → rank; whether those that should pay are being
+    prefetched, None if there are none."""
 
     of: Layer
     ranks: dict[int, int]
-    followed: bool
+    followed: bool | None
 
 
 class PrefetchGate:
@@ -116,21 +124,31 @@ class PrefetchGate:
     def rested(self, layer: int, seconds: float) -> None:
         """The layer comes; so long ago the disk had read what was demanded before, but for the predictor's time."""
         idle = self.now.layers[layer].idle
-        if idle.value and (announced := self.announced.get(layer)) is not None:
+        announced = self.announced.get(layer)
+        # Predictions that should not pay are in neither mean: they are mostly of layers that seem to rest too little.
+        if idle.value and announced is not None and announced.followed is not None:
             (self.now.busy if announced.followed else self.now.quiet).add(min(seconds / idle.value, LONG))
         idle.took(seconds)
 
-    def worth(self, of: Layer, rank: int) -> float:
-        """Seconds by which an expert of this rank gains if it is being read when the layer comes, but for `slower`."""
-        p = of.precision[rank].value
+    def waited(self, reads: int, seconds: float) -> None:
+        """A layer of which nothing had been prefetched waited so long for so many experts."""
+        if reads and self.now.read.value:
+            self.now.exposed.add(seconds / (reads * self.now.read.value))
+
+    def worth(self, of: Layer, rank: int, n: int) -> float:
+        """Seconds that an expert of this rank gains if n are prefetched before it, but for `slower`."""
+        p = of.precise(rank).value
+        exposed = self.now.exposed.value if self.now.exposed.count else 1.0
         piece = self.now.read.value * min(1.0, PIECE / self._bytes.value if self._bytes.value else 1.0)
-        return p * of.idle.value - (1 - p) * of.demands.value * piece / 2
+        each = p * exposed * of.idle.value - (1 - p) * of.demands.value * piece / 2
+        return each * (self._rest(of, n) - self._rest(of, n + 1))
 
     def slower(self, of: Layer) -> float:
-        """Seconds by which prefetching slows computing down: what the disk rests longer while it is used."""
+        """Seconds by which a prefetch slows computing down: what the disk rests longer while it is used."""
         quiet, busy = self.now.quiet, self.now.busy
-        known = min(quiet.count, busy.count) >= TRIES
-        return max(0.0, busy.value - quiet.value) * of.idle.value if known else 0.0
+        if min(quiet.count, busy.count) < TRIES:
+            return 0.0
+        return max(0.0, busy.value - quiet.value) * of.idle.value / self.now.together.value
 
     def requests(self, residency: Residency, layer: int, experts: Iterable[int], reads: Reads) -> list[Request]:
         """What to prefetch of the experts predicted for a layer, the likeliest first: of those that are not FULL, the
@@ -138,24 +156,27 @@ class PrefetchGate:
         self._note(reads)
         if not 0 <= layer < residency.L:
             return []
-        of, at, gain, found, ranks = self.now.layers[layer], 0, 0.0, [], {}
+        of, gain, found, ranks = self.now.layers[layer], 0.0, [], {}
         slower = self.slower(of)
         for rank, expert in enumerate(dict.fromkeys(experts)):
             key = ExpertKey(layer, expert)
             if not 0 <= expert < residency.E or (state := residency.state(key)) is State.FULL:
                 continue
             ranks[expert] = rank
-            worth = self.worth(of, rank)
+            worth = self.worth(of, rank, len(found))
             if not of.idle.count or worth >= (slower if of.pays else 0.0):              # on trial, to measure `slower`
-                gain += (worth - slower) * (self._rest(of, at) - self._rest(of, at + 1))
+                gain += worth - slower
                 found.append(Request(key, 1, state, State.MISSED))
-                at += 1
         of.gain.add(gain)
-        self._windows += bool(ranks)
-        if self._windows % (CONTROL if self.now.quiet.count >= TRIES else TRIES) == 0:
-            found = []
+        followed = True if found else None
+        if found:
+            self._windows += 1
+            if self._windows % (CONTROL if self.now.quiet.count >= TRIES else TRIES) == 0:
+                found, followed = [], False
+            else:
+                self.now.together.add(len(found))
         if ranks:
-            self.announced[layer] = Announced(of, ranks, bool(found))
+            self.announced[layer] = Announced(of, ranks, followed)
         return found
 
     def _rest(self, of: Layer, n: int) -> float:
@@ -174,4 +195,5 @@ class PrefetchGate:
         if (announced := self.announced.pop(step.layer, None)) is not None:
             wanted = {request.key.expert for request in step.requests}
             for expert, rank in announced.ranks.items():
-                announced.of.precision[rank].add(expert in wanted)
+                for mean in (announced.of.precise(rank), announced.of.all[rank]):
+                    mean.add(expert in wanted)

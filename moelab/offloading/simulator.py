@@ -34,7 +34,7 @@ from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine
 from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
-from moelab.specs import DeviceSpec, Event, MoESpec
+from moelab.specs import DeviceSpec, Event, MoESpec, State
 from moelab.trace import PREFILL, RoutingTrace
 
 #: forwards, each a list of (layer, {expert: tokens})
@@ -136,6 +136,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
                 prefetch = gate.requests(residency, target, likely, machine.queue.reads)
                 machine.queue.prefetch(target, prefetch, given_order(prefetch))
             machine.run()
+            if len(left) == sum(request.state is not State.FULL for request in step.requests):
+                gate.waited(len(left), machine.waited)
         machine.spend(-1, machine.now + head[0] + head[1] * tokens)
         machine.queue.drop_prefetched(across.starts)
         done.append(Forward(begun, machine.now, tokens, phase))

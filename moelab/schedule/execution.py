@@ -111,6 +111,7 @@ class SimulatedMachine:
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
     prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
+    waited : seconds for which the running layer has waited for experts.
     """
 
     def __init__(self, delays: Delays, workers: int, slots: Mapping[str, int],
@@ -121,7 +122,7 @@ class SimulatedMachine:
         held = {key: {kind: next(number[kind]) for kind in HOLDS[state]} for key, state in resident
                 if state is not State.MISSED}
         self.delays, self.workers, self.queue = delays, workers, LoadQueue(slots, ahead, held=held)
-        self.now = self.needed = start
+        self.now, self.needed, self.waited = start, start, 0.0
         self._seconds = {"decompress": delays.decompress, "recover": delays.recover, "decode": delays.decode_at_once}
         self._events: list[Event] = []
         self._running: dict[int, _Work] = {}                    # −1 disk, workers, compute
@@ -145,7 +146,7 @@ class SimulatedMachine:
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()) -> list[Any]:
         """`LoadQueue.begin` for all requests of a layer's step; returns those left for the queue's `demand`."""
         requests = sorted(requests, key=lambda request: request.key.expert)
-        self._layer, self._left, self.needed = layer, len(requests), self.now
+        self._layer, self._left, self.needed, self.waited = layer, len(requests), self.now, 0.0
         self._requests = {request.key: request for request in requests}
         self._ready.extend(request.key for request in requests if request.state is State.FULL)
         return self.queue.begin(layer, [request for request in requests if request.state is not State.FULL], evicted,
@@ -196,6 +197,7 @@ class SimulatedMachine:
             key = self._ready.popleft()
             if self.now > self._computed_until:
                 self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, self.now))
+                self.waited += self.now - self._computed_until
             seconds = self.delays.one_thread if self._one_thread else self.delays.expert(self._requests[key].tokens)
             self._compute("expert", *key, self.now + seconds)
 

@@ -71,8 +71,7 @@ def test_worth_is_the_gain_on_average(precision, read, pieces, demands):
     of.idle, of.demands = Mean(idle, 1), Mean(demands, 1)
     for rank, p in enumerate(precision):
         of.precision[rank] = Mean(p, 1)
-    total = sum(gate.worth(of, rank) * (gate._rest(of, rank) - gate._rest(of, rank + 1))
-                for rank in range(len(precision)))
+    total = sum(gate.worth(of, rank, rank) for rank in range(len(precision)))
     assert total == pytest.approx(gain_of_fetching(precision, idle, read, read / pieces, demands, random.Random(0)),
                                   abs=0.15 + 0.25 * (read / pieces) ** 2 / idle)
 
@@ -156,6 +155,33 @@ def test_prefetches_that_slow_computing_down_are_given_up():
             run.token([0.4] * 2)
     assert sum(len(free.token([0.4] * 2)[1]) for _ in range(200)) > 300
     assert sum(len(contended.token([0.4] * 2)[1]) for _ in range(200)) < 60
+
+
+def test_reads_that_nobody_waits_for_are_not_prefetched():
+    """Computing what is resident hides a demanded read, so there is nothing to gain, but wrong ones still delay."""
+    run = Run()
+    for waited, many in ((0.0, False), (1e-3, True)):
+        for _ in range(200):
+            run.token([0.6] * 3)
+            run.gate.waited(2, 2 * waited)
+        assert (sum(len(run.token([0.6] * 3)[1]) for _ in range(100)) > 200) == many
+
+
+def test_a_deep_model_learns_from_all_its_layers():
+    """With 48 layers, each seen a few times, useless predictions are given up by all of them."""
+    gate, residency, reads, chance, found = PrefetchGate(), Residency(48, E, Pools()), Reads(), random.Random(0), []
+    for token in range(6):
+        for layer in range(48):
+            wanted = chance.sample(range(E), 4)
+            others = [expert for expert in range(E) if expert not in wanted]
+            if gate.wants(layer):
+                gate.asked(layer, 1e-5)
+                found.append((token, len(gate.requests(residency, layer, others[:4], reads))))
+            reads = Reads(reads.count + 4, reads.seconds + 4e-3, reads.nbytes + 4 * PIECE)
+            gate.rested(layer, 2e-3)
+            gate.came(residency.begin(layer, dict.fromkeys(wanted, 1)))
+    assert sum(n for token, n in found if token == 0) > 100
+    assert sum(n for token, n in found if token > 1) < 20
 
 
 def test_prefill_and_decode_are_apart():
