@@ -1,8 +1,9 @@
 """A model that is larger than the machine: the whole geometry of Qwen3-30B-A3B, lossless and in four bits.
 
-One store after another is synthesized, since few disks hold all of them, and opened in processes of its own with the
-same memory for experts, loading on demand and prefetching in turn; the limit is that of `moelab.bench.engine`. Tokens
-are random and given and weights are synthetic, so the hit rate is this model's own: in deep synthetic models tokens
+One store after another is synthesized, since few disks hold all of them, and opened in a process of its own with the
+same memory for experts; the limit is that of `moelab.bench.engine`. Then one model takes its tokens on demand and with
+prefetching in turn, as in `moelab.bench.prefetch`: two processes would rather compare the machine's moods. Tokens are
+random and given and weights are synthetic, so the hit rate is this model's own: in deep synthetic models tokens
 agree more about their experts than in trained ones. The next layer's router on this layer's router input predicts.
 """
 
@@ -12,19 +13,27 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.engine import against_limit
 from moelab.bench.harness import EngineBenchmark
 from moelab.bench.measure import load_average
+from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.cards import load_model
 from moelab.models.synthesize import scaled, synthesize
+from moelab.offloading.offload import offload
+from moelab.opening import using
+from moelab.registry import make
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
+from moelab.store.layout import ExpertStore
 
-STORED = ("bf12", "huffman", "int4")
+STORED, ARMS = ("bf12", "huffman", "int4"), ("on demand", "hint")
 
 
 def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, memory: str = "14GB",
@@ -32,7 +41,7 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
         executor: str = "fast") -> dict[str, dict[str, Any]]:
     import psutil
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
-    load, rows, limits = load_average(), {}, {}
+    load, rows, limits, turns = load_average(), {}, {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         bench = EngineBenchmark(spec, Path(folder or temporary).expanduser().resolve(), prompt, decode, rounds, {},
                                 reference={"result": "the model does not fit"})
@@ -40,14 +49,12 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
             if new := not (bench.folder / name).exists():
                 synthesize(bench.folder / name, model, scale,
                            **{"quantize" if name in fewbit.FORMATS else "codec": name})
-            arms = {name: bench.moelab(name, memory, executor=executor),
-                    f"{name}, prefetching": bench.moelab(name, memory, executor=executor, predictor="router",
-                                                         ahead=spec.K)}
-            found, reports = bench.compare(name, arms, name)
+            found, reports = bench.compare(name, {name: bench.moelab(name, memory, executor=executor)}, name)
             rows |= found
-            limits |= {arm: against_limit(reports[arm]) | {"other weights GB": reports[arm][0]["others_bytes"] / 1e9,
-                                                           "budget GB": reports[arm][0]["budget_bytes"] / 1e9}
-                       for arm in arms if "result" not in reports[arm][-1]}
+            if "result" not in (report := reports[name][-1]):
+                limits[name] = against_limit(reports[name]) | {"other weights GB": report["others_bytes"] / 1e9,
+                                                               "budget GB": report["budget_bytes"] / 1e9}
+                turns[name] = in_turn(bench.folder / name, memory, executor, prompt, decode)
             if new and folder is None:
                 shutil.rmtree(bench.folder / name)
     conditions = {"model": f"{spec.name}, {spec.num_layers} layers, synthetic", "experts in bf16 GB":
@@ -55,7 +62,23 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
                   "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1", "rounds": rounds,
                   "load average before": load}
     return {"conditions": conditions, f"{memory} of experts in memory": rows, "against the limit": limits,
-            "samples": bench.samples}
+            "prefetching, tokens in turn": turns, "samples": bench.samples}
+
+
+def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -> dict[str, float]:
+    """Tokens on demand and with prefetching in turn, `decode` of each, after as many that fill the cache."""
+    K = ExpertStore(store).spec.K
+    model = offload(store, memory, ahead=K, staging=K)
+    with model.moelab, using(model, executor=executor):
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, model.config.vocab_size, (1, prompt + 4 * decode), generator=generator)
+        bench = PrefetchBenchmark(model, ids, partial(make, "predictor", "router", model))
+        bench.begin(prompt)
+        bench.turns(ARMS, decode // 2, f"{store.name}: filling the cache")
+        demand, ahead = (row(taken) for taken in bench.turns(ARMS, decode, f"{store.name}: in turn").values())
+    return {"TPOT on demand s": demand["TPOT s"], "TPOT prefetching s": ahead["TPOT s"],
+            "÷ on demand": ahead["TPOT s"] / demand["TPOT s"], "MB read on demand": demand["MB read"],
+            "MB read": ahead["MB read"], "MB wasted": ahead["MB wasted"], "hidden reads": ahead["hidden reads"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,10 +19,10 @@ from moelab.viz.figures import add_points, bar_look, finish, hover, panels, poin
 
 
 def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
-                  limits: Mapping[str, Mapping[str, float]]) -> go.Figure:
+                  limits: Mapping[str, Mapping[str, float]], turns: Mapping[str, Mapping[str, float]]) -> go.Figure:
     """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the time of
-    a token beside its limit. Arms that failed are left out."""
-    names = list(dict.fromkeys(name.split(",")[0] for name in limits))
+    a token, on demand and prefetching in turn, beside the limit. Arms that failed are left out."""
+    names = list(limits)
     others = limits[names[0]]["other weights GB"]
     sizes = {"bf16": others + conditions["experts in bf16 GB"]} | {
         name: others + conditions["experts in bf16 GB"] * limits[name]["stored fraction"] for name in names}
@@ -31,19 +31,15 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
     figure.add_bar(x=list(sizes), y=list(sizes.values()), name="weights", marker=bar_look(0), cliponaxis=False, **left,
                    text=[f"{size:.0f}" for size in sizes.values()], textposition="inside", insidetextanchor="start",
                    hovertemplate=hover("%{x}: %{y:.1f} GB", "weights"))
-    figure.add_scatter(x=names, y=[max(row["peak GB"] for arm, row in rows.items() if arm.split(",")[0] == name)
-                                   for name in names],
-                       name="peak of the process", mode="markers", marker=point_look(1, 13), **left,
-                       hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"))
+    figure.add_scatter(x=names, y=[rows[name]["peak GB"] for name in names], name="peak of the process", mode="markers",
+                       marker=point_look(1, 13), **left, hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"))
     figure.add_scatter(x=list(sizes), y=[conditions["memory GB"]] * len(sizes), name="this machine's memory",
                        mode="lines", line={"color": theme.BLACK, "dash": "dash", "width": 2}, **left,
                        hovertemplate=hover("%{y:.1f} GB", "this machine's memory"))
-    for i, (label, arms) in enumerate((("on demand", [name for name in limits if "," not in name]),
-                                       ("prefetching", [name for name in limits if "," in name])), 2):
-        figure.add_bar(x=[arm.split(",")[0] for arm in arms], y=[1e3 * rows[arm]["TPOT s"] for arm in arms], name=label,
-                       marker=bar_look(i), cliponaxis=False, textposition="outside", **right,
-                       text=[f"{1e3 * rows[arm]['TPOT s']:.0f}" for arm in arms],
-                       hovertemplate=hover("%{x}: %{y:.1f} ms", label))
+    for i, (label, key) in enumerate((("on demand", "TPOT on demand s"), ("prefetching", "TPOT prefetching s")), 2):
+        times = [1e3 * turns[name][key] for name in names]
+        figure.add_bar(x=names, y=times, name=label, marker=bar_look(i), cliponaxis=False, textposition="outside",
+                       text=[f"{time:.0f}" for time in times], **right, hovertemplate=hover("%{x}: %{y:.1f} ms", label))
     add_points(figure, [(name, 1e3 * limits[name]["limit s"]) for name in names], "limit on demand", 6,
                "%{x}: %{y:.1f} ms", **right)
     figure.update_xaxes(type="category", showgrid=False)
@@ -53,8 +49,8 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
 
 
 def main(source: str, destination: str) -> int:
-    conditions, rows, limits, *_ = json.loads(Path(source).read_text())["results"].values()
-    pictures = theme.render_png([theme.to_json(beside_memory(conditions, rows, limits))])
+    conditions, rows, limits, turns, *_ = json.loads(Path(source).read_text())["results"].values()
+    pictures = theme.render_png([theme.to_json(beside_memory(conditions, rows, limits, turns))])
     for picture in pictures:
         with atomic(destination) as path:
             path.write_bytes(picture)

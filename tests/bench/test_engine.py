@@ -209,12 +209,13 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
 
 def test_a_model_in_several_forms_beside_its_limit(tmp_path):
     found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), prompt=5, decode=3, executor="exact")
-    conditions, rows, limits, samples = found.values()
-    assert list(rows) == list(limits) == ["bf12", "bf12, prefetching", "int4", "int4, prefetching"]
-    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 4
+    conditions, rows, limits, turns, samples = found.values()
+    assert list(rows) == list(limits) == list(turns) == ["bf12", "int4"]
+    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 2
+    assert all(turn["MB read on demand"] > 0 for turn in turns.values())
     for name, fraction in (("bf12", 0.7), ("int4", 0.2)):
         assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
-    figure = beside_memory(conditions, rows, limits)
+    figure = beside_memory(conditions, rows, limits, turns)
     assert {trace.name for trace in figure.data} == {
         "weights", "peak of the process", "this machine's memory", "on demand", "prefetching", "limit on demand"}
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "int4"]          # for the next time
