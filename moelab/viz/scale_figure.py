@@ -31,8 +31,9 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
     figure.add_bar(x=list(sizes), y=list(sizes.values()), name="weights", marker=bar_look(0), cliponaxis=False, **left,
                    text=[f"{size:.0f}" for size in sizes.values()], textposition="inside", insidetextanchor="start",
                    hovertemplate=hover("%{x}: %{y:.1f} GB", "weights"))
-    figure.add_scatter(x=names, y=[rows[name]["peak GB"] for name in names], name="peak of the process", mode="markers",
-                       marker=point_look(1, 13), **left, hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"))
+    figure.add_scatter(x=names, y=[rows[name]["peak GB"] for name in names], name="peak of the process",
+                       mode="markers", marker=point_look(1, 13), **left,
+                       hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"))
     figure.add_scatter(x=list(sizes), y=[conditions["memory GB"]] * len(sizes), name="this machine's memory",
                        mode="lines", line={"color": theme.BLACK, "dash": "dash", "width": 2}, **left,
                        hovertemplate=hover("%{y:.1f} GB", "this machine's memory"))

@@ -34,7 +34,7 @@ machines = st.builds(Delays, e_read=seconds, sm_read=seconds, decompress=seconds
 class Always(PrefetchGate):
     """Fetches whatever is guessed."""
 
-    def worth(self, of, rank):
+    def worth(self, of, rank, n):
         return 1e9
 
     def wants(self, layer):
