@@ -51,6 +51,28 @@ def worst_padding() -> blocks.Padding:
     return blocks.padding([769, 769, 457, 1, 1, 1, 1, 1], 1000, 2, 256, "text")
 
 
+def figures() -> dict[str, tuple[float, str]]:
+    """What the guide gives as one number each, from its own inputs: name → (value, unit)."""
+    trn2, oss = load_device("trn2"), load_model("GPT-OSS-120B")
+    router, routers, share = router_bytes()
+    even = blocks.padding([250] * 8, 1000, 2, 256, "text")
+    row, expert = 2 * oss.H, 2 * 3 * oss.H * oss.I
+    return {
+        "router_mb": (router / 1e6, "MB"), "routers_mb": (routers / 1e6, "MB"), "router_share": (share, "of memory"),
+        "gather_ratio_int32_ids": (gather_ratios()["int32"], "×"), "oss_top_k": (oss.K, ""), "oss_hidden": (oss.H, ""),
+        "oss_intermediate": (oss.I, ""), "blocks_provisioned": (even.provisioned, "blocks"),
+        "blocks_needed": (even.needed, "blocks"), "padding_to_provisioned": (even.worst_case, "of needed slots"),
+        "padding_algorithmic": (even.algorithmic, "of routings"), "worst_possible_blocks": (
+            worst_padding().needed, "blocks"),
+        **{f"compute_bound_{dtype}": (blocks.intensity_target(trn2, dtype), "FLOPs/byte") for dtype in ("bf16", "fp8")},
+        "token_skipping_saves": (row / (4 * row + expert), "of a block's bytes"),
+        "intensity_prefill": (intensity(8192, 2), "FLOPs/byte"),
+        "intensity_decode_batch_32": (intensity(32, 2), "FLOPs/byte"),
+        **{f"provisioned_savings_{name}": (provisioned_savings(batch, K, E), "of experts") for name, E, K, batch in (
+            ("DeepSeek", 256, 8, 16), ("GPT-OSS", 128, 8, 8), ("Llama4", 16, 1, 8))},
+        "experts_needed_256_8_32": (expected_unique(32, [8 / 256] * 256), "experts, even routing")}
+
+
 def examples() -> list[Example]:
     """All of them, in the guide's order."""
     trn2, oss = load_device("trn2"), load_model("GPT-OSS-120B")
