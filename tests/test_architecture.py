@@ -38,7 +38,7 @@ DIRECTIONS = {
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
     "ane": {"models", "trace", "calibration", "experts"},
-    "ndp": {"trace", "experts", "parallel"},
+    "ndp": {"trace", "experts", "parallel", "claims"},
 }
 TECHNIQUES = set(DIRECTIONS)
 DIRECTIONS["evaluation"] = TECHNIQUES

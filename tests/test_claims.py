@@ -28,7 +28,8 @@ def claim(**how):
     ({}, 2.1, REPRODUCED), ({}, 2.3, NOT_REPRODUCED), ({"tolerance": 0.0}, 2.0, REPRODUCED),
     ({"tolerance": 0.0}, 2.001, NOT_REPRODUCED), ({}, None, UNANSWERED),
     ({"value": [1.0, 2.0]}, 0.91, REPRODUCED), ({"value": [1.0, 2.0]}, 2.21, NOT_REPRODUCED),
-    ({"value": [1.0, inf]}, 1e9, REPRODUCED), ({"value": True}, True, REPRODUCED), ({"value": "TP"}, "EP", NOT_REPRODUCED),
+    ({"value": [1.0, inf]}, 1e9, REPRODUCED), ({"value": True}, True, REPRODUCED),
+    ({"value": "TP"}, "EP", NOT_REPRODUCED),
     ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.05, NOT_REPRODUCED),       # half of the effect is 0.1
     ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.29, REPRODUCED),
     ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.05, DIRECTION),
@@ -46,7 +47,8 @@ def test_verdicts(how, found, verdict):
 
 
 @pytest.mark.parametrize("how, said", [
-    ({"text": ""}, "no id, place or text"), ({"value": None}, "exactly one of"), ({"value": 1, "above": 0}, "exactly one"),
+    ({"text": ""}, "no id, place or text"), ({"value": None}, "exactly one of"),
+    ({"value": 1, "above": 0}, "exactly one"),
     ({"value": [2.0, 1.0]}, "low, high"), ({"metric": ()}, "nothing answers it"),
     ({"needs": "a Mac", "metric": ("n", "x")}, "has no answer"), ({"metric": ("n",)}, "and then metrics"),
     ({"combine": "sum"}, "there are: ratio"), ({"either_way": True}, "neutral"),
@@ -71,7 +73,8 @@ def test_metrics_become_one_number(combine, values, result):
 def test_the_newest_run_counts_and_the_others_are_its_spread(tmp_path):
     def write(path, value, **params):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"params": {"smoke": False} | params, "metrics": {"x": {"value": value, "kind": "measured"}}}))
+        metrics = {"x": {"value": value, "kind": "measured"}}
+        path.write_text(json.dumps({"params": {"smoke": False} | params, "metrics": metrics}))
     one = [claim()]
     assert rows(one, tmp_path)[0].verdict == UNANSWERED
     write(tmp_path / "baseline" / "n.json", 5.0)
@@ -100,12 +103,20 @@ def test_the_ledger_is_complete():
         assert not any("\n" in line for line in lines)
 
 
-def test_no_fitted_number_counts_as_reproduced():
-    """GPU-NDP's own list of what its assumptions were chosen by is the ledger's."""
-    from moelab.ndp.claims import FIT
-    fitted = {row.claim.metric[1] for row in rows(results=BASELINES) if row.claim.source == "gpu-ndp"
-              and row.claim.fitted and row.claim.metric}
-    assert fitted == set(FIT)
+def test_what_gpu_ndp_was_fitted_to_is_fitted_here():
+    """Its assumptions were chosen by six of its numbers."""
+    fitted = {of.metric[1] for of in claims.ledger() if of.source == "gpu-ndp" and of.fitted and of.metric}
+    assert fitted == {"prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE",
+                      "end to end ÷ MoE-OnDemand", "Qwen3, N=2, decode NDP+TP"}
+
+
+def test_numbers_that_the_device_model_holds_are_the_ledgers():
+    from moelab.ane.device import published
+    said = {claim.metric[1]: claim.value for claim in claims.ledger() if len(claim.metric) == 2}
+    held = {f"phi_{c.prompt}_{c.chunk}_{c.metric.replace(' ', '_')}_{c.system}": c.low
+            for c in published.CLAIMS if c.prompt and c.low == c.high}
+    held |= {f"slot_{s.G}x{s.C}": s.ms for s in published.TABLE_5 if s.mode == "serial"}
+    assert len(held) == 12 + 3 + 6 + 11 and held.items() <= said.items()
 
 
 FILE = """
@@ -123,7 +134,8 @@ needs = "x"
 
 
 @pytest.mark.parametrize("more, said", [
-    ("valeu = 2", "unknown valeu"), ("[[b]]\nid = 'x'", "does not name"), (FILE[FILE.index("[[a]]"):], "two claims a/one"),
+    ("valeu = 2", "unknown valeu"), ("[[b]]\nid = 'x'", "does not name"),
+    (FILE[FILE.index("[[a]]"):], "two claims a/one"),
     ("[[a]]\nid = 'two'\nvalue = 2\nneeds = 'x'", "no id, place or text")])
 def test_a_file_that_is_wrong_is_refused(more, said, tmp_path):
     path = tmp_path / "claims.toml"

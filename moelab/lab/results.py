@@ -20,6 +20,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -103,13 +104,15 @@ class Run:
             raise ValueError(f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}")
         self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind}
 
-    def verdicts(self) -> None:
-        """Show the sources' claims that this notebook's metrics answer, beside what this run found."""
+    def verdicts(self, metrics: Iterable[str] = ()) -> None:
+        """Show the sources' claims that this notebook's metrics, or these of them, answer, beside what was found."""
         from moelab import claims
         from moelab.viz.notebook import say, table
-        rows = claims.rows([claim for claim in claims.ledger() if claim.metric[:1] == (self.notebook,)],
-                           own={self.notebook: self.metrics})
-        if rows:
+        wanted = set(metrics)
+        own = [claim for claim in claims.ledger() if claim.metric[:1] == (self.notebook,)
+               and (not wanted or wanted.issuperset(claim.metric[1:]))]
+        if own:
+            rows = claims.rows(own, own={self.notebook: self.metrics})
             say(f"**{claims.summary(rows)}** The rules are `moelab.claims`'; numbers are of this run's parameters.")
             table(claims.HEAD, *(row.cells for row in rows))
 
