@@ -37,11 +37,11 @@ from moelab.table import format_value, text_table
 REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = VERDICTS = (
     "reproduced", "fitted", "follows", "same direction", "not reproduced", "contradicted by the source itself",
     "not testable here", "unanswered")
-HEAD = ["claim", "source's value", "ours", "kind", "verdict", "why"]
+HEAD = ["claim", "model, hardware", "source's value", "ours", "kind", "verdict", "why"]
 #: how several metrics become one number
 COMBINE: dict[str, Callable[[list[float]], float]] = {
     "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
-    "difference": lambda v: v[0] - v[1], "reduction": lambda v: 1 - v[0] / v[1], "least": min, "most": max}
+    "least": min, "most": max}
 Metrics = dict[str, dict[str, Any]]         # name → {"value", "kind"}
 
 
@@ -147,7 +147,7 @@ class Row:
     def cells(self) -> list[str]:
         """What `HEAD` names."""
         between = f" ({self.spread[0]:.4g} to {self.spread[1]:.4g})" if self.spread else ""
-        return [f"{self.claim.where}: {self.claim.text}", self.claim.said,
+        return [f"{self.claim.where}: {self.claim.text}", f"{self.claim.model}, {self.claim.hardware}", self.claim.said,
                 "–" if self.ours is None else format_value(self.ours) + between, self.kind, self.verdict,
                 self.claim.why(self.verdict)]
 

@@ -81,15 +81,7 @@ ODDITIES = (
 )
 
 #: figures that the fitted assumptions miss, and why
-MISSES = {
-    "Qwen3 prefill": "With 128 experts a prompt of 512 tokens loads the units almost evenly, so tensor parallelism "
-                     "gains little, and E_g ≤ TopK moves at most 8 of 128 experts. More skewed routing would come "
-                     "close, but prefetching would then hit more often than §IV-D's 2.23 allows.",
-    "end to end ÷ MoNDE": "Averages of 2.41 over all models and 1.69 for Qwen3 leave about 2.7 for the others, and the "
-                          "two large models, whose time is nearly all experts, must lie above that at six units. Of "
-                          "the other choices of the fit, one at a time, only rounding E_g up brings it below 2.9, and "
-                          "that ruins balancing (`python -m moelab bench ndp --sensitivity`).",
-}
+MISSES = {of.metric[1]: of.reason for of in LEDGER if of.reason}
 
 #: assumption → its choices
 CHOICES: dict[str, tuple[Any, ...]] = {
