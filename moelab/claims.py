@@ -200,12 +200,15 @@ def _flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tup
 
 
 def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str]:
-    """(value, kind) of what answers a claim; (None, "") if a metric is gone."""
+    """(value, kind) of what answers a claim; (None, "") if a metric is gone, or no number where one is needed."""
     names = [[name for name in metrics if name == wanted or fnmatchcase(name, wanted)] for wanted in claim.metric[1:]]
     if not all(names):
         return None, ""
     found = [metrics[name] for some in names for name in some]
     values = [metric["value"] for metric in found]
+    words = isinstance(claim.value, (bool, str))
+    if not words and any(isinstance(value, str) for value in values) or claim.combine == "ratio" and 0 in values[1:]:
+        return None, ""
     return COMBINE[claim.combine](values) if claim.combine else values[0], found[0]["kind"]
 
 
@@ -238,11 +241,14 @@ def summary(answered: list[Row]) -> str:
 
 def problems(answered: Iterable[Row]) -> list[str]:
     """What `--check` objects to: metrics that are gone, and what is not reproduced for no stated reason."""
-    return [f"{row.claim.source}/{row.claim.id}: "
-            + (f"{row.claim.metric[0]} has no metric {', '.join(row.claim.metric[1:])}" if row.verdict == UNANSWERED
-               else "not reproduced, and no reason is given")
-            for row in answered if row.verdict == UNANSWERED
-            or row.verdict == NOT_REPRODUCED and not row.claim.reason]
+    found = []
+    for row in answered:
+        of = row.claim
+        if of.metric and row.ours is None:
+            found.append(f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}")
+        elif row.verdict == NOT_REPRODUCED and not of.reason:
+            found.append(f"{of.source}/{of.id}: not reproduced, and no reason is given")
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
