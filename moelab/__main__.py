@@ -19,6 +19,7 @@ COMMANDS = {
     "list": ("moelab.lab.runs", "list the notebooks and their finished runs", ""),
     "compare": ("moelab.lab.compare", "put the metrics of two runs side by side", "01"),
     "check": ("moelab.lab.check", "compare the newest runs with results/baseline", "01 02"),
+    "claims": ("moelab.claims", "judge every claim of the five sources by what was found here", "--source zipmoe"),
     "report": ("moelab.lab.report", "write the newest runs into one page, results/report.html", ""),
     "generate": ("moelab.generate", "generate text: in memory, within a memory budget, or on several processes",
                  "Qwen/Qwen3-30B-A3B --memory 8GB --executor fast --prefetch quasi"),

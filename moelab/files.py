@@ -15,22 +15,35 @@ _ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "notebooks").is_dir() else None
 
 
-def small_model() -> Path:
-    """The folder of the shipped small model: `data/small` of a clone, or where an installation has put it."""
+def shipped(name: str) -> Path:
+    """A file or folder of the repository's data/: there in a clone, or where an installation has put it."""
     if CHECKOUT is None:
         try:
             installed = metadata.files("moelab") or ()
         except metadata.PackageNotFoundError:
             installed = ()
         for file in installed:
-            if file.parts[-4:] == ("share", "moelab", "small", "config.json"):
+            if file.parts[-3:] == ("share", "moelab", name):
+                return Path(file.locate()).resolve()
+            if file.parts[-4:-1] == ("share", "moelab", name):
                 return Path(file.locate()).resolve().parent
-    return _ROOT / "data" / "small"
+    return _ROOT / "data" / name
+
+
+def small_model() -> Path:
+    """The folder of the shipped small model."""
+    return shipped("small")
 
 
 def results_root(results: str | Path | None = None) -> Path:
     """Where results lie: the argument, else $MOELAB_RESULTS, else `results/` of the clone or the working folder."""
     return Path(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path.cwd()) / "results").resolve()
+
+
+def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
+    """The runs of a notebook that the runner finished, oldest first; interactive ones do not count."""
+    folder = results_root(results) / "runs" / notebook
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed"))
 
 
 def cache_root() -> Path:

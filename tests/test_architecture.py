@@ -23,6 +23,7 @@ DIRECTIONS = {
     "specs": set(), "configs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
     "kernels": set(), "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
     "journal": set(),
+    "claims": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models", "store"},
@@ -37,7 +38,7 @@ DIRECTIONS = {
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
     "ane": {"models", "trace", "calibration", "experts"},
-    "ndp": {"trace", "experts", "parallel"},
+    "ndp": {"trace", "experts", "parallel", "claims"},
 }
 TECHNIQUES = set(DIRECTIONS)
 DIRECTIONS["evaluation"] = TECHNIQUES
@@ -56,7 +57,7 @@ ONLY_IN = {
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
 WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal", "lab",
-                 "__main__", "__init__"}
+                 "claims", "__main__", "__init__"}
 
 
 def part_of(path):

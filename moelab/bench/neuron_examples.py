@@ -1,7 +1,7 @@
 """Worked examples of AWS's guide to MoE inference on Neuron, recomputed from the inputs that the guide gives.
 
-All are arithmetic, or modelled where they depend on a device's published rates. Seven do not follow from their own
-inputs. Statements without inputs are left out.
+All are arithmetic, or modelled where they depend on a device's published rates; what the guide says beside them is in
+the ledger (`moelab.claims`). Statements without inputs are left out.
 """
 
 from __future__ import annotations
@@ -16,17 +16,6 @@ from moelab.experts.blockwise import BlockMap, block_map
 from moelab.experts.neuron import expected_unique, provisioned_savings
 from moelab.parallel.advice import Advice, advise
 from moelab.parallel.volumes import gather_volume
-
-
-@dataclass(frozen=True)
-class Example:
-    """What the guide says, its value there, the value from its own inputs, whether they agree."""
-
-    section: str
-    text: str
-    guide: str
-    ours: str
-    follows: str
 
 
 def intensity(T: int, weight_bytes: int) -> float:
@@ -51,58 +40,26 @@ def worst_padding() -> blocks.Padding:
     return blocks.padding([769, 769, 457, 1, 1, 1, 1, 1], 1000, 2, 256, "text")
 
 
-def examples() -> list[Example]:
-    """All of them, in the guide's order."""
+def figures() -> dict[str, tuple[float, str]]:
+    """What the guide gives as one number each, from its own inputs: name → (value, unit)."""
     trn2, oss = load_device("trn2"), load_model("GPT-OSS-120B")
     router, routers, share = router_bytes()
-    gather = gather_ratios()
-    balanced = blocks.padding([250] * 8, 1000, 2, 256, "text")
-    impossible = blocks.padding([1750] + [36] * 6 + [34], 1000, 2, 256, "text")
-    row, expert = 2 * oss.H, 2 * 3 * oss.H * oss.I              # bytes of a token and of an expert in bf16
-    fp8, bf16 = (blocks.intensity_target(trn2, dtype) for dtype in ("fp8", "bf16"))
-    unique = {(E, K, batch): expected_unique(batch, [K / E] * E)
-              for E, K, batch in ((256, 8, 16), (128, 8, 8), (16, 1, 8), (256, 8, 32))}
-    return [
-        Example("Router execution", "Size of GPT-OSS-120B's router, 2880 × 128 × 2 bytes", "~0.07 MB",
-                f"{router / 1e6:.2f} MB", "no"),
-        Example("Router execution", "Routers of its 36 layers", "~2.4 MB", f"{routers / 1e6:.1f} MB", "no"),
-        Example("Router execution", "Their share of the memory if each logical core has a copy", "~0.01 %",
-                f"{100 * share:.2f} %", "no"),
-        Example("Communication optimization",
-                "Gathering after selection, 128 experts and top-8, is so many times less", "16×",
-                "16× for weights alone; with ids " + ", ".join(
-                    f"{ratio:.1f}× ({ids})" for ids, ratio in gather.items()), "in part"),
-        Example("Anatomy; API examples", "GPT-OSS: top_k, hidden size, intermediate size", "8, 7168, 2048",
-                f"{oss.K}, {oss.H}, {oss.I} (the card); 7168 and 2048 are DeepSeek-V3's", "no"),
-        Example("Padding overhead", "1000 tokens, top-2 of 8, B = 256, balanced",
-                "15 blocks, 8 needed; 87.5 %, 2.4 %", _told(balanced), "yes"),
-        Example("Padding overhead", "The same, worst case: one expert gets 1750 tokens",
-                "15 blocks, 14 needed; 7.14 %, 79.2 %", "impossible: 1000 tokens with distinct experts give one "
-                f"expert 1000 at most; {_told(impossible)}", "no"),
-        Example("Padding overhead", "A worst case that can be (769, 769, 457 and five times 1)", "–",
-                _told(worst_padding()), "–"),
-        Example("Block size selection", "FLOPs/byte at which TRN2 becomes compute-bound", "400–500",
-                f"modelled: {fp8:.0f} in FP8, {bf16:.0f} in bf16", "FP8 only"),
-        Example("DMA skipping", "Token skipping in a block of 4 with 1 empty slot saves so much memory bandwidth",
-                "~25 %", f"25 % of the token rows; of all bytes, with GPT-OSS's experts, "
-                f"{row / (4 * row + expert):.3%}, and {128 * row / (512 * row + expert):.1%} of a block of 512 with "
-                "128 empty", "no"),
-        Example("Memory-bound characteristics", "Intensity of prefill, [8192, 4096] @ [4096, 12288]",
-                "~400+ FLOPs/byte", f"{intensity(8192, 2):.0f} in bf16", "yes, far above"),
-        Example("Memory-bound characteristics", "Intensity of decode, batch 32", "~50–100 FLOPs/byte",
-                f"{intensity(32, 2):.0f} in bf16, {intensity(32, 1):.0f} with one byte a weight; an expert of top-8 "
-                f"of 128 gets 2 of the 32 tokens: {2 * 2 / 2:.0f}", "no"),
-        *(Example("Selective loading", f"{name}: {E} experts, top-{K}, batch {batch}: savings of the provisioned "
-                  "static graph", "~50 %", f"{provisioned_savings(batch, K, E):.0%}; expected for independent, even "
-                  f"tokens {1 - unique[E, K, batch] / E:.0%}", "yes")
-          for name, E, K, batch in (("DeepSeek", 256, 8, 16), ("GPT-OSS, as told", 128, 8, 8), ("Llama4", 16, 1, 8))),
-        Example("All-Experts", "DeepSeek, batch 32, top-8 of 256: experts required", "256, potentially all",
-                f"{unique[256, 8, 32]:.0f} expected: all are {256 / unique[256, 8, 32] - 1:.0%} more", "rarely")]
-
-
-def _told(p: blocks.Padding) -> str:
-    return (f"{p.provisioned} blocks, {p.needed} needed; worst-case overhead {p.worst_case:.1%}, "
-            f"algorithmic {p.algorithmic:.1%}").replace("%", " %")
+    even = blocks.padding([250] * 8, 1000, 2, 256, "text")
+    row, expert = 2 * oss.H, 2 * 3 * oss.H * oss.I
+    return {
+        "router_mb": (router / 1e6, "MB"), "routers_mb": (routers / 1e6, "MB"), "router_share": (share, "of memory"),
+        "gather_ratio_int32_ids": (gather_ratios()["int32"], "×"), "oss_top_k": (oss.K, ""), "oss_hidden": (oss.H, ""),
+        "oss_intermediate": (oss.I, ""), "blocks_provisioned": (even.provisioned, "blocks"),
+        "blocks_needed": (even.needed, "blocks"), "padding_to_provisioned": (even.worst_case, "of needed slots"),
+        "padding_algorithmic": (even.algorithmic, "of routings"), "worst_possible_blocks": (
+            worst_padding().needed, "blocks"),
+        **{f"compute_bound_{dtype}": (blocks.intensity_target(trn2, dtype), "FLOPs/byte") for dtype in ("bf16", "fp8")},
+        "token_skipping_saves": (row / (4 * row + expert), "of a block's bytes"),
+        "intensity_prefill": (intensity(8192, 2), "FLOPs/byte"),
+        "intensity_decode_batch_32": (intensity(32, 2), "FLOPs/byte"),
+        **{f"provisioned_savings_{name}": (provisioned_savings(batch, K, E), "of experts") for name, E, K, batch in (
+            ("DeepSeek", 256, 8, 16), ("GPT-OSS", 128, 8, 8), ("Llama4", 16, 1, 8))},
+        "experts_needed_256_8_32": (expected_unique(32, [8 / 256] * 256), "experts, even routing")}
 
 
 @dataclass(frozen=True)

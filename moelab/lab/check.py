@@ -14,8 +14,8 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.files import read_json, results_root, write_json
-from moelab.lab.results import SCHEMA, finished_runs, is_named
+from moelab.files import finished_runs, read_json, results_root, write_json
+from moelab.lab.results import SCHEMA, is_named
 from moelab.table import format_value, text_table
 
 TOLERANCE = 0.02

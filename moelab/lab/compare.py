@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moelab.files import read_json, results_root
-from moelab.lab.results import finished_runs
+from moelab.files import finished_runs, read_json, results_root
 from moelab.lab.runner import notebooks
 from moelab.table import format_value, text_table
 

@@ -1,4 +1,4 @@
-"""One static page of the newest finished run of every notebook: parameters, metrics, claims, figures.
+"""One static page: the sources' claims with verdicts, and the newest finished run of every notebook.
 
 The page is a single file that works without a network: plotly.js is inside, once. Every figure has its caption and
 its description, so that it can be read by a screen reader and printed.
@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from moelab.files import read_json, results_root, write_text
-from moelab.lab.results import finished_runs
+from moelab import claims
+from moelab.files import finished_runs, read_json, results_root, write_text
 from moelab.table import format_value
 
 STYLE = """
@@ -42,6 +42,7 @@ def write_report(results: str | Path | None = None) -> Path:
     runs = [(name, found[-1]) for name in names if (found := finished_runs(name, root))]
     contents = "".join(f'<li><a href="#{escape(name)}">{escape(name)}</a></li>' for name, _ in runs)
     body = "".join(_section(name, run) for name, run in runs) or "<p>No notebook has finished yet.</p>"
+    answered = claims.rows(results=root)
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -54,14 +55,26 @@ def write_report(results: str | Path | None = None) -> Path:
 <body>
 <main>
 <h1>moelab: results</h1>
+{_table("Claims of the five sources, by verdict", ["verdict", "claims"],
+        [[verdict, n] for verdict, n in claims.counts(answered).items()])}
 <p class="note">{KINDS_NOTE}</p>
-<nav aria-label="Notebooks"><ul>{contents}</ul></nav>
+<nav aria-label="Contents"><ul><li><a href="#claims">Claims</a></li>{contents}</ul></nav>
 {body}
+<section aria-labelledby="claims"><h2 id="claims">Claims</h2>
+<p class="note">Verdicts follow rules (moelab/claims.py). What was fitted, or follows from what was, never counts as
+reproduced; another model or machine than the source's shows a direction at most.</p>
+{_ledger(answered)}</section>
 </main>
 </body>
 </html>
 """
     return write_text(root / "report.html", page)
+
+
+def _ledger(answered: list[claims.Row]) -> str:
+    titles = dict.fromkeys(row.claim.title for row in answered)
+    return "\n".join(_table(title, claims.HEAD, [row.cells for row in answered if row.claim.title == title])
+                     for title in titles)
 
 
 def _section(name: str, run: Path) -> str:
@@ -77,9 +90,6 @@ def _section(name: str, run: Path) -> str:
         _table("Parameters", ["name", "value"], [[k, v] for k, v in about["parameters"].items()]),
         _table("Metrics", ["metric", "value", "unit", "kind"],
                [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()]),
-        _table("Claims of the sources beside what was found here", ["source", "claim", "source's value", "here"],
-               [[f"{c['paper']} {c['section']}", c["text"], c["paper_value"], c["ours"]]
-                for c in found.get("claims", ())]),
     ]
     parts += [_figure(f"{name}-{key}", run / figure["file"]) for key, figure in found.get("figures", {}).items()]
     return "\n".join(part for part in parts if part) + "</section>"

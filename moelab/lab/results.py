@@ -1,9 +1,9 @@
-"""What a notebook finds, in a form that can be compared: metrics, claims and figures of one run.
+"""What a notebook finds, in a form that can be compared: metrics and figures of one run.
 
     run = moelab.lab.open_run("01_calibration", dict(smoke=smoke, seed=seed), seed)
     run.metric("imbalance_prefill", 1.8, "busiest ÷ mean", "exact")
-    run.claim("NPUMoE", "§5.8", "Overlap@4 on unseen prompts", "86 %", "91 %")
     run.figure("heatmap", fig, caption="…", alt="…")
+    run.verdicts()                  # the sources' claims that this notebook answers
     run.save()
 
 A run is one directory: `metrics.json` and `figures/*.json`. The runner names it in MOELAB_RUN_DIR; in JupyterLab it
@@ -20,6 +20,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -95,7 +96,6 @@ class Run:
     seed: int
     directory: Path
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    claims: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured") -> None:
@@ -104,12 +104,17 @@ class Run:
             raise ValueError(f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}")
         self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind}
 
-    def claim(self, paper: str, section: str, text: str, paper_value: Any, ours: Any) -> None:
-        """A claim of a source beside our value, numbers or text; the text says what kind of number ours is."""
-        said = {"paper": paper, "section": section, "text": text}
-        claim = said | {"paper_value": _plain(text, paper_value), "ours": _plain(text, ours)}
-        at = next((i for i, old in enumerate(self.claims) if said.items() <= old.items()), len(self.claims))
-        self.claims[at:at + 1] = [claim]
+    def verdicts(self, metrics: Iterable[str] = ()) -> None:
+        """Show the sources' claims that this notebook's metrics, or these of them, answer, beside what was found."""
+        from moelab import claims
+        from moelab.viz.notebook import say, table
+        wanted = set(metrics)
+        own = [claim for claim in claims.ledger() if claim.metric[:1] == (self.notebook,)
+               and (not wanted or wanted.issuperset(claim.metric[1:]))]
+        if own:
+            rows = claims.rows(own, own={self.notebook: self.metrics})
+            say(f"**{claims.summary(rows)}** The rules are `moelab.claims`'; numbers are of this run's parameters.")
+            table(claims.HEAD, *(row.cells for row in rows))
 
     def figure(self, name: str, fig: Any, caption: str, alt: str) -> None:
         """Show a plotly figure in the notebook and keep it for the report.
@@ -130,7 +135,7 @@ class Run:
     def save(self) -> Path:
         """Write metrics.json; returns its path. Call it in the last cell."""
         content = {"schema": SCHEMA, "notebook": self.notebook, "params": self.params, "seed": self.seed,
-                   "env": environment(), "metrics": self.metrics, "claims": self.claims, "figures": self.figures}
+                   "env": environment(), "metrics": self.metrics, "figures": self.figures}
         return write_json(self.directory / "metrics.json", content)
 
 
@@ -142,12 +147,6 @@ def _plain(name: str, value: Any) -> float | int | str | bool:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name!r} is {value}; it must be finite, so say in words what happened instead")
     return value
-
-
-def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
-    """The runs of a notebook that the runner finished, oldest first; interactive ones do not count."""
-    folder = results_root(results) / "runs" / notebook
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed"))
 
 
 def environment() -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.files import read_json, results_root
-from moelab.lab.results import finished_runs
+from moelab.files import finished_runs, read_json, results_root
 from moelab.lab.runner import notebooks
 from moelab.table import text_table
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moelab.claims import ledger
 from moelab.ndp.sweep import Assumptions, paper_sweep, quantities
 from moelab.progress import progress
 
@@ -43,27 +44,12 @@ class NDPClaim:
         return min(0.0, found / low - 1) + max(0.0, found / high - 1)
 
 
-SLIGHTLY_WORSE = (0.85, 1.0)
-
-CLAIMS = {
-    "prefill NDP+TP": NDPClaim("§IV-D, Fig. 10", "MoE prefill, mean speedup of NDP+TP over MoNDE", 1.26),
-    "prefill NDP+TP+LB": NDPClaim("§IV-D, Fig. 10", "MoE prefill, mean speedup of NDP+TP+LB over MoNDE", 1.46),
-    "decode NDP+TP": NDPClaim("§IV-D, Fig. 11", "MoE decode, mean speedup of NDP+TP over MoNDE", 1.99),
-    "decode NDP+TP+LB": NDPClaim("§IV-D, Fig. 11", "MoE decode, mean speedup of NDP+TP+LB over MoNDE", 2.19),
-    "decode NDP+TP+PRE": NDPClaim("§IV-D, Fig. 11", "MoE decode, mean speedup of NDP+TP+PRE over MoNDE", 2.23),
-    "decode NDP+TP+LB+PRE": NDPClaim("§IV-D, Fig. 11", "MoE decode, mean speedup of NDP+TP+LB+PRE over MoNDE", 2.41),
-    "Qwen3 prefill": NDPClaim("§IV-B, Fig. 8", "Qwen3, MoE prefill, mean speedup of the framework over MoNDE", 1.36),
-    "Qwen3 decode": NDPClaim("§IV-B, Fig. 8", "Qwen3, MoE decode, mean speedup of the framework over MoNDE", 1.69),
-    "end to end ÷ MoE-OnDemand": NDPClaim("§IV-C, Fig. 9", "largest end-to-end speedup over MoE-OnDemand", 5.49),
-    "end to end ÷ Fiddler": NDPClaim("§IV-C, Fig. 9", "largest end-to-end speedup over Fiddler", 4.05),
-    "end to end ÷ MoNDE": NDPClaim("§IV-C, Fig. 9", "largest end-to-end speedup over MoNDE", 2.56),
-    "DeepSeek, N=2, decode NDP+TP": NDPClaim("§IV-D, Fig. 11", "slightly worse than MoNDE", SLIGHTLY_WORSE),
-    "Qwen3, N=2, decode NDP+TP": NDPClaim("§IV-D, Fig. 11", "slightly worse than MoNDE", SLIGHTLY_WORSE),
-    "modules needed, DeepSeek-MoE-16B": NDPClaim("Table II, Figs. 9–11", "15.4B parameters in 32 GB modules", 1, 0.0),
-    "modules needed, Qwen3-30B-A3B": NDPClaim("Table II, Figs. 9–11", "29.0B parameters in 32 GB modules", 2, 0.0),
-    "modules needed, Phi-3.5-MoE": NDPClaim("Table II, Figs. 9–11", "40.3B parameters in 32 GB modules", 3, 0.0),
-    "modules needed, Mixtral-8x7B": NDPClaim("Table II, Figs. 9–11", "42.0B parameters in 32 GB modules", 3, 0.0),
-}
+LEDGER = [of for of in ledger() if of.source == "gpu-ndp" and of.unit in ("×", "modules") and len(of.metric) == 2
+          and of.value is not None and not of.contradicted]
+#: those of the ledger that the sweep answers, by the names of `sweep.quantities`, and the modules that models need
+CLAIMS = {of.metric[1].replace("modules_needed_", "modules needed, "): NDPClaim(
+    of.where, of.text, tuple(of.value) if isinstance(of.value, list) else of.value, of.tolerance)
+    for of in LEDGER}
 
 #: what a technique adds to another system → its two claims, after and before
 INCREMENTS = {
@@ -75,8 +61,7 @@ INCREMENTS = {
 }
 
 #: half of the numbers that depend on assumptions; the other half only judges
-FIT = ("prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE", "end to end ÷ MoE-OnDemand",
-       "Qwen3, N=2, decode NDP+TP")
+FIT = tuple(of.metric[1] for of in LEDGER if of.fitted)
 JUDGED = tuple(name for name in CLAIMS if name not in FIT and not name.startswith("modules"))
 
 HALVES = {"fit": FIT, "judge": JUDGED}
@@ -96,15 +81,7 @@ ODDITIES = (
 )
 
 #: figures that the fitted assumptions miss, and why
-MISSES = {
-    "Qwen3 prefill": "With 128 experts a prompt of 512 tokens loads the units almost evenly, so tensor parallelism "
-                     "gains little, and E_g ≤ TopK moves at most 8 of 128 experts. More skewed routing would come "
-                     "close, but prefetching would then hit more often than §IV-D's 2.23 allows.",
-    "end to end ÷ MoNDE": "Averages of 2.41 over all models and 1.69 for Qwen3 leave about 2.7 for the others, and the "
-                          "two large models, whose time is nearly all experts, must lie above that at six units. Of "
-                          "the other choices of the fit, one at a time, only rounding E_g up brings it below 2.9, and "
-                          "that ruins balancing (`python -m moelab bench ndp --sensitivity`).",
-}
+MISSES = {of.metric[1]: of.reason for of in LEDGER if of.reason}
 
 #: assumption → its choices
 CHOICES: dict[str, tuple[Any, ...]] = {

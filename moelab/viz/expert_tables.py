@@ -9,7 +9,7 @@ from typing import Any
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench.experts import LOADING, ExpertTimes
 from moelab.bench.measure import Samples
-from moelab.bench.neuron_examples import BlockAdvice, Example
+from moelab.bench.neuron_examples import BlockAdvice
 from moelab.bench.static import BASELINE, NO_EXPERTS, BlockCount, DropCosts, Ran, TierPlan
 from moelab.cards import load_model
 from moelab.experts.blocks import Padding, intensity_factor
@@ -21,12 +21,6 @@ from moelab.experts.neuron import expected_unique
 from moelab.table import ms, percent
 
 Row = dict[str, Any]
-
-
-def guide(examples: Sequence[Example]) -> list[Row]:
-    """What the guide computes, and what follows from its own inputs."""
-    return [{"the guide says": one.text, "its value": one.guide, "from its own inputs": one.ours,
-             "follows?": one.follows} for one in examples]
 
 
 def block_map(mapped: BlockMap) -> list[Row]:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from moelab.lab import open_run
-from moelab.files import write_json
-from moelab.lab.results import check_injected, finished_runs
+from moelab.files import finished_runs, write_json
+from moelab.lab.results import check_injected
 
 
 def test_an_interactive_run_writes_beside_the_others_and_does_not_count(results):
@@ -34,14 +34,6 @@ def test_other_values_are_refused(value):
 def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="the kinds are exact, measured, simulated, modelled, paper"):
         open_run("x", {}, 0).metric("m", 1, "B", "guessed")
-
-
-def test_a_claim_made_again_replaces_the_first():
-    run = open_run("x", {}, 0)
-    for ours in (1, 2):
-        run.claim("P", "§1", "a", 3, ours)
-        run.claim("P", "§1", "b", 3, ours)
-    assert [(c["text"], c["ours"]) for c in run.claims] == [("a", 2), ("b", 2)]
 
 
 def test_figures_need_words():

@@ -50,7 +50,6 @@ def costs():
 
 
 def test_of_static_shapes(costs):
-    assert row(shown(expert_tables.guide(neuron_examples.examples()), 16), "its value", "~0.07 MB")["follows?"] == "no"
     assert shown(expert_tables.block_map(neuron_examples.six_tokens()), 3)[0] == {
         "block": "0", "expert": "E0", "slots": "T0 T2 T5 –", "real": "3", "padding": "1"}
     ids = static.routing(16, 4, 2)[:, None]

@@ -1,0 +1,273 @@
+"""`python -m moelab claims`: every quantitative claim of the five sources, what answers it, and a verdict by rule.
+
+`data/claims.toml` is the ledger. A claim is a number, a range, a word or an order (`above`, `below`), and is answered
+by metrics of a notebook or of a bench, or by what testing it would need. Its verdict is the first that applies:
+
+    contradicted by the source itself   another place of the source says otherwise
+    not testable here                   it needs hardware, weights or figures that are not here
+    fitted                              it agrees, because something was chosen with this number; never counted
+    follows                             it agrees as a consequence of fitted numbers, of construction, or by a
+                                        prediction without a simulator (`predictor`, within the same tolerance)
+    reproduced                          it agrees, for the source's model and machine
+    same direction                      an order holds; it agrees, but `instead` of the source's model or machine
+                                        another one was looked at; or it lies on the claim's side of no effect, and
+                                        could have come out on the other (`either_way`)
+    not reproduced                      none of these; the claim says the likely reason
+
+A number agrees within its tolerance, and where no effect has a value (`neutral`) within half of the effect, too: 20 %
+of a gain of 1.2 would include none. An order that could not have come out otherwise must say so in `follows`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moelab.files import finished_runs, read_json, results_root, shipped
+from moelab.table import format_value, text_table
+
+REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = VERDICTS = (
+    "reproduced", "fitted", "follows", "same direction", "not reproduced", "contradicted by the source itself",
+    "not testable here", "unanswered")
+HEAD = ["claim", "model, hardware", "source's value", "ours", "kind", "verdict", "why"]
+#: how several metrics become one number
+COMBINE: dict[str, Callable[[list[float]], float]] = {
+    "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
+    "least": min, "most": max}
+Metrics = dict[str, dict[str, Any]]         # name → {"value", "kind"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim; what `data/claims.toml` may say of it."""
+
+    source: str
+    title: str                              # the source's
+    id: str
+    where: str                              # section, table or figure
+    text: str
+    hardware: str
+    model: str
+    tolerance: float = 0.0                  # relative
+    value: float | bool | str | list[float] | None = None
+    above: float | None = None              # an order: what it compares is larger than this
+    below: float | None = None
+    unit: str = ""
+    metric: tuple[str, ...] = ()            # a notebook or "bench NAME", then names of metrics; * stands for any text
+    combine: str = ""                       # a key of COMBINE
+    needs: str = ""
+    neutral: float | None = None            # the value of no effect
+    either_way: bool = False                # ours could have come out on the other side of it
+    instead: str = ""                       # what was looked at instead of the source's model or machine
+    fitted: str = ""
+    follows: str = ""
+    predictor: float | None = None
+    contradicted: str = ""
+    reason: str = ""                        # why it is not reproduced
+
+    def __post_init__(self) -> None:
+        problem = next((said for wrong, said in (
+            (not self.id or not self.where or not self.text, "it has no id, place or text"),
+            (sum(x is not None for x in (self.value, self.above, self.below)) != 1,
+             "it needs exactly one of value, above and below"),
+            (isinstance(self.value, list) and (len(self.value) != 2 or self.value[0] > self.value[1]),
+             "a range is [low, high]"),
+            (not (self.metric or self.needs or self.contradicted or self.fitted), "nothing answers it"),
+            (bool(self.needs and (self.metric or self.fitted or self.follows)), "what needs something has no answer"),
+            (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
+            (self.combine not in ("", *COMBINE), f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}"),
+            (self.either_way and not (self.neutral is not None and isinstance(self.value, (int, float))),
+             "either_way goes with a number and neutral"),
+            (self.predictor is not None and not (self.follows and self.agrees(self.predictor)),
+             "its predictor is outside the tolerance, or not explained in follows")) if wrong), None)
+        if problem:
+            raise ValueError(f"claim {self.source}/{self.id}: {problem}")
+
+    def agrees(self, found: float | bool | str) -> bool:
+        """Whether a value is what the claim says."""
+        if self.above is not None or self.below is not None:
+            return found > self.above if self.above is not None else found < self.below
+        if isinstance(self.value, (bool, str)):
+            return found == self.value
+        low, high = self.value if isinstance(self.value, list) else (self.value, self.value)
+        below, above = (min(self.tolerance * abs(end), math.inf if self.neutral is None else
+                            abs(end - self.neutral) / 2) for end in (low, high))
+        return low - below <= found <= high + above
+
+    def verdict(self, found: float | bool | str | None) -> str:
+        """By the rules above; `found` is None where no metric answers."""
+        if self.contradicted or self.needs:
+            return CONTRADICTED if self.contradicted else NOT_TESTABLE
+        if found is None:
+            return UNANSWERED if self.metric else FITTED
+        if self.agrees(found):
+            order = self.above is not None or self.below is not None
+            return (FITTED if self.fitted else FOLLOWS if self.follows else
+                    DIRECTION if order or self.instead else REPRODUCED)
+        same = self.either_way and (found - self.neutral) * (self.value - self.neutral) > 0
+        return DIRECTION if same else NOT_REPRODUCED
+
+    @property
+    def said(self) -> str:
+        """The source's value in words."""
+        if self.above is not None or self.below is not None:
+            return f"> {self.above:g}" if self.above is not None else f"< {self.below:g}"
+        value = self.value
+        if isinstance(value, list):
+            return f"{value[0]:g} to {value[1]:g}" if math.isfinite(value[1]) else f"{value[0]:g} or more"
+        return f"{format_value(value)} {self.unit}".rstrip()
+
+    def why(self, verdict: str) -> str:
+        """What stands behind a verdict."""
+        why = {FITTED: self.fitted, FOLLOWS: self.follows, CONTRADICTED: self.contradicted, NOT_TESTABLE: self.needs,
+               NOT_REPRODUCED: self.reason}.get(verdict, "")
+        return f"needs {why}" if verdict == NOT_TESTABLE else "; ".join(
+            filter(None, (why, f"on {self.instead}" if self.instead else "")))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A claim with its answer: ours, least and most over comparable runs, the kind of the number, the verdict."""
+
+    claim: Claim
+    ours: float | bool | str | None
+    spread: tuple[float, float] | None
+    kind: str
+    verdict: str
+
+    @property
+    def cells(self) -> list[str]:
+        """What `HEAD` names."""
+        between = f" ({self.spread[0]:.4g} to {self.spread[1]:.4g})" if self.spread else ""
+        return [f"{self.claim.where}: {self.claim.text}", f"{self.claim.model}, {self.claim.hardware}", self.claim.said,
+                "–" if self.ours is None else format_value(self.ours) + between, self.kind, self.verdict,
+                self.claim.why(self.verdict)]
+
+
+def load(path: str | Path | None = None) -> list[Claim]:
+    """The ledger's claims, or those of another file. ValueError: an unknown key, or a claim that is not complete."""
+    content = tomllib.loads(Path(path or shipped("claims.toml")).read_text(encoding="utf-8"))
+    sources, known, found = content.pop("source", {}), {field.name for field in fields(Claim)}, []
+    for source, claims in content.items():
+        if source not in sources:
+            raise ValueError(f"claims of {source!r}, which [source] does not name; it names {', '.join(sources)}")
+        for of in claims:
+            if unknown := of.keys() - known:
+                raise ValueError(f"claim {source}/{of.get('id')}: unknown {', '.join(sorted(unknown))}")
+            given = {"text": "", "id": "", "where": ""} | sources[source] | of
+            found.append(Claim(source, metric=tuple(given.pop("metric", ())), **given))
+    twice = [f"{source}/{name}" for (source, name), n in Counter((c.source, c.id) for c in found).items() if n > 1]
+    if twice:
+        raise ValueError(f"there are two claims {', '.join(twice)}")
+    return found
+
+
+@cache
+def ledger() -> tuple[Claim, ...]:
+    """The shipped claims."""
+    return tuple(load())
+
+
+def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
+    """The metrics of a notebook's finished runs with its baseline's parameters, newest first, else of its baseline; or
+    of a bench's result, names joined by " | "."""
+    root = results_root(results)
+    if where.startswith("bench "):
+        path = root / "bench" / f"{where.removeprefix('bench ')}.json"
+        content = read_json(path) if path.exists() else {"results": {}, "kind": ""}
+        return [{name: {"value": value, "kind": content["kind"]} for name, value in _flat(content["results"])}]
+    path = root / "baseline" / f"{where}.json"
+    baseline = read_json(path) if path.exists() else {"metrics": {}, "params": None}
+    paths = [run / "metrics.json" for run in reversed(finished_runs(where, root))]
+    runs = [read_json(path) for path in paths if path.exists()]
+    return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [baseline["metrics"]]
+
+
+def _flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
+    for name, value in results.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*before, name))
+        else:
+            yield " | ".join((*before, name)), value
+
+
+def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str]:
+    """(value, kind) of what answers a claim; (None, "") if a metric is gone, or no number where one is needed."""
+    names = [[name for name in metrics if name == wanted or fnmatchcase(name, wanted)] for wanted in claim.metric[1:]]
+    if not all(names):
+        return None, ""
+    found = [metrics[name] for some in names for name in some]
+    values = [metric["value"] for metric in found]
+    words = isinstance(claim.value, (bool, str))
+    if not words and any(isinstance(value, str) for value in values) or claim.combine == "ratio" and 0 in values[1:]:
+        return None, ""
+    return COMBINE[claim.combine](values) if claim.combine else values[0], found[0]["kind"]
+
+
+def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
+         own: dict[str, Metrics] | None = None) -> list[Row]:
+    """Every claim, or these, with verdicts; `own` are metrics of notebooks that count instead of what was recorded."""
+    runs: dict[str, list[Metrics]] = {where: [metrics] for where, metrics in (own or {}).items()}
+    answered = []
+    for claim in claims or ledger():
+        where = claim.metric[0] if claim.metric else ""
+        if where and where not in runs:
+            runs[where] = recorded(where, results)
+        found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "")]
+        (ours, kind), numbers = found[0], [value for value, _ in found if isinstance(value, (int, float))]
+        spread = (min(numbers), max(numbers)) if len(numbers) > 1 and not isinstance(ours, bool) else None
+        answered.append(Row(claim, ours, spread, kind, claim.verdict(ours)))
+    return answered
+
+
+def counts(answered: Iterable[Row]) -> dict[str, int]:
+    """Verdict → how many claims have it."""
+    found = Counter(row.verdict for row in answered)
+    return {verdict: found[verdict] for verdict in VERDICTS if found[verdict]}
+
+
+def summary(answered: list[Row]) -> str:
+    """How many claims have which verdict, in a sentence."""
+    return f"{len(answered)} claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts(answered).items()) + "."
+
+
+def problems(answered: Iterable[Row]) -> list[str]:
+    """What `--check` objects to: metrics that are gone, and what is not reproduced for no stated reason."""
+    found = []
+    for row in answered:
+        of = row.claim
+        if of.metric and row.ours is None:
+            found.append(f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}")
+        elif row.verdict == NOT_REPRODUCED and not of.reason:
+            found.append(f"{of.source}/{of.id}: not reproduced, and no reason is given")
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", metavar="KEY", help="only this source's claims: " + ", ".join(
+        dict.fromkeys(claim.source for claim in ledger())))
+    parser.add_argument("--check", action="store_true", help="fail if a metric is gone or a claim is unanswered")
+    parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
+
+
+def main(args: argparse.Namespace) -> int:
+    chosen = [claim for claim in ledger() if args.source in (None, claim.source)]
+    if not chosen:
+        raise ValueError(f"there is no source {args.source!r}; there are: "
+                         + ", ".join(dict.fromkeys(claim.source for claim in ledger())))
+    answered = rows(chosen, args.results)
+    print(summary(answered))
+    for source in dict.fromkeys(claim.source for claim in chosen):
+        own = [row for row in answered if row.claim.source == source]
+        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own]))
+    wrong = problems(answered) if args.check else []
+    print("".join(f"\nFAILED {problem}" for problem in wrong).lstrip("\n"), end="\n" if wrong else "")
+    return 1 if wrong else 0

@@ -1,0 +1,169 @@
+"""The ledger's file is complete, every claim has an answer, and verdicts follow the rules: hand-made cases."""
+
+import json
+import math
+from math import inf
+
+import pytest
+
+from moelab import claims
+from moelab.__main__ import main
+from moelab.claims import (
+    CONTRADICTED, DIRECTION, FITTED, FOLLOWS, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED, UNANSWERED, Claim, load, rows)
+from moelab.files import CHECKOUT
+
+BASELINES = CHECKOUT / "results"
+
+
+def claim(**how):
+    """A claim of value 2, answered by a metric."""
+    value = {} if {"above", "below"} & how.keys() else {"value": 2.0}
+    metric = {} if how.get("needs") or how.get("contradicted") else {"metric": ("n", "x")}
+    return Claim(**{"source": "s", "title": "S", "id": "i", "where": "§1", "text": "t", "hardware": "h", "model": "m",
+                    "tolerance": 0.1} | value | metric | how)
+
+
+@pytest.mark.parametrize("how, found, verdict", [
+    ({}, 2.1, REPRODUCED), ({}, 2.3, NOT_REPRODUCED), ({"tolerance": 0.0}, 2.0, REPRODUCED),
+    ({"tolerance": 0.0}, 2.001, NOT_REPRODUCED), ({}, None, UNANSWERED),
+    ({"value": [1.0, 2.0]}, 0.91, REPRODUCED), ({"value": [1.0, 2.0]}, 2.21, NOT_REPRODUCED),
+    ({"value": [1.0, inf]}, 1e9, REPRODUCED), ({"value": True}, True, REPRODUCED),
+    ({"value": "TP"}, "EP", NOT_REPRODUCED),
+    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.05, NOT_REPRODUCED),       # half of the effect is 0.1
+    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.29, REPRODUCED),
+    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.05, DIRECTION),
+    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 0.95, NOT_REPRODUCED),
+    ({"instead": "a small model"}, 2.0, DIRECTION), ({"instead": "a small model"}, 3.0, NOT_REPRODUCED),
+    ({"above": 1.0}, 1.1, DIRECTION), ({"above": 1.0}, 1.0, NOT_REPRODUCED), ({"below": 1.0}, 0.9, DIRECTION),
+    ({"above": 1.0, "follows": "it is a largest value"}, 1.1, FOLLOWS),
+    ({"fitted": "chosen by it"}, 2.1, FITTED), ({"fitted": "chosen by it"}, 9.0, NOT_REPRODUCED),
+    ({"fitted": "chosen by it", "metric": ()}, None, FITTED),
+    ({"follows": "1 + 1", "predictor": 2.0}, 2.1, FOLLOWS), ({"follows": "1 + 1"}, 9.0, NOT_REPRODUCED),
+    ({"needs": "a Mac"}, None, NOT_TESTABLE), ({"contradicted": "Table 2 says 3"}, None, CONTRADICTED),
+    ({"contradicted": "Table 2 says 3", "metric": ("n", "x")}, 2.0, CONTRADICTED)])
+def test_verdicts(how, found, verdict):
+    assert claim(**how).verdict(found) == verdict
+
+
+@pytest.mark.parametrize("how, said", [
+    ({"text": ""}, "no id, place or text"), ({"value": None}, "exactly one of"),
+    ({"value": 1, "above": 0}, "exactly one"),
+    ({"value": [2.0, 1.0]}, "low, high"), ({"metric": ()}, "nothing answers it"),
+    ({"needs": "a Mac", "metric": ("n", "x")}, "has no answer"), ({"metric": ("n",)}, "and then metrics"),
+    ({"combine": "sum"}, "there are: ratio"), ({"either_way": True}, "neutral"),
+    ({"follows": "3", "predictor": 3.0}, "outside the tolerance"), ({"predictor": 2.0}, "not explained")])
+def test_incomplete_claims_are_refused(how, said):
+    with pytest.raises(ValueError, match=said):
+        claim(**how)
+
+
+@pytest.mark.parametrize("combine, values, result", [
+    ("ratio", [6.0, 2.0], 3.0), ("ratio", [6.0, 2.0, 3.0, 2.0], 2.0), ("least", [3.0, 1.0, 2.0], 1.0), ("most", [3.0, 1.0, 2.0], 3.0), ("", [3.0], 3.0)])
+def test_metrics_become_one_number(combine, values, result):
+    names = [f"x{i}" for i in range(len(values))]
+    own = {"n": {name: {"value": value, "kind": "exact"} for name, value in zip(names, values)}}
+    row, = rows([claim(metric=("n", *names), combine=combine)], own=own)
+    assert row.ours == result and row.kind == "exact" and row.spread is None
+    pattern, = rows([claim(metric=("n", "x*"), combine="most")], own=own)
+    assert pattern.ours == max(values)
+
+
+@pytest.mark.parametrize("value", ["none", 0.0])
+def test_what_is_no_number_answers_nothing(value):
+    own = {"n": {"x": {"value": 1.0, "kind": "exact"}, "y": {"value": value, "kind": "exact"}}}
+    row, = rows([claim(metric=("n", "x", "y"), combine="ratio")], own=own)
+    assert (row.ours, row.verdict) == (None, UNANSWERED)
+
+
+def test_the_newest_run_counts_and_the_others_are_its_spread(tmp_path):
+    def write(path, value, **params):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metrics = {"x": {"value": value, "kind": "measured"}}
+        path.write_text(json.dumps({"params": {"smoke": False} | params, "metrics": metrics}))
+    one = [claim()]
+    assert rows(one, tmp_path)[0].verdict == UNANSWERED
+    write(tmp_path / "baseline" / "n.json", 5.0)
+    assert rows(one, tmp_path)[0].ours == 5.0
+    for name, value, params in (("1", 1.5, {}), ("2", 2.5, {}), ("3", 2.0, {}), ("4", 9.0, {"smoke": True}),
+                                ("interactive-5", 8.0, {})):
+        write(tmp_path / "runs" / "n" / name / "metrics.json", value, **params)
+    row, = rows(one, tmp_path)
+    assert (row.ours, row.spread, row.verdict) == (2.0, (1.5, 2.5), REPRODUCED) and "2 (1.5 to 2.5)" in row.cells
+
+
+def test_the_ledger_is_complete():
+    """At least 150 claims of five sources; each has an answer in what is committed, or says why there is none."""
+    answered = rows(results=BASELINES)
+    assert len(answered) >= 150 and len({row.claim.source for row in answered}) == 5
+    assert claims.problems(answered) == []
+    assert sum(claims.counts(answered).values()) == len(answered)
+    for row in answered:
+        of = row.claim
+        assert row.claim.why(row.verdict) or row.verdict in (REPRODUCED, DIRECTION), of.id
+        if of.instead:
+            assert row.verdict != REPRODUCED, of.id
+        if isinstance(row.ours, float):
+            assert math.isfinite(row.ours)
+        lines = (of.text, of.where, of.needs, of.reason, of.follows, of.fitted, of.contradicted)
+        assert not any("\n" in line for line in lines)
+
+
+def test_what_gpu_ndp_was_fitted_to_is_fitted_here():
+    """Its assumptions were chosen by six of its numbers."""
+    fitted = {of.metric[1] for of in claims.ledger() if of.source == "gpu-ndp" and of.fitted and of.metric}
+    assert fitted == {"prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE",
+                      "end to end ÷ MoE-OnDemand", "Qwen3, N=2, decode NDP+TP"}
+
+
+def test_numbers_that_the_device_model_holds_are_the_ledgers():
+    from moelab.ane.device import published
+    said = {claim.metric[1]: claim.value for claim in claims.ledger() if len(claim.metric) == 2}
+    held = {f"phi_{c.prompt}_{c.chunk}_{c.metric.replace(' ', '_')}_{c.system}": c.low
+            for c in published.CLAIMS if c.prompt and c.low == c.high}
+    held |= {f"slot_{s.G}x{s.C}": s.ms for s in published.TABLE_5 if s.mode == "serial"}
+    assert len(held) == 12 + 3 + 6 + 11 and held.items() <= said.items()
+
+
+FILE = """
+[source.a]
+title = "A"
+hardware = "h"
+model = "m"
+[[a]]
+id = "one"
+where = "§1"
+text = "t"
+value = 1
+needs = "x"
+"""
+
+
+@pytest.mark.parametrize("more, said", [
+    ("valeu = 2", "unknown valeu"), ("[[b]]\nid = 'x'", "does not name"),
+    (FILE[FILE.index("[[a]]"):], "two claims a/one"),
+    ("[[a]]\nid = 'two'\nvalue = 2\nneeds = 'x'", "no id, place or text")])
+def test_a_file_that_is_wrong_is_refused(more, said, tmp_path):
+    path = tmp_path / "claims.toml"
+    path.write_text(FILE)
+    found, = load(path)
+    assert (found.source, found.model, found.said) == ("a", "m", "1")
+    path.write_text(FILE + more)
+    with pytest.raises(ValueError, match=said):
+        load(path)
+
+
+def test_the_command(capsys, tmp_path):
+    assert main(["claims", "--check", "--results", str(BASELINES)]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    answered = rows(results=BASELINES)
+    assert first == claims.summary(answered) and first.startswith(f"{len(answered)} claims: ")
+    assert sum(int(word) for word in first.partition(": ")[2].split() if word.isdigit()) == len(answered)
+    assert main(["claims", "--source", "zipmoe", "--results", str(BASELINES)]) == 0
+    told = capsys.readouterr().out
+    assert "ZipMoE" in told and "NPUMoE" not in told
+    assert main(["claims", "--source", "zipmo"]) == 2
+    assert "there is no source 'zipmo'; there are: npumoe" in capsys.readouterr().err
+    assert main(["claims", "--check", "--source", "zipmoe", "--results", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    gone = sum(bool(of.metric) for of in claims.ledger() if of.source == "zipmoe")
+    assert told.count("FAILED zipmoe/") == gone > 10 and "has no metric exponent_entropy" in told
