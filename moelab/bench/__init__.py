@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from importlib import import_module
+from inspect import signature
 
 from moelab.table import format_value, head_and_rows, text_table
 
@@ -21,12 +22,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them")
 
 
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The options of a bench, from its `OPTIONS`, option → (reader, or argparse's own arguments; help), and with the
+    defaults of its `run`."""
+    module, parser = import_module(BENCHES[name]), argparse.ArgumentParser(prog=f"moelab bench {name}")
+    for option, (how, purpose) in getattr(module, "OPTIONS", {}).items():
+        how = how if isinstance(how, dict) else {"type": how}
+        default = signature(module.run).parameters[how.get("dest", option)].default
+        default = list(default) if isinstance(default, tuple) else default
+        shown = ",".join(map(str, default)) if isinstance(default, list) else "" if default is None else str(default)
+        parser.add_argument(f"--{option.replace('_', '-')}", default=default, **how,
+                            help=purpose + f" (default: {shown})" * (shown not in ("", "False")))
+    return parser
+
+
 def main(args: argparse.Namespace) -> int:
     module = import_module(BENCHES[args.name])
-    own = argparse.ArgumentParser(prog=f"moelab bench {args.name}")
-    if hasattr(module, "add_arguments"):
-        module.add_arguments(own)
-    options = vars(own.parse_args(args.options))
+    options = vars(parser_of(args.name).parse_args(args.options))
     print(module.__doc__.split("\n\n")[0], flush=True)
     results = module.run(**options)
     for section, figures in results.items():

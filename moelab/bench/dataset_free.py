@@ -10,7 +10,6 @@ prompts of the same source, or from other sources. Utilisation is the share of r
 
 from __future__ import annotations
 
-import argparse
 import copy
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -209,8 +208,5 @@ def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> di
         for way, row in rows.items()} for source, rows in table(found).items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts-each", type=whole(1), default=8, help="prompts of each source (default: 8)")
-    parser.add_argument("--steps", type=whole(1), default=16, help="decode steps of each answer (default: 16)")
-    parser.add_argument("--x", type=whole(), default=0, help="experts prefetched a layer (default: K)")
-    parser.add_argument("--seed", type=whole(), default=0, help="picks the prompts (default: 0)")
+OPTIONS = {"prompts_each": (whole(1), "prompts of each source"), "steps": (whole(1), "decode steps of each answer"),
+           "x": (whole(), "experts prefetched a layer; 0 for K"), "seed": (whole(), "picks the prompts")}

@@ -8,7 +8,6 @@ run's own bytes and times and the best rate at which the same process read whole
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -220,14 +219,12 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
     return found | {"aims": bench.aims, "samples": bench.samples}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", type=several(one_of(SECTIONS)), default=list(SECTIONS), metavar="SECTIONS",
-                        help=f"some of {','.join(SECTIONS)} (default: all)")
-    parser.add_argument("--folder", help="where the model is kept, 30 GB, for the next time; else it is temporary")
-    parser.add_argument("--rounds", type=whole(1), default=3, help="of every engine (default: 3)")
-    parser.add_argument("--prompt", type=whole(1), default=128, help="tokens of a prompt (default: 128)")
-    parser.add_argument("--decode", type=whole(1), default=32, help="tokens after it (default: 32)")
-    parser.add_argument("--quick", action="store_true", help="one round of 8 tokens: whether all of it runs")
-    parser.add_argument("--long", action="store_true", help="watch the memory over 1,000 tokens instead of 64")
-    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=INTERPRETER",
-                        help="the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python")
+OPTIONS = {
+    "only": (several(one_of(SECTIONS)), "sections"),
+    "folder": (None, "where the model is kept, 30 GB, for the next time; else it is temporary"),
+    "rounds": (whole(1), "of every engine"), "prompt": (whole(1), "tokens of a prompt"),
+    "decode": (whole(1), "tokens after it"),
+    "quick": ({"action": "store_true"}, "one round of 8 tokens: whether all of it runs"),
+    "long": ({"action": "store_true"}, "watch the memory over 1,000 tokens instead of 64"),
+    "python": ({"action": "append", "metavar": "ENGINE=INTERPRETER"},
+               "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python")}

@@ -38,7 +38,7 @@ def test_the_slack_is_that_which_drops_what_was_wanted(trace):
 
 
 def test_every_mode_answers_the_same_prompts():
-    results = ane_accuracy.run(tasks="needle", prompts=3, tokens=96, chunk=64, calibration=2, drop=0.15)
+    results = ane_accuracy.run(tasks=["needle"], prompts=3, tokens=96, chunk=64, calibration=2, drop=0.15)
     rows = results["accuracy (measured), drops and padding (exact)"]
     assert set(rows) == {f"needle: {mode}" for mode in ("dense", *ane_accuracy.MODES)}
     dense = rows.pop("needle: dense")
