@@ -26,7 +26,7 @@ from moelab import cards
 from moelab.arguments import number, several, whole
 from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
-from moelab.table import format_value, text_table
+from moelab.table import format_value, head_and_rows, text_table
 
 MB = 1e6
 #: an option of `make_plan` and of the command line: name → (type, metavar, default, help)
@@ -218,8 +218,7 @@ def bench(args: argparse.Namespace) -> int:
         print(f"{folder}: {backend.name}")
         model = _model_of(backend.converted, args.checkpoint)
         rows += time_prefill(model, backend, args.prompts, args.repeats, meter)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    print(text_table(columns, [[format_value(row.get(column)) for column in columns] for row in rows]))
+    print(text_table(*head_and_rows(rows)))
     if meter.why:
         print(meter.why)
     print("\n" + json.dumps({"bench": "ane", "kind": "measured", "machine": platform.platform(), "rows": rows}))
@@ -235,7 +234,7 @@ def calibrate(args: argparse.Namespace) -> int:
     samples = time_grid(_grid(args.grid) if args.grid else GRID, repeats=args.repeats, meter=meter)
     device = f"{platform.machine()}, macOS {platform.mac_ver()[0]}"
     print(text_table(["G×C", "mode", "ms a slot", "mJ a slot"],
-                     [[f"{s.G}×{s.C}", s.mode, f"{s.ms:.4f}", format_value(s.mj)] for s in samples]))
+                     [[f"{s.G}×{s.C}", s.mode, f"{s.ms:.4f}", s.mj] for s in samples]))
     print(PARALLEL)
     if meter.why:
         print(f"{meter.why}; the refitted model keeps the M2 Ultra's powers")

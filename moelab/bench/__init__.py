@@ -9,7 +9,7 @@ import platform
 from importlib import import_module
 from inspect import signature
 
-from moelab.table import format_value, head_and_rows, text_table
+from moelab.table import head_and_rows, text_table
 
 #: name → the module whose `run()` measures
 BENCHES = {name: f"moelab.bench.{name}" for name in (
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"\n{section}")
         if figures and all(isinstance(row, dict) for row in figures.values()):
             columns, rows = head_and_rows(figures.values())
-            print(text_table(["", *columns], [[name, *map(format_value, row)] for name, row in zip(figures, rows)]))
+            print(text_table(["", *columns], [[name, *row] for name, row in zip(figures, rows)]))
             continue
         for name, value in figures.items():
             print(f"  {name:<40} {_text(name, value):>14}")
