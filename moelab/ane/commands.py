@@ -130,6 +130,8 @@ def main(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     from moelab.ane.device.device_model import DeviceModel
+    if args.samples is not None and args.prompt is None:
+        raise ValueError(f"--samples {args.samples} says what a prompt costs; give its length, too, by --prompt N")
     if args.samples is None:
         device = DeviceModel.of(args.device)
     spec, model_id = _spec(None if args.model == "small" else args.model, "calibration" in args)

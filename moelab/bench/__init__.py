@@ -8,8 +8,9 @@ import os
 import platform
 from importlib import import_module
 from inspect import signature
+from typing import Any
 
-from moelab.table import head_and_rows, text_table
+from moelab.table import format_value, head_and_rows, text_table
 
 #: name → the module whose `run()` measures
 BENCHES = {name: f"moelab.bench.{name}" for name in (
@@ -54,11 +55,9 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(name: str, value: float | str | list[float]) -> str:
+def _text(name: str, value: Any) -> str:
     if isinstance(value, list):             # raw samples, in seconds
         return f"{1e3 * min(value):.2f} … {1e3 * max(value):.2f} ms"
-    if isinstance(value, str):
-        return value
-    if name.endswith("bytes"):
+    if isinstance(value, (int, float)) and name.endswith("bytes"):
         return f"{value / 1e6:,.0f} MB"
-    return f"{value:.3f} s" if "seconds" in name else f"{value:.3f}"
+    return f"{value:.3f} s" if isinstance(value, float) and "seconds" in name else format_value(value)

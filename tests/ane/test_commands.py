@@ -122,6 +122,8 @@ def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
     assert main(["ane", "plan", "small", "--save", str(plan)]) == 0
     assert main(["ane", "convert", "small", str(tmp_path / "ane"), "--plan", str(plan), "--chunk", "256"]) == 2
     assert "--plan and --chunk" in capsys.readouterr().err
+    assert main(["ane", "plan", "Phi-3.5-MoE", "--samples", "x.json"]) == 2        # of what a prompt costs, and none is
+    assert "--prompt N" in capsys.readouterr().err
     for wrong in (["--samples", "x", "--device", "m2-max"], ["--calibration", "x", "--skew", "even"]):
         with pytest.raises(SystemExit, match="2"):
             main(["ane", "plan", "Phi-3.5-MoE", *wrong])

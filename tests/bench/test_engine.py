@@ -144,6 +144,21 @@ def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
     assert not made.aims
 
 
+def test_times_are_compared_with_those_of_the_same_forwards(place, monkeypatch):
+    """A simulated TTFT is the median of both prompts, so the measured one is, too."""
+    monkeypatch.setattr(engine, "SIMULATED", ("raw",))
+    monkeypatch.setattr(engine, "BUDGETS", (0.5,))
+    reports = []
+
+    class Kept(harness.EngineBenchmark):
+        def report(self, arm, decode=None):
+            reports.append(super().report(arm, decode))
+            return reports[-1]
+    (row,) = engine.simulated(Kept(SPEC, place, 5, DECODE, 1, {}))["simulated"].values()
+    assert row["equal"].startswith("hits, misses") and row["simulated TTFT s"] > 0
+    assert row["measured TTFT s"] == pytest.approx(sum(reports[0]["ttft_s"]) / 2, rel=0.2)
+
+
 def test_the_model_is_written_in_every_form_once(tmp_path):
     bench = harness.EngineBenchmark(SPEC, tmp_path, 5, 3, 1, {})
     bench.prepare(external=False)
