@@ -299,8 +299,9 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
     if model.tokenizer is None:
         raise ValueError("this checkpoint has no tokenizer, so there are no prompts; put one beside its weights")
     sources = ("needle", "yesno", "code", "prose")
-    texts = [p.text for turn in zip(*(datasets.prompts(s, -(-args.prompts // len(sources)), tokens=args.tokens)
-                                      for s in sources)) for p in turn][:args.prompts]
+    count = datasets.token_count(model.tokenizer)
+    texts = [p.text for turn in zip(*(datasets.prompts(s, -(-args.prompts // len(sources)), tokens=args.tokens,
+                                                       count=count) for s in sources)) for p in turn][:args.prompts]
     found = compare(backend, model, [model.tokenizer(text)["input_ids"] for text in texts], rounding=rounding)
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")

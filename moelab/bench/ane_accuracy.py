@@ -82,7 +82,8 @@ def compare(model: Any, ways: Mapping[str, tuple[ANEPlan, str]], tasks: Sequence
 
 def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> RoutingTrace:
     """The routing of n prompts of each source of `CALIBRATION`."""
-    return record(model, datasets.prompts(CALIBRATION, n, tokens=tokens, seed=seed, split=split), batch_size=16)
+    return record(model, datasets.prompts(CALIBRATION, n, tokens=tokens, seed=seed, split=split,
+                                          count=datasets.token_count(model.tokenizer)), batch_size=16)
 
 
 def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:

@@ -67,7 +67,8 @@ def layer_errors(model: Any, layers: Sequence[Any], sources: dict[str, Quantized
                  seed: int) -> dict[str, dict[str, float]]:
     """Format and layer → errors in per cent, on the routing of `prompts` prompts; "all" is the RMS over layers."""
     kinds = ("code", "prose", "lookup", "needle")
-    texts = datasets.prompts(kinds, -(-prompts // len(kinds)), tokens=tokens, seed=seed, split="train")
+    texts = datasets.prompts(kinds, -(-prompts // len(kinds)), tokens=tokens, seed=seed, split="train",
+                             count=datasets.token_count(model.tokenizer))
     trace = record(model, texts, hidden=True)
     rows: dict[str, dict[str, float]] = {}
     for name, source in sources.items():

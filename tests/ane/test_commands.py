@@ -87,10 +87,10 @@ def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monk
 
     def with_tokenizer(converted, at):
         model = real(converted, at)
-        model.tokenizer = lambda text: {"input_ids": [3 + ord(c) % 90 for c in text[:40]]}
+        model.tokenizer = lambda text, **_: {"input_ids": [3 + ord(word[0]) % 90 for word in text.split()]}
         return model
     monkeypatch.setattr(commands, "_model_of", with_tokenizer)
-    assert main(["ane", "parity", str(folder), "--prompts", "3", "--checkpoint", str(checkpoint)]) == 0
+    assert main(["ane", "parity", str(folder), "--prompts", "3", "--tokens", "64", "--checkpoint", str(checkpoint)]) == 0
     assert "same next token" in capsys.readouterr().out
     assert main(["ane", "convert", str(checkpoint), str(folder)]) == 2
     assert "not overwritten" in capsys.readouterr().err
