@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from moelab.files import small_model
 
@@ -237,6 +238,11 @@ def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) ->
 
 
 @lru_cache(maxsize=1)
+def token_count(tokenizer: Any) -> Callable[[str], int]:
+    """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its prompts."""
+    return lru_cache(maxsize=200_000)(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
 def _small_token_count() -> Callable[[str], int]:
     """text → number of tokens of the shipped model's tokenizer; needs neither torch nor transformers' models."""
     from tokenizers import Tokenizer

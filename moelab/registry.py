@@ -9,8 +9,9 @@ Each kind is a dictionary, name → `Entry`, in the package that has the techniq
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from inspect import isfunction, signature
 from math import isfinite
 from typing import Any, NamedTuple
@@ -37,8 +38,7 @@ KINDS = {
 
 def entries(kind: str) -> dict[str, Entry]:
     """The dictionary of a kind; a class without `Entry` is described by its docstring. ValueError: an unknown kind."""
-    if kind not in KINDS:
-        raise ValueError(f"there is no kind {kind!r}; there are: {', '.join(KINDS)}")
+    require("kind", kind, KINDS)
     module, _, name = KINDS[kind].partition(":")
     known = getattr(import_module(module), name)
     return {key: entry if isinstance(entry, Entry) else Entry(entry, (entry.__doc__ or "").split("\n")[0].rstrip("."))
@@ -56,13 +56,19 @@ def describe(kind: str) -> dict[str, tuple[str, str]]:
                    "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()}
 
 
+def require(what: str, name: str, known: Iterable[str]) -> None:
+    """ValueError unless a name is one of the known ones; the message lists these, and says which one is near."""
+    known = list(known)
+    if name not in known:
+        close = get_close_matches(str(name).lower(), (lower := {one.lower(): one for one in known}), n=1)
+        hint = f" Did you mean {lower[close[0]]!r}?" if close else ""
+        raise ValueError(f"there is no {what} {name!r}.{hint} There are: {', '.join(known)}")
+
+
 def find(kind: str, name: str) -> Any:
     """What is registered under a name: a class or a function. ValueError: there is none of that name or in its home."""
     known = entries(kind)
-    if name not in known:
-        close = get_close_matches(name.lower(), (lower := {one.lower(): one for one in known}), n=1)
-        hint = f" Did you mean {lower[close[0]]!r}?" if close else ""
-        raise ValueError(f"there is no {kind} {name!r}.{hint} There are: {', '.join(known)}")
+    require(kind, name, known)
     if not isinstance(home := known[name].home, str):
         return home
     module, _, attribute = home.partition(":")

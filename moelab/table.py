@@ -49,8 +49,9 @@ def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str],
     return head, [[row.get(column) for column in head] for row in dictionaries]
 
 
-def text_table(head: list[str], rows: list[list[str]]) -> str:
-    """Columns aligned under their heads, for the terminal."""
+def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns aligned under their heads, for the terminal; cells are written by `format_value`."""
+    rows = [list(map(format_value, row)) for row in rows]
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import inspect
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from moelab.__main__ import COMMANDS, main, told
 from moelab.arguments import number, one_of, several, whole
-from moelab.bench import BENCHES
+from moelab.bench import BENCHES, parser_of
 
 PYTHONS_OWN = ("invalid int", "invalid float", "invalid <lambda>", "Traceback", "could not convert", "invalid literal")
 
@@ -21,12 +22,7 @@ def parsers():
         importlib.import_module(module).add_arguments(parser)
         nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         yield from (((name, sub), one) for sub, one in nested[0].choices.items()) if nested else [((name,), parser)]
-    for name, module in BENCHES.items():
-        parser = argparse.ArgumentParser()
-        module = importlib.import_module(module)
-        if hasattr(module, "add_arguments"):
-            module.add_arguments(parser)
-            yield ("bench", name), parser
+    yield from ((("bench", name), parser_of(name)) for name in BENCHES)
 
 
 OPTIONS = [(words, action) for words, parser in parsers() for action in parser._actions
@@ -100,3 +96,18 @@ def test_errors_of_the_system_in_words():
                     "again")
     assert "Errno" not in told(PermissionError(13, "Permission denied")) and told(KeyError("no layer 3")) == "no layer 3"
     assert told(FileNotFoundError("there is no checkpoint folder at x")) == "there is no checkpoint folder at x"
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_bench_without_options_runs_on_its_own_defaults(name):
+    parser = parser_of(name)
+    given, run = vars(parser.parse_args([])), inspect.signature(importlib.import_module(BENCHES[name]).run)
+    for option, value in given.items():
+        default = run.parameters[option].default
+        assert value == (list(default) if isinstance(default, tuple) else default)
+    assert all(action.help for action in parser._actions) and parser.format_help()
+
+
+def test_an_option_that_is_given_again_adds_to_the_others():
+    given = parser_of("engine").parse_args(["--python", "ftllm=/a", "--python", "llama.cpp=/b", "--only", "peers,limit"])
+    assert given.python == ["ftllm=/a", "llama.cpp=/b"] and given.only == ["peers", "limit"]

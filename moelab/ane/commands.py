@@ -26,7 +26,7 @@ from moelab import cards
 from moelab.arguments import number, several, whole
 from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
-from moelab.table import format_value, text_table
+from moelab.table import format_value, head_and_rows, text_table
 
 MB = 1e6
 #: an option of `make_plan` and of the command line: name → (type, metavar, default, help)
@@ -130,6 +130,8 @@ def main(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     from moelab.ane.device.device_model import DeviceModel
+    if args.samples is not None and args.prompt is None:
+        raise ValueError(f"--samples {args.samples} says what a prompt costs; give its length, too, by --prompt N")
     if args.samples is None:
         device = DeviceModel.of(args.device)
     spec, model_id = _spec(None if args.model == "small" else args.model, "calibration" in args)
@@ -218,8 +220,7 @@ def bench(args: argparse.Namespace) -> int:
         print(f"{folder}: {backend.name}")
         model = _model_of(backend.converted, args.checkpoint)
         rows += time_prefill(model, backend, args.prompts, args.repeats, meter)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    print(text_table(columns, [[format_value(row.get(column)) for column in columns] for row in rows]))
+    print(text_table(*head_and_rows(rows)))
     if meter.why:
         print(meter.why)
     print("\n" + json.dumps({"bench": "ane", "kind": "measured", "machine": platform.platform(), "rows": rows}))
@@ -235,7 +236,7 @@ def calibrate(args: argparse.Namespace) -> int:
     samples = time_grid(_grid(args.grid) if args.grid else GRID, repeats=args.repeats, meter=meter)
     device = f"{platform.machine()}, macOS {platform.mac_ver()[0]}"
     print(text_table(["G×C", "mode", "ms a slot", "mJ a slot"],
-                     [[f"{s.G}×{s.C}", s.mode, f"{s.ms:.4f}", format_value(s.mj)] for s in samples]))
+                     [[f"{s.G}×{s.C}", s.mode, f"{s.ms:.4f}", s.mj] for s in samples]))
     print(PARALLEL)
     if meter.why:
         print(f"{meter.why}; the refitted model keeps the M2 Ultra's powers")
@@ -298,8 +299,9 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
     if model.tokenizer is None:
         raise ValueError("this checkpoint has no tokenizer, so there are no prompts; put one beside its weights")
     sources = ("needle", "yesno", "code", "prose")
-    texts = [p.text for turn in zip(*(datasets.prompts(s, -(-args.prompts // len(sources)), tokens=args.tokens)
-                                      for s in sources)) for p in turn][:args.prompts]
+    count = datasets.token_count(model.tokenizer)
+    texts = [p.text for turn in zip(*(datasets.prompts(s, -(-args.prompts // len(sources)), tokens=args.tokens,
+                                                       count=count) for s in sources)) for p in turn][:args.prompts]
     found = compare(backend, model, [model.tokenizer(text)["input_ids"] for text in texts], rounding=rounding)
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")

@@ -23,7 +23,7 @@ from moelab.ane.systems import SYSTEMS, UNITS, Unit, why_no_graph
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
 from moelab.files import write_text
 from moelab.specs import MoESpec
-from moelab.table import format_value, text_table
+from moelab.table import text_table
 
 FORMAT = "moelab.ane.plan/2"
 #: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of PhiMoE is 150 MB. That
@@ -172,9 +172,8 @@ class ANEPlan:
             rows.append([str(number), layer.attention,
                          " ".join(f"{layer.tiers.capacity.count(level)}×{level}" for level in layer.tiers.levels),
                          " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs) or "–",
-                         str(sum(len(g.experts) for g in layer.on("cpu"))),
-                         format_value(sum(g.slots for g in graphs)),
-                         format_value(max((g.weight_bytes for g in graphs), default=0) / 1e6)])
+                         sum(len(g.experts) for g in layer.on("cpu")), sum(g.slots for g in graphs),
+                         max((g.weight_bytes for g in graphs), default=0) / 1e6])
         head = ["layer", "attention", "experts × tier", "ANE graphs (G×C)", "CPU experts", "ANE rows",
                 "largest graph, MB"]
         lines = [f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "

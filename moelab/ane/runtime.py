@@ -20,13 +20,14 @@ from torch import Tensor
 
 from moelab.ane.backends import Backend, TorchBackend
 from moelab.ane.plan import Account, ANEPlan
-from moelab.experts.executor import Dispatch, Executor, dispatch
-from moelab.experts.static import NEED_SALIENCY, ORDERS, Saliency, experts_of, select, within_capacity
+from moelab.experts.executor import Dispatch, dispatch
+from moelab.experts.static import (
+    NEED_SALIENCY, ORDERS, Saliency, StaticExecutor, experts_of, select, within_capacity)
 from moelab.models import discover, identity, plugged, spec_of
 from moelab.models.patches import Patches
 
 
-class PlannedExperts(Executor):
+class PlannedExperts(StaticExecutor):
     """The executor of a plan: hot groups by a backend with static shapes, cold experts on the CPU.
 
     overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again, without loss.
@@ -36,21 +37,18 @@ class PlannedExperts(Executor):
 
     def __init__(self, plan: ANEPlan, backend: Backend, overflow: str = "prune", order: str = "saliency",
                  saliency: Saliency | None = None, seed: int = 0) -> None:
-        super().__init__()
-        if overflow not in ("prune", "pad"):
-            raise ValueError(f"overflow is {overflow!r}; it must be 'prune' or 'pad'")
-        if order not in ORDERS:
-            raise ValueError(f"there is no order {order!r}; there are: {', '.join(ORDERS)}")
-        self.plan, self.backend, self.overflow, self.order, self.saliency = plan, backend, overflow, order, saliency
-        self.lossless = overflow == "pad"
+        super().__init__(overflow, order, saliency, None, seed)
+        self.plan, self.backend = plan, backend
         self.by_layer = [Account() for _ in plan.layers]
-        self._rng = torch.Generator().manual_seed(seed)
         self._places = [_places(layer.groups, plan) for layer in plan.layers]
 
     @property
     def total(self) -> Account:
         """Sums over all layers, of `chunks` too."""
         return sum(self.by_layer, Account())
+
+    def capacities(self, layer: int, T: int, K: int, E: int) -> Tensor:
+        return self._places[layer][2]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         layer, E, out = experts.layer, experts.num_experts, torch.zeros_like(x)
@@ -65,8 +63,7 @@ class PlannedExperts(Executor):
         group_of, slice_of, room = self._places[layer]
         kept = routed
         if self.overflow == "prune":
-            saliency = self.saliency[layer] if self.order in NEED_SALIENCY else torch.zeros(len(weights))
-            importance = ORDERS[self.order](routed, weights, saliency, self._rng)
+            importance = ORDERS[self.order](routed, weights, self._saliency(layer, len(x)), self._rng)
             kept = select(routed, within_capacity(routed, room, importance))
         count, expert = Account(chunks=1, routed=len(routed)), experts_of(kept)                 # expert [n]
         rank, of_group = torch.arange(len(kept)) - kept.offsets[expert], group_of[expert]       # rank within its expert

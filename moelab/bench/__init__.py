@@ -7,6 +7,8 @@ import json
 import os
 import platform
 from importlib import import_module
+from inspect import signature
+from typing import Any
 
 from moelab.table import format_value, head_and_rows, text_table
 
@@ -21,19 +23,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them")
 
 
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The options of a bench, from its `OPTIONS`, option → (reader, or argparse's own arguments; help), and with the
+    defaults of its `run`."""
+    module, parser = import_module(BENCHES[name]), argparse.ArgumentParser(prog=f"moelab bench {name}")
+    for option, (how, purpose) in getattr(module, "OPTIONS", {}).items():
+        how = how if isinstance(how, dict) else {"type": how}
+        default = signature(module.run).parameters[how.get("dest", option)].default
+        default = list(default) if isinstance(default, tuple) else default
+        shown = ",".join(map(str, default)) if isinstance(default, list) else "" if default is None else str(default)
+        parser.add_argument(f"--{option.replace('_', '-')}", default=default, **how,
+                            help=purpose + f" (default: {shown})" * (shown not in ("", "False")))
+    return parser
+
+
 def main(args: argparse.Namespace) -> int:
     module = import_module(BENCHES[args.name])
-    own = argparse.ArgumentParser(prog=f"moelab bench {args.name}")
-    if hasattr(module, "add_arguments"):
-        module.add_arguments(own)
-    options = vars(own.parse_args(args.options))
+    options = vars(parser_of(args.name).parse_args(args.options))
     print(module.__doc__.split("\n\n")[0], flush=True)
     results = module.run(**options)
     for section, figures in results.items():
         print(f"\n{section}")
         if figures and all(isinstance(row, dict) for row in figures.values()):
             columns, rows = head_and_rows(figures.values())
-            print(text_table(["", *columns], [[name, *map(format_value, row)] for name, row in zip(figures, rows)]))
+            print(text_table(["", *columns], [[name, *row] for name, row in zip(figures, rows)]))
             continue
         for name, value in figures.items():
             print(f"  {name:<40} {_text(name, value):>14}")
@@ -42,11 +55,9 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(name: str, value: float | str | list[float]) -> str:
+def _text(name: str, value: Any) -> str:
     if isinstance(value, list):             # raw samples, in seconds
         return f"{1e3 * min(value):.2f} … {1e3 * max(value):.2f} ms"
-    if isinstance(value, str):
-        return value
-    if name.endswith("bytes"):
+    if isinstance(value, (int, float)) and name.endswith("bytes"):
         return f"{value / 1e6:,.0f} MB"
-    return f"{value:.3f} s" if "seconds" in name else f"{value:.3f}"
+    return f"{value:.3f} s" if isinstance(value, float) and "seconds" in name else format_value(value)

@@ -6,7 +6,6 @@ left out, as its run is not described.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -71,7 +70,6 @@ def planned(name: str, skew: str) -> dict[str, Any]:
             "padded": account.padded_fraction, "does not fit": "; ".join(plan.problems) or "–"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--skew", choices=SKEWS, default="typical", help="assumed popularity (default: typical)")
-    parser.add_argument("--mode", choices=("serial", "parallel"), default="serial",
-                        help="how a layer's graphs are launched (default: serial, which Table 4's expert FFN fits)")
+OPTIONS = {
+    "skew": ({"choices": SKEWS}, "assumed popularity"),
+    "mode": ({"choices": ("serial", "parallel")}, "launches of a layer's graphs; Table 4's expert FFN fits serial")}

@@ -7,7 +7,6 @@ float32. The answer's own tokens are in the prefill and may be dropped, which is
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from moelab.ane.device.published import TABLE_3
 from moelab.ane.plan import Account, ANEPlan, count, make_plan
 from moelab.ane.popularity import loads_of_ids
 from moelab.ane.runtime import prefill_through
-from moelab.arguments import number, whole
+from moelab.arguments import number, one_of, several, whole
 from moelab.calibration import calibrate
 from moelab.evaluation import accuracy
 from moelab.recording import record
@@ -36,26 +35,23 @@ COLUMNS = ("n", "score", "error", "difference", "difference error", "lost", "gai
 CALIBRATION = ("needle", "needle_multikey", "yesno", "code", "prose")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a checkpoint folder, a store or a hub id; if not given, the small model")
-    parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(accuracy.TASKS)} (%(default)s)")
-    parser.add_argument("--prompts", type=whole(1), default=400, metavar="N", help="a task (%(default)s)")
-    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
-    parser.add_argument("--chunk", type=whole(1), default=256, metavar="B", help="(%(default)s)")
-    parser.add_argument("--group-size", type=whole(1), default=8, metavar="G", help="(%(default)s)")
-    parser.add_argument("--system", default="npumoe", help="a key of moelab.ane.systems.SYSTEMS (%(default)s)")
-    parser.add_argument("--drop", type=number(0, most=1), default=0.14, help="share of routings to drop, by which the "
-                        "slack is chosen on the calibration (%(default)s)")
-    parser.add_argument("--slack", type=number(above=0), help="factor of all capacities, instead of --drop")
-    parser.add_argument("--calibration", type=whole(1), default=32, metavar="N", help="prompts a source (%(default)s)")
-    parser.add_argument("--seed", type=whole(), default=0)
+OPTIONS = {
+    "model": (None, "a checkpoint folder, a store or a hub id; if not given, the small model"),
+    "tasks": (several(one_of(accuracy.TASKS)), f"of {', '.join(accuracy.TASKS)}"),
+    "prompts": (whole(1), "a task"), "tokens": (whole(1), "length of a prompt"),
+    "chunk": (whole(1), "tokens of a prefill chunk"), "group_size": (whole(1), "experts a graph"),
+    "system": (None, "a key of moelab.ane.systems.SYSTEMS"),
+    "drop": (number(0, most=1), "share of routings to drop, by which the slack is chosen on the calibration"),
+    "slack": (number(above=0), "factor of all capacities, instead of --drop"),
+    "calibration": (whole(1), "prompts a source"), "seed": (whole(), "picks the prompts")}
 
 
-def run(model: str | None = None, tasks: str | Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
+
+
+def run(model: str | None = None, tasks: Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
         chunk: int = 256, group_size: int = 8, system: str = "npumoe", drop: float = 0.14, slack: float | None = None,
         calibration: int = 32, seed: int = 0) -> dict[str, dict[str, Any]]:
     """{section: {row: {column: figure}}}; the sections' names say what kind of figures they are."""
-    tasks = tasks.split(",") if isinstance(tasks, str) else list(tasks)
     live = open_model(model, dtype=torch.float32)
     trace = recorded(live, calibration, tokens, "train", seed)
     plan, slack, expected = fitting_plan(trace, chunk, drop, slack, group_size=group_size, system=system)
@@ -86,7 +82,8 @@ def compare(model: Any, ways: Mapping[str, tuple[ANEPlan, str]], tasks: Sequence
 
 def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> RoutingTrace:
     """The routing of n prompts of each source of `CALIBRATION`."""
-    return record(model, datasets.prompts(CALIBRATION, n, tokens=tokens, seed=seed, split=split), batch_size=16)
+    return record(model, datasets.prompts(CALIBRATION, n, tokens=tokens, seed=seed, split=split,
+                                          count=datasets.token_count(model.tokenizer)), batch_size=16)
 
 
 def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:

@@ -10,7 +10,6 @@ prompts of the same source, or from other sources. Utilisation is the share of r
 
 from __future__ import annotations
 
-import argparse
 import copy
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ import torch
 from moelab import open_model
 from moelab.arguments import whole
 from moelab.cache.pools import Pools
-from moelab.datasets import prompts
+from moelab.datasets import prompts, token_count
 from moelab.intervals import Interval, interval
 from moelab.models import discover
 from moelab.ndp.prefetch import most_used
@@ -160,13 +159,13 @@ def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8,
             calibrated: int = 48, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
     """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`; `model` is the store's, whole, to
     calibrate with on so many prompts of each train split; x : 0 for K."""
-    history = {source: record(model, prompts(source, calibrated, tokens=256, seed=seed, split="train")
-                              ).counts().numpy() for source in SOURCES}
+    how = {"tokens": 256, "seed": seed, "count": token_count(model.tokenizer)}
+    history = {source: record(model, prompts(source, calibrated, split="train", **how)).counts().numpy()
+               for source in SOURCES}
     found = {}
     with Prefetcher(store, x or model.spec.K) as prefetcher:
         for source in SOURCES:
-            asked = [model.tokenizer(p.text)["input_ids"]
-                     for p in prompts(source, n, tokens=256, seed=seed, split="test")]
+            asked = [model.tokenizer(p.text)["input_ids"] for p in prompts(source, n, split="test", **how)]
             choose = ways(history, source, prefetcher.x)
             found[source] = [prefetcher.answers(ids, steps, choose)
                              for ids in progress(asked, f"prefetching for {source}", unit="prompt")]
@@ -209,8 +208,5 @@ def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> di
         for way, row in rows.items()} for source, rows in table(found).items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts-each", type=whole(1), default=8, help="prompts of each source (default: 8)")
-    parser.add_argument("--steps", type=whole(1), default=16, help="decode steps of each answer (default: 16)")
-    parser.add_argument("--x", type=whole(), default=0, help="experts prefetched a layer (default: K)")
-    parser.add_argument("--seed", type=whole(), default=0, help="picks the prompts (default: 0)")
+OPTIONS = {"prompts_each": (whole(1), "prompts of each source"), "steps": (whole(1), "decode steps of each answer"),
+           "x": (whole(), "experts prefetched a layer; 0 for K"), "seed": (whole(), "picks the prompts")}

@@ -10,7 +10,6 @@ transformers' three. Sources: AWS Neuron's MoE guide ("Selective loading", "All-
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -365,14 +364,14 @@ def crossing(ratios: dict[int, float]) -> int | None:
     return next((b for b, ratio in ratios.items() if ratio < 1), None)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for letter, value in (("E", 64), ("K", 8), ("H", 1024), ("I", 512)):
-        parser.add_argument(f"--{letter}", type=whole(1), default=value)
-    parser.add_argument("--tokens", type=whole(1), default=512, help="of the prompt")
-    parser.add_argument("--cold", type=number(above=0), default=400e6, help="bytes of weights that take turns")
-    parser.add_argument("--rounds", type=whole(1), default=9,
-                        help="of the prompt; single tokens have five times as many")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+OPTIONS = {
+    "E": (whole(1), "experts"), "K": (whole(1), "experts a token"), "H": (whole(1), "hidden size"),
+    "I": (whole(1), "intermediate size"), "tokens": (whole(1), "of the prompt"),
+    "cold": (number(above=0), "bytes of weights that take turns"),
+    "rounds": (whole(1), "of the prompt; single tokens have five times as many"),
+    "dtypes": ({"nargs": "+", "choices": DTYPES}, "of the weights")}
+
+
 
 
 def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,

@@ -116,7 +116,7 @@ class EngineBenchmark:
             low, high = measure.tenths(tpot)
             rows[name] = {
                 "TPOT s": median(tpot), "10 %": low, "90 %": high, "best": min(tpot),
-                f"÷ {base}": None if "result" in reports[base][-1] else self.ratio(reports, name, base),
+                f"÷ {base}": self.ratio(reports, name, base),
                 "TTFT s": median(report["ttft_s"][0] for report in found),
                 "2nd TTFT s": median(report["ttft_s"][-1] for report in found),
                 "MB a token": _mean(found, "decode_read_bytes", 1e6 * self.decode),
@@ -126,8 +126,11 @@ class EngineBenchmark:
                 "output": self.judge(arms[name], found), "result": found[-1]["limit"]}
         return rows, reports
 
-    def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float:
-        """TPOT of one arm over that of another: the median over rounds of the ratio of their medians."""
+    def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float | None:
+        """TPOT of one arm over that of another: the median over rounds of the ratio of their medians; None where one of
+        them could not run."""
+        if any("result" in reports[arm][-1] for arm in (name, base)):
+            return None
         return median(median(a["tpot_s"]) / median(b["tpot_s"]) for a, b in zip(reports[name], reports[base]))
 
     def judge(self, arm: Arm, reports: list[dict[str, Any]]) -> str:

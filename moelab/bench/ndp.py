@@ -7,7 +7,6 @@ configurations are checked for work that is repeated, lost or overlapping.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import time
@@ -289,10 +288,8 @@ def one_layer(machine: Hardware, system: System, routing: PromptRouting) -> OneL
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configurations", type=whole(), default=10_000, help="random ones to check; 0 for none")
-    parser.add_argument("--seeds", type=whole(1), default=3, help="seeds of the routing (default: 3)")
-    parser.add_argument("--engine-tokens", type=whole(1), default=16, help="decode tokens to compare engines on")
-    parser.add_argument("--fit", dest="search", action="store_true", help="search the assumptions again (minutes)")
-    parser.add_argument("--sensitivity", dest="sensitive", action="store_true",
-                        help="change one assumption at a time (minutes)")
+OPTIONS = {
+    "configurations": (whole(), "random ones to check; 0 for none"), "seeds": (whole(1), "seeds of the routing"),
+    "engine_tokens": (whole(1), "decode tokens to compare engines on"),
+    "fit": ({"action": "store_true", "dest": "search"}, "search the assumptions again (minutes)"),
+    "sensitivity": ({"action": "store_true", "dest": "sensitive"}, "change one assumption at a time (minutes)")}

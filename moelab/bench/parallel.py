@@ -7,7 +7,6 @@ rank; with fewer cores than ranks they show what exchange costs and not what par
 
 from __future__ import annotations
 
-import argparse
 import random
 from statistics import median
 from typing import Any
@@ -121,6 +120,4 @@ def placed(known: torch.Tensor, seen: torch.Tensor, devices: int = 8, spare: int
             for name, way in ways.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=whole(1), default=512, help="of the prefill (default: %(default)s)")
-    parser.add_argument("--seed", type=whole(), default=0)
+OPTIONS = {"tokens": (whole(1), "of the prefill"), "seed": (whole(), "of the routing")}

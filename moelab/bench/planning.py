@@ -6,7 +6,6 @@ optimum. Timed: orders of eight experts of mixed states, and a plan for 128 expe
 
 from __future__ import annotations
 
-import argparse
 import random
 from statistics import median
 from typing import Any
@@ -59,6 +58,4 @@ def inclusion_of_ranks() -> np.ndarray:
     return f * (K / f.sum())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--instances", type=whole(1), default=10_000, help="random small instances (default: 10,000)")
-    parser.add_argument("--seed", type=whole(), default=0)
+OPTIONS = {"instances": (whole(1), "random small instances"), "seed": (whole(), "of the instances")}

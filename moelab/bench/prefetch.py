@@ -11,7 +11,6 @@ with every executor. As another way runs the token after, nothing is prefetched 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -197,11 +196,9 @@ def measured(bench: PrefetchBenchmark, where: str, tokens: int, ratios: Sequence
                     "MB wasted": rows["hint"]["MB wasted"]}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", help="where the model is kept, 10 GB, for the next time; else it is temporary")
-    parser.add_argument("--tokens", type=whole(1), default=30, help="of every arm and setting (default: 30)")
-    parser.add_argument("--executors", nargs="+", choices=EXECUTORS, default=list(EXECUTORS),
-                        help=f"default: {' '.join(EXECUTORS)}")
-    for name, default in (("budgets", BUDGETS), ("ratios", RATIOS)):
-        parser.add_argument(f"--{name}", type=several(number(above=0)), default=list(default),
-                            help=f"default: {','.join(map(str, default))}")
+OPTIONS = {
+    "folder": (None, "where the model is kept, 10 GB, for the next time; else it is temporary"),
+    "tokens": (whole(1), "of every arm and setting"),
+    "executors": ({"nargs": "+", "choices": EXECUTORS}, "that compute"),
+    "budgets": (several(number(above=0)), "shares of the experts"),
+    "ratios": (several(number(above=0)), "of copying to computing")}

@@ -8,7 +8,6 @@ whose scales are of groups and blocks, are compared apart, with the lossless cod
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -23,15 +22,14 @@ from moelab.models import plug, plugged
 from moelab.recording import record
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a checkpoint folder, a store or a hub id; if not given, the small model")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="(default: %(default)s)")
-    parser.add_argument("--tasks", default=",".join(accuracy.TASKS), help="(default: %(default)s)")
-    parser.add_argument("--prompts", type=whole(1), default=200, metavar="N", help="a task (%(default)s)")
-    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
-    parser.add_argument("--calibration", type=whole(1), default=16, metavar="N",
-                        help="prompts on which the layers' errors are measured (%(default)s)")
-    parser.add_argument("--seed", type=whole(), default=0)
+OPTIONS = {
+    "model": (None, "a checkpoint folder, a store or a hub id; if not given, the small model"),
+    "formats": (None, "of the experts, with commas between them"),
+    "tasks": (None, "with commas between them; none if empty"),
+    "prompts": (whole(1), "a task"), "tokens": (whole(1), "length of a prompt"),
+    "calibration": (whole(1), "prompts on which layers' errors are measured"), "seed": (whole(), "picks the prompts")}
+
+
 
 
 def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
@@ -69,7 +67,8 @@ def layer_errors(model: Any, layers: Sequence[Any], sources: dict[str, Quantized
                  seed: int) -> dict[str, dict[str, float]]:
     """Format and layer → errors in per cent, on the routing of `prompts` prompts; "all" is the RMS over layers."""
     kinds = ("code", "prose", "lookup", "needle")
-    texts = datasets.prompts(kinds, -(-prompts // len(kinds)), tokens=tokens, seed=seed, split="train")
+    texts = datasets.prompts(kinds, -(-prompts // len(kinds)), tokens=tokens, seed=seed, split="train",
+                             count=datasets.token_count(model.tokenizer))
     trace = record(model, texts, hidden=True)
     rows: dict[str, dict[str, float]] = {}
     for name, source in sources.items():

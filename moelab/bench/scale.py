@@ -9,7 +9,6 @@ agree more about their experts than in trained ones. The next layer's router on 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -81,15 +80,10 @@ def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -
             "MB read": ahead["MB read"], "MB wasted": ahead["MB wasted"], "hidden reads": ahead["hidden reads"]}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="Qwen3-30B-A3B", metavar="CARD", help="a model card (default: %(default)s)")
-    parser.add_argument("--stored", type=several(one_of([*codecs.CODECS, *fewbit.FORMATS])), default=list(STORED),
-                        metavar="NAMES", help=f"codecs and formats (default: {','.join(STORED)})")
-    parser.add_argument("--memory", default="14GB", help="for experts (default: %(default)s)")
-    parser.add_argument("--folder", help="where the stores are kept, 110 GB, for the next time; else one at a time is "
-                                         "there")
-    parser.add_argument("--scale", type=number(above=0, most=1), default=1.0, help="part of the layers (default: 1)")
-    parser.add_argument("--rounds", type=whole(1), default=1, help="processes an arm (default: 1)")
-    parser.add_argument("--prompt", type=whole(1), default=128, help="tokens of a prompt (default: 128)")
-    parser.add_argument("--decode", type=whole(1), default=32, help="tokens after it (default: 32)")
-    parser.add_argument("--executor", default="fast", help="(default: %(default)s)")
+OPTIONS = {
+    "model": (None, "a model card"), "memory": (None, "for experts"),
+    "stored": (several(one_of([*codecs.CODECS, *fewbit.FORMATS])), "codecs and formats"),
+    "scale": (number(above=0, most=1), "part of the layers"),
+    "folder": (None, "where the stores are kept, 110 GB, for the next time; else one at a time is there"),
+    "rounds": (whole(1), "processes an arm"), "prompt": (whole(1), "tokens of a prompt"),
+    "decode": (whole(1), "tokens after it"), "executor": (None, "that computes")}

@@ -7,14 +7,13 @@ unit, kind and source; "not re-read" and "second hand" mark what was not checked
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moelab.registry import Entry
+from moelab.registry import Entry, require
 from moelab.specs import DeviceSpec, Figure, MoESpec
 
 
@@ -88,11 +87,7 @@ def _device_told(name: str) -> str:
 def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
     of_kind = MODELS if kind == "models" else DEVICES
     if name not in of_kind:
-        known = known or of_kind
-        by_lower = {candidate.lower(): candidate for candidate in known}
-        close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-        hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
-        raise ValueError(f"there is no card {name!r}.{hint} There are: {', '.join(known)}")
+        require("card", name, known or of_kind)
     return _parse(files(__name__) / kind / f"{name}.toml")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -102,7 +102,7 @@ def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: s
 
 def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:
     """`n` prompts of a task; a task of several sources takes them in turn."""
-    count = lru_cache(maxsize=200_000)(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    count = datasets.token_count(tokenizer)
     sources = [datasets.prompts(source, -(-n // len(TASKS[task])), tokens=tokens, seed=seed, count=count)
                for source in TASKS[task]]
     return [prompt for turn in zip(*sources) for prompt in turn][:n]

@@ -71,10 +71,8 @@ def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, token
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer, so no prompts can be made for it; put one beside its weights")
-
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    asked = datasets.prompts(sources, n, tokens=tokens, seed=seed, split="train", count=count)
+    asked = datasets.prompts(sources, n, tokens=tokens, seed=seed, split="train",
+                             count=datasets.token_count(tokenizer))
     trace = record(model, asked, max_new_tokens=new_tokens, batch_size=batch_size)
     return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
 

@@ -161,7 +161,7 @@ class Ingredients:
     @cached_property
     def prompts(self) -> list[datasets.Prompt]:
         return datasets.prompts(SOURCES, max(1, self.args.calibration // len(SOURCES)), tokens=self.args.tokens,
-                                seed=self.seed, split="train")
+                                seed=self.seed, split="train", count=datasets.token_count(self.model.tokenizer))
 
     @cached_property
     def vectors(self) -> Any:

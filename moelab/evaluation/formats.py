@@ -21,6 +21,8 @@ from moelab.progress import progress
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor
 
+CODECS = ("raw", "bf12", "huffman")
+
 
 class Rounded:
     """The experts of layers behind the seam as a format leaves them, as a source for the seam, all in memory.
@@ -45,20 +47,14 @@ class Rounded:
         return self._tensors[layer, expert]
 
 
-def compare_formats(model: Any, codecs: Sequence[str] = ("raw", "bf12", "huffman"),
-                    formats: Sequence[str] | None = None, tasks: Sequence[str] = ("loss",), **how: Any
-                    ) -> dict[str, dict[str, Any]]:
+def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) -> dict[str, dict[str, Any]]:
     """Codec or format → "bytes" of all experts, "bits a weight", "of raw", "TASK: score" and the rest of a row of
-    `accuracy.compare`; a codec changes no bit and so no score.
-
-    formats : names of `moelab.names("format")`; None for all.    how : options of `accuracy.compare`.
-    """
-    formats = registry.names("format") if formats is None else formats
-    layers = plug(model)
+    `accuracy.compare`, whose other options are `how`; a codec changes no bit and so no score."""
+    formats, layers = registry.names("format"), plug(model)
     own = [w for layer in layers for e in range(layer.E) for w in layer.experts.weights(e).values()]
     raw, count = sum(w.nbytes for w in own), sum(w.numel() for w in own)
     sources = {name: Rounded(layers, name) for name in formats}
-    size = {name: sum(compress_tensor(w.contiguous(), name).nbytes for w in own) for name in codecs}
+    size = {name: sum(compress_tensor(w.contiguous(), name).nbytes for w in own) for name in CODECS}
     size |= {name: source.nbytes for name, source in sources.items()}
     found = accuracy.compare(model, {"raw": nullcontext} | {
         name: partial(plugged, model, source=source) for name, source in sources.items()}, tasks, **how)["scores"]

@@ -65,7 +65,7 @@ def per_question(found: dict[str, Any]) -> dict[str, np.ndarray]:
             questions = sorted((row for row in rows if row["filter"] == kind), key=lambda row: row["doc_id"])
             for metric in questions[0]["metrics"]:
                 values = np.array([row[metric] for row in questions], dtype=object)
-                reported = found["results"][task].get(f"{metric},{kind}")
+                reported = found["results"][task].get(f"{metric},{kind}", np.nan)
                 if not all(isinstance(value, (bool, int, float, np.number)) for value in values) or \
                         not np.isclose(values.astype(float).mean(), reported):
                     continue

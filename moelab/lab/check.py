@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from moelab.files import finished_runs, read_json, results_root, write_json
 from moelab.lab.results import SCHEMA, is_named
-from moelab.table import format_value, text_table
+from moelab.table import text_table
 
 TOLERANCE = 0.02
 
@@ -49,10 +49,15 @@ def compare(baseline: dict[str, Any], found: dict[str, Any]) -> list[Row]:
                    for name, new in found["metrics"].items() if name not in baseline["metrics"]]
 
 
+def are_numbers(*values: Any) -> bool:
+    """Whether all are numbers; a truth value, which Python counts among them, is none."""
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+
+
 def _compare_values(old: dict[str, Any], now: Any) -> tuple[str, str]:
     """(verdict, note)."""
     was, kind = old["value"], old["kind"]
-    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (was, now))
+    numbers = are_numbers(was, now)
     if kind == "measured":
         return "shown", f"{now / was:.2f} × the baseline" if numbers and was else ""
     if kind in ("simulated", "modelled") and numbers:
@@ -125,8 +130,7 @@ def main(args: argparse.Namespace) -> int:
             compared, failed = compared + 1, failed + bool(bad)
             print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
             print(text_table(["metric", "kind", "baseline", "now", "", ""],
-                             [[r.name, r.kind, *map(format_value, (r.baseline, r.now)), r.verdict, r.note]
-                              for r in rows]))
+                             [[r.name, r.kind, r.baseline, r.now, r.verdict, r.note] for r in rows]))
     if args.update:
         return 0
     print(f"{compared} notebooks compared, {failed} failed")

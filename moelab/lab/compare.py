@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from moelab.files import finished_runs, read_json, results_root
+from moelab.lab.check import are_numbers
 from moelab.lab.runner import notebooks
-from moelab.table import format_value, text_table
+from moelab.table import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,6 @@ def main(args: argparse.Namespace) -> int:
     rows = []
     for name in one | other:
         a, b = (of.get(name, {}).get("value") for of in (one, other))
-        ratio = f"{b / a:.3f} ×" if all(isinstance(v, (int, float)) for v in (a, b)) and a else ""
-        rows.append([name, (one | other)[name]["kind"], format_value(a), format_value(b), ratio])
+        rows.append([name, (one | other)[name]["kind"], a, b, f"{b / a:.3f} ×" if are_numbers(a, b) and a else ""])
     print(text_table(["metric", "kind", *(run.name for run in runs), ""], rows))
     return 0

@@ -19,6 +19,7 @@ from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, GPUNDP, MoNDE, System
 from moelab.progress import progress
+from moelab.registry import require
 
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
 #: their names in figures and tables
@@ -57,14 +58,12 @@ class Assumptions:
 
     def variant(self, name: str, N: int) -> Hardware:
         """Another machine, of `moelab.ndp.hardware.VARIANTS`; its units have their own clock."""
-        if name not in VARIANTS:
-            raise ValueError(f"there is no machine {name!r}; there are: {', '.join(VARIANTS)}")
+        require("machine", name, VARIANTS)
         return self.hardware(N, **({"clock_ghz": None} | VARIANTS[name]))
 
     def system(self, name: str) -> System:
         """The system of that name (of `SYSTEMS`) under these assumptions."""
-        if name not in SYSTEMS:
-            raise ValueError(f"there is no system {name!r}; there are: {', '.join(SYSTEMS)}")
+        require("system", name, SYSTEMS)
         system = SYSTEMS[name]
         if isinstance(system, MoNDE):
             return replace(system, rounding=self.monde_rounding)

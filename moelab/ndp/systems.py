@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from moelab.ndp.balance import balance, most_on_gpu
 from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
+from moelab.registry import require
 
 ROUND = {"floor": math.floor, "round": round, "ceil": math.ceil}
 
@@ -88,7 +88,7 @@ class MoNDE(System):
     rounding: str = "round"
 
     def __post_init__(self) -> None:
-        _known("rounding", self.rounding, ROUND)
+        require("rounding", self.rounding, ROUND)
 
     def _share(self, costs: Costs) -> int:
         h = costs.hardware
@@ -124,10 +124,9 @@ class GPUNDP(System):
     limit: str = "K"
 
     def __post_init__(self) -> None:
-        _known("version", self.version, ("literal", "improved"))
-        _known("rounding", self.rounding, ROUND)
-        _known("eq2_tokens", self.eq2_tokens, ("mean", "prompt"))
-        _known("limit", self.limit, ("K", "memory", "pay"))
+        for field, known in (("version", ("literal", "improved")), ("rounding", ROUND),
+                             ("eq2_tokens", ("mean", "prompt")), ("limit", ("K", "memory", "pay"))):
+            require(field, getattr(self, field), known)
 
     @property
     def whole(self) -> bool:
@@ -181,11 +180,6 @@ class GPUNDP(System):
         at = homes[:, :, None] == np.arange(costs.hardware.units)
         pairs = (at & ~held[:, :, None]).sum(1) * (homes.shape[1] + 1) + (at & held[:, :, None]).sum(1)
         return np.sort(pairs, axis=1)
-
-
-def _known(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {name} {value!r}; known are {', '.join(known)}")
 
 
 def _busiest_first(step: LayerStep, here: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float
 
 
 def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bound: float) -> go.Figure:
-    """Time of a token's experts (median and all rounds, ms) against stored size over size, a point for each way of
+    """Time of a token's experts (ms; median, whiskers: p10, p90) against stored size over size, a point for each way of
     keeping them; the entropy bound as a line."""
     figure = go.Figure()
     for i, (name, samples) in enumerate(seconds.items()):

@@ -87,10 +87,10 @@ def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monk
 
     def with_tokenizer(converted, at):
         model = real(converted, at)
-        model.tokenizer = lambda text: {"input_ids": [3 + ord(c) % 90 for c in text[:40]]}
+        model.tokenizer = lambda text, **_: {"input_ids": [3 + ord(word[0]) % 90 for word in text.split()]}
         return model
     monkeypatch.setattr(commands, "_model_of", with_tokenizer)
-    assert main(["ane", "parity", str(folder), "--prompts", "3", "--checkpoint", str(checkpoint)]) == 0
+    assert main(["ane", "parity", str(folder), "--prompts", "3", "--tokens", "64", "--checkpoint", str(checkpoint)]) == 0
     assert "same next token" in capsys.readouterr().out
     assert main(["ane", "convert", str(checkpoint), str(folder)]) == 2
     assert "not overwritten" in capsys.readouterr().err
@@ -122,6 +122,8 @@ def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
     assert main(["ane", "plan", "small", "--save", str(plan)]) == 0
     assert main(["ane", "convert", "small", str(tmp_path / "ane"), "--plan", str(plan), "--chunk", "256"]) == 2
     assert "--plan and --chunk" in capsys.readouterr().err
+    assert main(["ane", "plan", "Phi-3.5-MoE", "--samples", "x.json"]) == 2        # of what a prompt costs, and none is
+    assert "--prompt N" in capsys.readouterr().err
     for wrong in (["--samples", "x", "--device", "m2-max"], ["--calibration", "x", "--skew", "even"]):
         with pytest.raises(SystemExit, match="2"):
             main(["ane", "plan", "Phi-3.5-MoE", *wrong])

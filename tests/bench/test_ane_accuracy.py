@@ -38,7 +38,7 @@ def test_the_slack_is_that_which_drops_what_was_wanted(trace):
 
 
 def test_every_mode_answers_the_same_prompts():
-    results = ane_accuracy.run(tasks="needle", prompts=3, tokens=96, chunk=64, calibration=2, drop=0.15)
+    results = ane_accuracy.run(tasks=["needle"], prompts=3, tokens=96, chunk=64, calibration=2, drop=0.15)
     rows = results["accuracy (measured), drops and padding (exact)"]
     assert set(rows) == {f"needle: {mode}" for mode in ("dense", *ane_accuracy.MODES)}
     dense = rows.pop("needle: dense")
@@ -100,3 +100,10 @@ def test_a_coin_cannot_be_told_from_guessing():
     row = {"score": 0.56, "error": 0.05, "n": 100}
     answers = ane_accuracy.Answers({"coin": row, "sure": row | {"score": 0.9, "error": 0.03}}, {}, {})
     assert answers.guessed("coin") and not answers.guessed("sure")
+
+
+def test_prompts_are_as_long_as_asked_in_the_models_own_tokens():
+    model = open_model()
+    model.tokenizer = lambda text, **_: {"input_ids": [ord(letter) % 90 + 3 for letter in text]}
+    lengths = ane_accuracy.recorded(model, 2, 700, "train").sequence.bincount()
+    assert len(lengths) == 2 * len(ane_accuracy.CALIBRATION) and 350 < lengths.min() <= lengths.max() <= 700

@@ -135,6 +135,30 @@ def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_miss
     assert not made.aims["everything resident: TPOT ÷ eager"]["met"]
 
 
+def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
+    made = bench(place, dict.fromkeys(("moelab", "moelab fast", "moelab fast, bf12"), {"result": "killed"}) | {
+        "eager": report(0.2), "llama.cpp": report(0.1)})
+    sections = engine.resident(made) | engine.throttled(made)
+    assert all(row == {"result": "killed"} for rows in sections.values() for name, row in rows.items()
+               if name not in ("eager", "llama.cpp"))
+    assert not made.aims
+
+
+def test_times_are_compared_with_those_of_the_same_forwards(place, monkeypatch):
+    """A simulated TTFT is the median of both prompts, so the measured one is, too."""
+    monkeypatch.setattr(engine, "SIMULATED", ("raw",))
+    monkeypatch.setattr(engine, "BUDGETS", (0.5,))
+    reports = []
+
+    class Kept(harness.EngineBenchmark):
+        def report(self, arm, decode=None):
+            reports.append(super().report(arm, decode))
+            return reports[-1]
+    (row,) = engine.simulated(Kept(SPEC, place, 5, DECODE, 1, {}))["simulated"].values()
+    assert row["equal"].startswith("hits, misses") and row["simulated TTFT s"] > 0
+    assert row["measured TTFT s"] == pytest.approx(sum(reports[0]["ttft_s"]) / 2, rel=0.2)
+
+
 def test_the_model_is_written_in_every_form_once(tmp_path):
     bench = harness.EngineBenchmark(SPEC, tmp_path, 5, 3, 1, {})
     bench.prepare(external=False)

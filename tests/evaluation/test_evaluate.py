@@ -124,9 +124,11 @@ def test_scores_a_question_are_taken_where_lm_eval_reports_their_mean():
     found = {"samples": {"gsm": [sample(1, "strict", hit=1.0), sample(0, "strict", hit=0.0),
                                  sample(0, "loose", hit=1.0), sample(1, "loose", hit=1.0)],
                          "text": [sample(0, "none", nats=0.5, perplexity=2.0, pair=(1.0, 2)),
-                                  sample(1, "none", nats=1.5, perplexity=4.0, pair=(1.0, 2))]},
+                                  sample(1, "none", nats=1.5, perplexity=4.0, pair=(1.0, 2))],
+                         "unreported": [sample(0, "none", hit=1.0)]},
              "results": {"gsm": {"hit,strict": 0.5, "hit,loose": 1.0},
-                         "text": {"nats,none": 1.0, "perplexity,none": 20.0, "pair,none": 1.0}}}
+                         "text": {"nats,none": 1.0, "perplexity,none": 20.0, "pair,none": 1.0},
+                         "unreported": {}}}
     taken = lm_eval_adapter.per_question(found)
     assert {name: values.tolist() for name, values in taken.items()} == {
         "gsm hit strict": [False, True], "gsm hit loose": [True, True], "text nats": [0.5, 1.5]}

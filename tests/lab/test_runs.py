@@ -22,3 +22,10 @@ def test_runs_are_listed_and_compared(results, capsys):
     assert "1.500 ×" in told and "lru" in told
     assert main(["compare", *map(str, folders)]) == 0 and capsys.readouterr().out == told
     assert main(["compare", "2"]) == 2 and "two are compared" in capsys.readouterr().err
+
+
+def test_a_truth_value_is_no_number_to_divide_by(results, capsys):
+    folders = [put(results, run_id, True) for run_id in ("20250101-1", "20250102-1")]
+    assert main(["compare", *map(str, folders)]) == 0
+    told = capsys.readouterr().out
+    assert "yes" in told and "×" not in told

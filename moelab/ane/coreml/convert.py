@@ -45,6 +45,7 @@ from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.direct import CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
+from moelab.registry import require
 
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
 TOLERANCE = 1e-12
@@ -72,8 +73,7 @@ class ConversionSettings:
 
     def __post_init__(self) -> None:
         for field, allowed in (("layout", LAYOUTS), ("weights", WEIGHTS), ("compute_units", COMPUTE_UNITS)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; it must be one of {', '.join(allowed)}")
+            require(field, getattr(self, field), allowed)
         if self.context < 32 or self.context % 32:
             raise ValueError(f"context is {self.context}; it must be a multiple of 32")
 

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.ane.coreml.package import coremltools, quiet
+from moelab.registry import require
 
 LAYOUTS = ("bc1s", "paper")
 #: weight formats → bits a weight
@@ -141,13 +142,13 @@ def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
 
 def pack(slots: Tensor, layout: str = "bc1s") -> Tensor:
     """The G·C slots [G·C, H] in a graph's layout."""
-    _check("layout", layout, LAYOUTS)
+    require("layout", layout, LAYOUTS)
     return slots.T[None, :, None].contiguous() if layout == "bc1s" else slots[:, :, None, None]
 
 
 def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
     """The inverse of `pack`: [G·C, H]."""
-    _check("layout", layout, LAYOUTS)
+    require("layout", layout, LAYOUTS)
     return y[0, :, 0].T.contiguous() if layout == "bc1s" else y[:, :, 0, 0]
 
 
@@ -157,8 +158,8 @@ def ffn_program(experts: Sequence[Expert], capacity: int | Enumerated | Range, a
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import get_new_symbol, types
-    _check("layout", layout, LAYOUTS)
-    _check("activation", activation, (*ACTIVATIONS, "clamped"))
+    require("layout", layout, LAYOUTS)
+    require("activation", activation, (*ACTIVATIONS, "clamped"))
     if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
         raise ValueError("a group needs at least one expert, and all of them of one shape")
     G, static = len(experts), isinstance(capacity, int)
@@ -252,7 +253,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
 def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: list[Any] | None = None) -> Path:
     """Save a MIL program as a package, without coremltools' passes: they are slow and find nothing in our graphs."""
-    _check("weights", weights, WEIGHTS)
+    require("weights", weights, WEIGHTS)
     ct, path = coremltools(), Path(path)
     import coremltools.optimize.coreml as cto
     with scratch(path), quiet():
@@ -272,8 +273,3 @@ def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: 
 def _input_shape(expert: Expert, slots: Any, layout: str) -> tuple:
     H = expert.up.shape[1]
     return (1, H, 1, slots) if layout == "bc1s" else (slots, H, 1, 1)
-
-
-def _check(name: str, value: str, allowed: Any) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -55,7 +55,7 @@ class Report:
     def table(self) -> str:
         lines = [f"{self.path}: {self.weight_bytes / 1e6:,.1f} MB of weights, {'clean' if self.clean else 'not clean'}",
                  text_table(["function", "operation", "count", "on the ANE", "because"],
-                            [[op.function, op.type, str(op.count), op.verdict, op.why] for op in self.ops])]
+                            [[op.function, op.type, op.count, op.verdict, op.why] for op in self.ops])]
         if self.findings:
             lines.append(text_table(["severity", "rule", "where", "finding"],
                                     [[f.severity, f.rule, f.where, f.text] for f in self.findings]))
