@@ -187,7 +187,8 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
         if codec == "bf12":
             row, codec = bf12.row(offset, end - offset, entry.n), codec if bf12.fits(entry.shape) else ""
         elif fewbit.is_format(codec):
-            row = fewbit.row(codec, offset, entry.shape)
+            codec = fewbit.kernel(codec, entry.shape)
+            row = fewbit.row(codec, offset, entry.shape) if codec else row
             codec = codec if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape) else ""
         found[name] = codec, row
     return found

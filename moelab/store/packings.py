@@ -1,0 +1,300 @@
+"""Quantised linear layers as compressed-tensors, GPTQ and AWQ publish them, kept byte for byte.
+
+Sources: the compressed-tensors library (pack-quantized, int-quantized, float-quantized); Frantar et al., GPTQ, in the
+files of AutoGPTQ and GPTQModel; Lin et al., AWQ, in AutoAWQ's layout "gemm". Words are int32, 32/b codes of b bits each,
+the first in the lowest bits; R outputs, n inputs, a scale for g inputs of an output:
+
+    kind                 codes                                     scales          zero points
+    compressed-tensors   weight_packed, words [R, nb/32], or       weight_scale    weight_zero_point, words [Rb/32, n/g]
+                         weight [R, n], int8 or e4m3               [R, n/g]        or int8 [R, n/g]
+    gptq, gptq_v2        qweight, words [nb/32, R]                 scales [n/g, R] qzeros, words [n/g, Rb/32]; less 1: gptq
+    awq                  qweight, words [n, R/8]                   scales [n/g, R] qzeros, words [n/g, R/8]
+
+Packed codes and zero points of compressed-tensors have 2^(b−1) added. There a scale may also be one for an output
+[R, 1], for all of a matrix, or for blocks of 128 × 128. GPTQ's `g_idx` says the group of each input; AWQ's words have the
+outputs 0 2 4 6 1 3 5 7 of eight. A weight is (code − zero point) · scale, rounded to the scale's dtype, then to the
+model's.
+
+A *packing* is the name under which a store keeps such tensors of matrices that lie one below the other in the model's:
+kind, bits, their number, and the tensors of one, "gptq:4*2 qweight:I32[256,768] …". Its blob has the tensors' own
+bytes, the first one's of all matrices, the second one's … Where kernels can multiply it as it lies (symmetric, bf16
+scales for a multiple of 32 inputs), each scale stands there once for 32 inputs: "weight_scale:BF16[768,16]x4".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.store.bits import as_bytes
+from moelab.store.headers import DTYPES, NAMES
+
+BLOCK, GROUP = 128, 32
+_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]                   # where the outputs 0 … 7 are in a word of AWQ
+
+
+# -------------------------------------------------------------------------------------------------- from a config.json
+
+def scheme(config: dict[str, Any]) -> tuple[str, int]:
+    """(kind, bits) of a quantization_config. Raises ValueError, by name and with a remedy, for what is not read."""
+    try:
+        return _scheme(config)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"config.json has a quantization_config that makes no sense ({type(error).__name__}: {error}); "
+                         f"download it again") from error
+
+
+def _scheme(config: dict[str, Any]) -> tuple[str, int]:
+    def refuse(what: str, known: str) -> None:
+        raise ValueError(f"the checkpoint is quantised with {method}, {what}, which is not read here; {known}. Take one "
+                         f"of these, or the unquantised checkpoint of the model")
+
+    method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
+    if method != "compressed-tensors":
+        bits, layout = config.get("bits"), config.get("checkpoint_format" if method == "gptq" else "version")
+        kind, widths = str(layout or ("gptq" if method == "gptq" else "gemm")).lower(), (4, 8) if method == "gptq" else (4,)
+        if type(bits) is not int or bits not in widths:
+            refuse(f"in {bits} bits", f"{' or '.join(map(str, widths))} bits are")
+        if kind not in (("gptq", "gptq_v2") if method == "gptq" else ("gemm",)):
+            refuse(f"in the layout {str(layout)[:40]!r}", "gptq, gptq_v2 and AWQ's gemm are")
+        if method == "awq" and config.get("zero_point") is False:
+            refuse("without zero points", "zero_point: true is")
+        if odd := [pattern for pattern in config.get("dynamic") or () if not str(pattern).startswith("-:")]:
+            refuse(f"in another way for {str(odd[0])[:40]}", "one way for all layers is")
+        return "awq" if method == "awq" else kind, bits
+    for field, what in (("kv_cache_scheme", "its KV cache too"), ("transform_config", "after transforms")):
+        if config.get(field):
+            refuse(f"{what} ({field})", "weights alone are")
+    if (sparse := (config.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+        refuse(f"sparse ({str(sparse)[:40]})", "dense weights are")
+    widths: set[int] = set()
+    for group in config["config_groups"].values():
+        weights, layout = group.get("weights") or {}, group.get("format") or config.get("format")
+        kind, bits = weights.get("type", "int"), weights.get("num_bits")
+        if layout not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
+            refuse(f"in the layout {str(layout)[:40]!r}", "pack-quantized, int-quantized and float-quantized are")
+        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+            refuse(f"in {kind}{bits}", "int4, int8 and fp8 are")
+        if activations := next((name for name in ("input_activations", "output_activations") if group.get(name)), None):
+            refuse(f"{activations} too", "weights alone are")
+        if weights.get("actorder") in ("group", True):
+            refuse("in act-order (actorder: group)", "groups in the inputs' order are")
+        if weights.get("strategy") == "block" and weights.get("block_structure") not in ("128x128", [128, 128]):
+            refuse(f"in blocks of {weights.get('block_structure')}", "128 × 128 are")
+        if weights.get("strategy") not in ("tensor", "channel", "group", "block"):
+            refuse(f"by {weights.get('strategy')}", "a scale a tensor, channel, group or block is")
+        if layout == "pack-quantized":
+            widths.add(bits)
+    if len(widths) > 1:
+        refuse("packed in several widths", "one is")
+    return method, widths.pop() if widths else 8
+
+
+# ------------------------------------------------------------------------------------------- from tensors to weights
+
+def _codes(words: Tensor, bits: int, dim: int = -1) -> Tensor:
+    """Words of int32, packed along `dim`, as uint8."""
+    codes = words.movedim(dim, -1).contiguous().view(torch.uint8)
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    return codes.movedim(-1, dim)
+
+
+def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
+    wide = codes.float() if zeros is None else codes.float() - zeros.float()
+    return wide.mul_(scales.float()).to(scales.dtype)
+
+
+def _compressed(t: dict[str, Tensor], bits: int) -> Tensor:
+    scales, zeros, codes = t["weight_scale"], t.get("weight_zero_point"), t.get("weight")
+    if codes is None:
+        codes = _codes(t["weight_packed"], bits).view(torch.int8) - (1 << bits - 1)
+    elif codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"weight is {codes.dtype}; codes are int8 or e4m3")
+    R, n = codes.shape
+    if zeros is not None and zeros.dtype == torch.int32:
+        zeros = _codes(zeros, bits, 0).view(torch.int8)[:R] - (1 << bits - 1)
+    if scales.numel() == 1:
+        return _product(codes, zeros, scales.reshape(1, 1))
+    if scales.shape == (-(-R // BLOCK), -(-n // BLOCK)) and scales.shape[0] != R:
+        grid = scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
+        return _product(codes, zeros, grid)
+    scales, zeros = (None if of is None else of.reshape(R, -1, 1) for of in (scales, zeros))
+    return _product(codes.unflatten(1, (scales.shape[1], -1)), zeros, scales).flatten(1)
+
+
+def _gptq(t: dict[str, Tensor], bits: int, less: int = 1) -> Tensor:
+    groups = t["g_idx"].long()
+    codes, zeros = _codes(t["qweight"], bits, 0), _codes(t["qzeros"], bits) + less & (1 << bits) - 1
+    if not groups.is_meta and not (0 <= int(groups.min()) and int(groups.max()) < len(t["scales"])):
+        raise ValueError(f"g_idx names groups {int(groups.min())} to {int(groups.max())} of {len(t['scales'])}")
+    return _product(codes, zeros[groups], t["scales"][groups]).mT
+
+
+def _awq(t: dict[str, Tensor], bits: int) -> Tensor:
+    codes, zeros = (_codes(t[name], bits).unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2)
+                    for name in ("qweight", "qzeros"))
+    grouped = codes.unflatten(0, (len(t["scales"]), -1))                # [n/g, g, R]
+    return _product(grouped, zeros[:, None], t["scales"][:, None]).flatten(0, 1).mT
+
+
+#: kind → (names of tensors, as they may follow each other in a blob; what makes weights [R, n] of them)
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Tensor], int], Tensor]]] = {
+    "compressed-tensors": (("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape"),
+                           _compressed),
+    "gptq": (("qweight", "scales", "qzeros", "g_idx"), _gptq),
+    "gptq_v2": (("qweight", "scales", "qzeros", "g_idx"), lambda t, bits: _gptq(t, bits, 0)),
+    "awq": (("qweight", "scales", "qzeros"), _awq),
+}
+#: last parts of keys that are a quantised layer's scales
+SCALES = ("weight_scale", "scales")
+
+
+def dequantize(kind: str, bits: int, tensors: dict[str, Tensor]) -> Tensor:
+    """Weights [R, n] of a layer's tensors by name, in the scales' dtype. Raises ValueError where they do not fit."""
+    try:
+        made = KINDS[kind][1](tensors, bits)
+    except (KeyError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{', '.join(f'{name} {list(t.shape)}' for name, t in tensors.items())} are no {kind} layer "
+                         f"of {bits} bits ({type(error).__name__}: {error})") from error
+    shape = tensors.get("weight_shape")
+    if shape is not None and not shape.is_meta and shape.tolist() != list(made.shape):
+        raise ValueError(f"weight_shape is {shape.tolist()} and the codes are {list(made.shape)}")
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+@dataclass(frozen=True)
+class Packing:
+    """What a blob is of, see above.
+
+    tensors : (name, dtype by safetensors' name, shape, how often each entry stands in the blob) of one matrix.
+    """
+
+    kind: str
+    bits: int
+    matrices: int
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+
+    @property
+    def kernel(self) -> str:
+        """The format whose kernels multiply the blob as it lies, "" for none."""
+        spread = any(times for *_, times in self.tensors)
+        return "" if not spread else "int4" if self.tensors[0][0] == "weight_packed" else "int8"
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.bits}*{self.matrices} " + " ".join(
+            f"{name}:{dtype}[{','.join(map(str, shape))}]" + f"x{times}" * (times > 0)
+            for name, dtype, shape, times in self.tensors)
+
+
+def is_packing(name: str) -> bool:
+    return name.partition(":")[0] in KINDS
+
+
+@lru_cache(4096)
+def find(name: str, shape: tuple[int, ...]) -> Packing:
+    """The packing of a name; ValueError unless it is one of a tensor of this shape."""
+    parts = name.split(" ")
+    head = re.fullmatch(r"([a-z0-9_-]+):([48])\*([1-9]\d?)", parts[0])
+    tensors = [re.fullmatch(r"([a-z_]+):([A-Z0-9_]+)\[((?:\d{1,12},)*\d{1,12}|)\](?:x([1-9]\d{0,5}))?", part)
+               for part in parts[1:]]
+    if not head or not is_packing(name) or not all(tensors) or not all(t[2] in DTYPES for t in tensors):
+        raise ValueError(f"{name[:200]!r} is no packing")
+    found = Packing(head[1], int(head[2]), int(head[3]), tuple(
+        (t[1], t[2], tuple(int(n) for n in t[3].split(",") if n), int(t[4] or 0)) for t in tensors))
+    try:
+        one = {name: torch.empty(dims, dtype=DTYPES[dtype], device="meta") for name, dtype, dims, _ in found.tensors}
+    except RuntimeError as error:
+        raise ValueError(f"{name[:200]!r} has an impossible size") from error
+    made = dequantize(found.kind, found.bits, one)
+    if tuple(shape) != (found.matrices * made.shape[0], *made.shape[1:]) or str(found) != name or (
+            found.kernel and found != _spread(found)):
+        raise ValueError(f"a tensor {list(shape)} cannot be {name[:200]}")
+    return found
+
+
+def parts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """(dtype, shape) of each tensor of each matrix, "qweight.0" and so on."""
+    found = find(name, tuple(shape))
+    return {f"{tensor}.{i}": (DTYPES[dtype], dims)
+            for tensor, dtype, dims, _ in found.tensors for i in range(found.matrices)}
+
+
+def nbytes(name: str, shape: tuple[int, ...]) -> int:
+    """Bytes of the blob."""
+    found = find(name, tuple(shape))
+    return found.matrices * sum(prod(dims) * max(1, times) * DTYPES[dtype].itemsize
+                                for _, dtype, dims, times in found.tensors)
+
+
+def split(name: str, blob: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """The tensors of `parts` in a blob of the right length, as views of it where they can be."""
+    raw = as_bytes(blob)
+    rest, found = torch.from_numpy(raw if raw.flags.writeable else raw.copy()), {}
+    at, packing = 0, find(name, tuple(shape))
+    for tensor, dtype, dims, times in packing.tensors:
+        for i in range(packing.matrices):
+            end = at + prod(dims) * max(1, times) * DTYPES[dtype].itemsize
+            piece = rest[at:end].clone() if at % DTYPES[dtype].itemsize else rest[at:end]
+            piece = piece.view(DTYPES[dtype])
+            found[f"{tensor}.{i}"], at = (piece[::times] if times else piece).view(dims), end
+    return found
+
+
+def weights(name: str, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The weights of a blob's tensors, see `split`, in the scales' dtype. Raises ValueError where they have none."""
+    found = find(name, tuple(shape))
+    return torch.cat([dequantize(found.kind, found.bits, {tensor: tensors[f"{tensor}.{i}"]
+                                                          for tensor, *_ in found.tensors})
+                      for i in range(found.matrices)])
+
+
+def keep(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor) -> tuple[str, np.ndarray] | None:
+    """The packing and the blob of what a checkpoint stores of a tensor, or None unless that is `made` bit for bit.
+
+    sources : (key, 0, tensor) of each, as of `moelab.models.direct.CheckpointExperts.made`.
+    """
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, _, tensor in sources:
+        layer, _, name = key.rpartition(".")
+        layers.setdefault(layer, {})[name] = tensor
+    every, first = list(layers.values()), next(iter(layers.values()))
+    order = [name for name in KINDS[kind][0] if name in first]
+    packing = Packing(kind, bits, len(every), tuple((name, NAMES[first[name].dtype], tuple(first[name].shape), 0)
+                                                    for name in order))
+    packing = _spread(packing)
+    blob = b"".join(as_bytes(layer[name].reshape(-1).repeat_interleave(max(1, times)).contiguous()).tobytes()
+                    for name, _, _, times in packing.tensors for layer in every if name in layer)
+    try:
+        shape = tuple(made.shape)
+        if len(blob) != nbytes(str(packing), shape):
+            return None                                         # matrices of several sizes
+        same = np.array_equal(*map(as_bytes, (weights(str(packing), split(str(packing), blob, shape), shape).to(made.dtype), made.contiguous())))
+    except ValueError:                                          # not quantised, or no rows of the tensor
+        return None
+    return (str(packing), np.frombuffer(blob, np.uint8)) if same else None
+
+
+def _spread(packing: Packing) -> Packing:
+    """The packing with scales for 32 inputs each, if kernels then multiply it as it lies; else without."""
+    plain = {name: (dtype, dims) for name, dtype, dims, _ in packing.tensors}
+    codes = plain.get("weight_packed", plain.get("weight"))
+    times = 0
+    if codes and "weight_zero_point" not in plain and len(codes[1]) == 2 and (
+            codes[0] == "I8" or codes[0] == "I32" and packing.bits == 4) and plain.get("weight_scale", ("", ()))[0] == "BF16":
+        n, scales = codes[1][1] * (8 if codes[0] == "I32" else 1), plain["weight_scale"][1]
+        if len(scales) == 2 and scales[0] == codes[1][0] and scales[1] and not n % (2 * GROUP) \
+                and not n % (GROUP * scales[1]):
+            times = n // (GROUP * scales[1])
+    return Packing(packing.kind, packing.bits, packing.matrices, tuple(
+        (name, *plain[name], times if name == "weight_scale" else 0) for name in plain))
