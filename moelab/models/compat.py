@@ -67,7 +67,7 @@ def dequantising(config: Any) -> Any:
     Raises ValueError, by name, for what of compressed-tensors, GPTQ and AWQ is not read.
     """
     if (method := quantisation(config)) in PACKED:
-        packings.scheme(dict(config.quantization_config))
+        packings.scheme(dict(config.quantization_config), config.name_or_path)
     if method not in ("mxfp4", "fp8"):
         return config
     config = deepcopy(config)

@@ -65,6 +65,12 @@ def has_few_bits(store: ExpertStore) -> bool:
                for layer in store.layers for entries in layer.experts for entry in entries.values())
 
 
+def every_one_is_multiplied(store: ExpertStore) -> bool:
+    """Whether kernels multiply each of these blobs as it lies."""
+    return all(fewbit.kernel(codec, entry.shape) for layer in store.layers for entries in layer.experts
+               for entry in entries.values() for codec, _ in entry.planes if fewbit.is_format(codec))
+
+
 class Slots:
     """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows."""
 

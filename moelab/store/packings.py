@@ -43,19 +43,19 @@ _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]                   # where the outputs 0 … 7 
 
 # -------------------------------------------------------------------------------------------------- from a config.json
 
-def scheme(config: dict[str, Any]) -> tuple[str, int]:
+def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[str, int]:
     """(kind, bits) of a quantization_config. Raises ValueError, by name and with a remedy, for what is not read."""
     try:
-        return _scheme(config)
+        return _scheme(config, checkpoint)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"config.json has a quantization_config that makes no sense ({type(error).__name__}: {error}); "
+        raise ValueError(f"the quantization_config of {checkpoint} makes no sense ({type(error).__name__}: {error}); "
                          f"download it again") from error
 
 
-def _scheme(config: dict[str, Any]) -> tuple[str, int]:
+def _scheme(config: dict[str, Any], checkpoint: str) -> tuple[str, int]:
     def refuse(what: str, known: str) -> None:
-        raise ValueError(f"the checkpoint is quantised with {method}, {what}, which is not read here; {known}. Take one "
-                         f"of these, or the unquantised checkpoint of the model")
+        raise ValueError(f"{checkpoint} is quantised with {method}, {what}, which is not read here; {known}. Take one of "
+                         f"these, or the unquantised checkpoint of the model")
 
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
     if method != "compressed-tensors":
@@ -100,17 +100,18 @@ def _scheme(config: dict[str, Any]) -> tuple[str, int]:
 
 # ------------------------------------------------------------------------------------------- from tensors to weights
 
-def _codes(words: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """Words of int32, packed along `dim`, as uint8."""
-    codes = words.movedim(dim, -1).contiguous().view(torch.uint8)
-    if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    return codes.movedim(-1, dim)
+def _codes(words: Tensor, bits: int) -> Tensor:
+    """The codes in words int32 that are packed along the last axis: uint8."""
+    codes = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    return codes if bits == 8 else torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
 
 
 def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
-    wide = codes.float() if zeros is None else codes.float() - zeros.float()
-    return wide.mul_(scales.float()).to(scales.dtype)
+    """codes [R, n], zero points and scales [R, n/g], g any number."""
+    scales, zeros = (None if of is None else of.unsqueeze(-1) for of in (scales, zeros))
+    wide = codes.unflatten(1, (scales.shape[1], -1)).float()
+    wide = wide if zeros is None else wide.sub_(zeros)
+    return wide.mul_(scales).to(scales.dtype).flatten(1)
 
 
 def _compressed(t: dict[str, Tensor], bits: int) -> Tensor:
@@ -121,29 +122,30 @@ def _compressed(t: dict[str, Tensor], bits: int) -> Tensor:
         raise ValueError(f"weight is {codes.dtype}; codes are int8 or e4m3")
     R, n = codes.shape
     if zeros is not None and zeros.dtype == torch.int32:
-        zeros = _codes(zeros, bits, 0).view(torch.int8)[:R] - (1 << bits - 1)
+        zeros = _codes(zeros.mT, bits).view(torch.int8).mT[:R] - (1 << bits - 1)
     if scales.numel() == 1:
-        return _product(codes, zeros, scales.reshape(1, 1))
-    if scales.shape == (-(-R // BLOCK), -(-n // BLOCK)) and scales.shape[0] != R:
-        grid = scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
-        return _product(codes, zeros, grid)
-    scales, zeros = (None if of is None else of.reshape(R, -1, 1) for of in (scales, zeros))
-    return _product(codes.unflatten(1, (scales.shape[1], -1)), zeros, scales).flatten(1)
+        scales, zeros = (None if of is None else of.reshape(1, 1).expand(R, 1) for of in (scales, zeros))
+    elif scales.shape == (-(-R // BLOCK), -(-n // BLOCK)) and scales.shape[0] != R:
+        scales = scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
+    return _product(codes, zeros, scales.reshape(R, -1))
 
 
 def _gptq(t: dict[str, Tensor], bits: int, less: int = 1) -> Tensor:
-    groups = t["g_idx"].long()
-    codes, zeros = _codes(t["qweight"], bits, 0), _codes(t["qzeros"], bits) + less & (1 << bits) - 1
-    if not groups.is_meta and not (0 <= int(groups.min()) and int(groups.max()) < len(t["scales"])):
-        raise ValueError(f"g_idx names groups {int(groups.min())} to {int(groups.max())} of {len(t['scales'])}")
-    return _product(codes, zeros[groups], t["scales"][groups]).mT
+    codes, groups, scales = _codes(t["qweight"].transpose(0, 1), bits), t["g_idx"].long(), t["scales"].mT
+    zeros = (_codes(t["qzeros"], bits) + less & (1 << bits) - 1).mT
+    if groups.shape != codes.shape[1:] or not groups.is_meta and not (
+            0 <= int(groups.min()) and int(groups.max()) < scales.shape[1]):
+        raise ValueError(f"g_idx should name one of {scales.shape[1]} groups for each of {codes.shape[1]} inputs")
+    if len(groups) % scales.shape[1] or not groups.is_meta and not torch.equal(
+            groups, torch.arange(len(groups)) // (len(groups) // scales.shape[1])):
+        scales, zeros = scales[:, groups], zeros[:, groups]                             # act-order
+    return _product(codes, zeros, scales)
 
 
 def _awq(t: dict[str, Tensor], bits: int) -> Tensor:
     codes, zeros = (_codes(t[name], bits).unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2)
                     for name in ("qweight", "qzeros"))
-    grouped = codes.unflatten(0, (len(t["scales"]), -1))                # [n/g, g, R]
-    return _product(grouped, zeros[:, None], t["scales"][:, None]).flatten(0, 1).mT
+    return _product(codes.mT, zeros.mT, t["scales"].mT)
 
 
 #: kind → (names of tensors, as they may follow each other in a blob; what makes weights [R, n] of them)
@@ -162,7 +164,7 @@ def dequantize(kind: str, bits: int, tensors: dict[str, Tensor]) -> Tensor:
     """Weights [R, n] of a layer's tensors by name, in the scales' dtype. Raises ValueError where they do not fit."""
     try:
         made = KINDS[kind][1](tensors, bits)
-    except (KeyError, IndexError, RuntimeError) as error:
+    except (KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
         raise ValueError(f"{', '.join(f'{name} {list(t.shape)}' for name, t in tensors.items())} are no {kind} layer "
                          f"of {bits} bits ({type(error).__name__}: {error})") from error
     shape = tensors.get("weight_shape")
