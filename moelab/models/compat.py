@@ -135,7 +135,7 @@ def _quantizer() -> tuple[type, type]:
             target = model.get_parameter(full_layer_name)
             dtype = torch.float32 if kept_in_fp32(model, full_layer_name, target) else target.dtype
             return {f"{layer}weight" if layer else full_layer_name: [
-                        self._weight(dict(zip(tensors, each))).to(dtype) for each in zip(*tensors.values(), strict=True)]
+                        self._weight(dict(zip(tensors, one))).to(dtype) for one in zip(*tensors.values(), strict=True)]
                     for layer, tensors in layers.items()}
 
         def _weight(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

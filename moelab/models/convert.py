@@ -3,7 +3,8 @@
 Source: ZipMoE §3.1, offline initialization. Experts are converted one after another to the layout that the model
 computes with and compressed, or rounded to a few-bit format (`moelab.store.fewbit`). What a checkpoint has in few bits
 itself, MXFP4, FP8 in blocks of 128 × 128, or the int4, int8 and FP8 of compressed-tensors, GPTQ and AWQ
-(`moelab.store.packings`), is kept as it is, once it was found to unpack to what transformers makes of it. All other weights are copied byte for byte under their own keys. What the source's files looked like is recorded for
+(`moelab.store.packings`), is kept as it is, once it was found to unpack to what transformers makes of it. All other
+weights are copied byte for byte under their own keys. What the source's files looked like is recorded for
 `moelab.models.restore`.
 """
 
@@ -141,7 +142,8 @@ def quantized_store(source: str | Path | None, form: str) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint folder or a hub id")
+    parser.add_argument("source", help="a checkpoint folder or a hub id, in bf16, fp16, fp32, MXFP4, FP8 or quantised "
+                                       "by compressed-tensors, GPTQ or AWQ")
     parser.add_argument("destination", help="the store's folder, which must not exist")
     parser.add_argument("--codec", default=codecs.DEFAULT, choices=sorted(codecs.CODECS), help="(default: %(default)s)")
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",

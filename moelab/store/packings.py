@@ -1,19 +1,19 @@
 """Quantised linear layers as compressed-tensors, GPTQ and AWQ publish them, kept byte for byte.
 
-Sources: the compressed-tensors library (pack-quantized, int-quantized, float-quantized); Frantar et al., GPTQ, in the
-files of AutoGPTQ and GPTQModel; Lin et al., AWQ, in AutoAWQ's layout "gemm". Words are int32, 32/b codes of b bits each,
-the first in the lowest bits; R outputs, n inputs, a scale for g inputs of an output:
+Sources: the compressed-tensors library (pack-, int- and float-quantized); Frantar et al., GPTQ, in the files of
+AutoGPTQ and GPTQModel; Lin et al., AWQ, in AutoAWQ's layout "gemm". R outputs, n inputs, a scale for g inputs of an
+output; a word is an int32 of 32/b codes, b bits each, the first in the lowest bits:
 
-    kind                 codes                                     scales          zero points
-    compressed-tensors   weight_packed, words [R, nb/32], or       weight_scale    weight_zero_point, words [Rb/32, n/g]
-                         weight [R, n], int8 or e4m3               [R, n/g]        or int8 [R, n/g]
-    gptq, gptq_v2        qweight, words [nb/32, R]                 scales [n/g, R] qzeros, words [n/g, Rb/32]; less 1: gptq
-    awq                  qweight, words [n, R/8]                   scales [n/g, R] qzeros, words [n/g, R/8]
+    kind                 codes                                  scales                     zero points
+    compressed-tensors   weight_packed, words [R, nb/32], or    weight_scale [R, n/g]      weight_zero_point, words
+                         weight [R, n], int8 or e4m3                                       [Rb/32, n/g] or int8 [R, n/g]
+    gptq, gptq_v2        qweight, words [nb/32, R]              scales [n/g, R]            qzeros, words [n/g, Rb/32]
+    awq                  qweight, words [n, R/8]                scales [n/g, R]            qzeros, words [n/g, R/8]
 
-Packed codes and zero points of compressed-tensors have 2^(b−1) added. There a scale may also be one for an output
-[R, 1], for all of a matrix, or for blocks of 128 × 128. GPTQ's `g_idx` says the group of each input; AWQ's words have the
-outputs 0 2 4 6 1 3 5 7 of eight. A weight is (code − zero point) · scale, rounded to the scale's dtype, then to the
-model's.
+Codes and zero points in words of compressed-tensors have 2^(b−1) added; there a scale may also be one for an output,
+for a matrix, or for blocks of 128 × 128. Zero points of "gptq" are stored less 1; `g_idx` says the group of each input.
+In AWQ's words the outputs are in the order 0 2 4 6 1 3 5 7. A weight is (code − zero point) · scale, rounded to the
+scale's dtype, then to the model's.
 
 A *packing* is the name under which a store keeps such tensors of matrices that lie one below the other in the model's:
 kind, bits, their number, and the tensors of one, "gptq:4*2 qweight:I32[256,768] …". Its blob has the tensors' own
@@ -53,49 +53,44 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
 
 
 def _scheme(config: dict[str, Any], checkpoint: str) -> tuple[str, int]:
-    def refuse(what: str, known: str) -> None:
-        raise ValueError(f"{checkpoint} is quantised with {method}, {what}, which is not read here; {known}. Take one of "
-                         f"these, or the unquantised checkpoint of the model")
-
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
+
+    def need(ok: Any, what: str, known: str) -> None:
+        if not ok:
+            raise ValueError(f"{checkpoint} is quantised with {method}, {what}, which is not read here; {known}. Take "
+                             f"one of these, or the unquantised checkpoint of the model")
+
     if method != "compressed-tensors":
-        bits, layout = config.get("bits"), config.get("checkpoint_format" if method == "gptq" else "version")
-        kind, widths = str(layout or ("gptq" if method == "gptq" else "gemm")).lower(), (4, 8) if method == "gptq" else (4,)
-        if type(bits) is not int or bits not in widths:
-            refuse(f"in {bits} bits", f"{' or '.join(map(str, widths))} bits are")
-        if kind not in (("gptq", "gptq_v2") if method == "gptq" else ("gemm",)):
-            refuse(f"in the layout {str(layout)[:40]!r}", "gptq, gptq_v2 and AWQ's gemm are")
-        if method == "awq" and config.get("zero_point") is False:
-            refuse("without zero points", "zero_point: true is")
-        if odd := [pattern for pattern in config.get("dynamic") or () if not str(pattern).startswith("-:")]:
-            refuse(f"in another way for {str(odd[0])[:40]}", "one way for all layers is")
-        return "awq" if method == "awq" else kind, bits
-    for field, what in (("kv_cache_scheme", "its KV cache too"), ("transform_config", "after transforms")):
-        if config.get(field):
-            refuse(f"{what} ({field})", "weights alone are")
-    if (sparse := (config.get("sparsity_config") or {}).get("format", "dense")) != "dense":
-        refuse(f"sparse ({str(sparse)[:40]})", "dense weights are")
-    widths: set[int] = set()
+        field, kinds, widths = {"gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8)),
+                                "awq": ("version", ("gemm",), (4,))}[method]
+        bits, kind = config.get("bits"), str(config.get(field) or kinds[0]).lower()
+        need(type(bits) is int and bits in widths, f"in {bits} bits", f"{' and '.join(map(str, widths))} bits are")
+        need(kind in kinds, f"in the layout {kind[:40]!r}", f"{' and '.join(kinds)} are")
+        need(config.get("zero_point", True), "without zero points", "zero_point: true is")
+        for pattern in config.get("dynamic") or ():
+            need(pattern.startswith("-:"), f"in another way for {pattern[:40]}", "one way for all layers is")
+        return kind if method == "gptq" else method, bits
+    need(not config.get("kv_cache_scheme"), "its KV cache too (kv_cache_scheme)", "weights alone are")
+    need(not config.get("transform_config"), "after transforms (transform_config)", "plain weights are")
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    need(sparse == "dense", f"sparse ({sparse})", "dense weights are")
+    packed: set[int] = set()
     for group in config["config_groups"].values():
-        weights, layout = group.get("weights") or {}, group.get("format") or config.get("format")
-        kind, bits = weights.get("type", "int"), weights.get("num_bits")
-        if layout not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
-            refuse(f"in the layout {str(layout)[:40]!r}", "pack-quantized, int-quantized and float-quantized are")
-        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-            refuse(f"in {kind}{bits}", "int4, int8 and fp8 are")
-        if activations := next((name for name in ("input_activations", "output_activations") if group.get(name)), None):
-            refuse(f"{activations} too", "weights alone are")
-        if weights.get("actorder") in ("group", True):
-            refuse("in act-order (actorder: group)", "groups in the inputs' order are")
-        if weights.get("strategy") == "block" and weights.get("block_structure") not in ("128x128", [128, 128]):
-            refuse(f"in blocks of {weights.get('block_structure')}", "128 × 128 are")
-        if weights.get("strategy") not in ("tensor", "channel", "group", "block"):
-            refuse(f"by {weights.get('strategy')}", "a scale a tensor, channel, group or block is")
-        if layout == "pack-quantized":
-            widths.add(bits)
-    if len(widths) > 1:
-        refuse("packed in several widths", "one is")
-    return method, widths.pop() if widths else 8
+        weights, layout = group["weights"], str(group.get("format") or config.get("format"))
+        kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+        need(layout in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+             f"in the layout {layout[:40]!r}", "pack-quantized, int-quantized and float-quantized are")
+        need((kind, bits) in (("int", 4), ("int", 8), ("float", 8)), f"in {kind}{bits}", "int4, int8 and fp8 are")
+        for name in ("input_activations", "output_activations"):
+            need(not group.get(name), f"{name} too", "weights alone are")
+        need(weights.get("actorder") not in ("group", True), "in act-order (actorder: group)", "the inputs' order is")
+        need(strategy in ("tensor", "channel", "group", "block"), f"by {strategy}",
+             "a scale a tensor, channel, group or block is")
+        need(strategy != "block" or weights.get("block_structure") in ("128x128", [128, 128]),
+             f"in blocks of {weights.get('block_structure')}", "128 × 128 are")
+        packed |= {bits} if layout == "pack-quantized" else set()
+    need(len(packed) < 2, "packed in several widths", "one is")
+    return method, packed.pop() if packed else 8
 
 
 # ------------------------------------------------------------------------------------------- from tensors to weights
@@ -261,7 +256,8 @@ def weights(name: str, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> Te
                       for i in range(found.matrices)])
 
 
-def keep(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor) -> tuple[str, np.ndarray] | None:
+def keep(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor
+         ) -> tuple[str, np.ndarray] | None:
     """The packing and the blob of what a checkpoint stores of a tensor, or None unless that is `made` bit for bit.
 
     sources : (key, 0, tensor) of each, as of `moelab.models.direct.CheckpointExperts.made`.
@@ -270,33 +266,28 @@ def keep(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made:
     for key, _, tensor in sources:
         layer, _, name = key.rpartition(".")
         layers.setdefault(layer, {})[name] = tensor
-    every, first = list(layers.values()), next(iter(layers.values()))
-    order = [name for name in KINDS[kind][0] if name in first]
-    packing = Packing(kind, bits, len(every), tuple((name, NAMES[first[name].dtype], tuple(first[name].shape), 0)
-                                                    for name in order))
-    packing = _spread(packing)
-    blob = b"".join(as_bytes(layer[name].reshape(-1).repeat_interleave(max(1, times)).contiguous()).tobytes()
-                    for name, _, _, times in packing.tensors for layer in every if name in layer)
+    one = next(iter(layers.values()))
+    packing = _spread(Packing(kind, bits, len(layers), tuple(
+        (name, NAMES[one[name].dtype], tuple(one[name].shape), 0) for name in KINDS[kind][0] if name in one)))
+    name, shape = str(packing), tuple(made.shape)
     try:
-        shape = tuple(made.shape)
-        if len(blob) != nbytes(str(packing), shape):
+        blob = np.concatenate([as_bytes(layer[tensor].reshape(-1).repeat_interleave(max(1, times)))
+                               for tensor, _, _, times in packing.tensors for layer in layers.values()])
+        if len(blob) != nbytes(name, shape):
             return None                                         # matrices of several sizes
-        same = np.array_equal(*map(as_bytes, (weights(str(packing), split(str(packing), blob, shape), shape).to(made.dtype), made.contiguous())))
-    except ValueError:                                          # not quantised, or no rows of the tensor
+        unpacked = weights(name, split(name, blob, shape), shape).to(made.dtype)
+    except (KeyError, ValueError):                              # not quantised, or no rows of the tensor
         return None
-    return (str(packing), np.frombuffer(blob, np.uint8)) if same else None
+    return (name, blob) if np.array_equal(as_bytes(unpacked), as_bytes(made.contiguous())) else None
 
 
 def _spread(packing: Packing) -> Packing:
     """The packing with scales for 32 inputs each, if kernels then multiply it as it lies; else without."""
-    plain = {name: (dtype, dims) for name, dtype, dims, _ in packing.tensors}
-    codes = plain.get("weight_packed", plain.get("weight"))
-    times = 0
-    if codes and "weight_zero_point" not in plain and len(codes[1]) == 2 and (
-            codes[0] == "I8" or codes[0] == "I32" and packing.bits == 4) and plain.get("weight_scale", ("", ()))[0] == "BF16":
-        n, scales = codes[1][1] * (8 if codes[0] == "I32" else 1), plain["weight_scale"][1]
-        if len(scales) == 2 and scales[0] == codes[1][0] and scales[1] and not n % (2 * GROUP) \
-                and not n % (GROUP * scales[1]):
-            times = n // (GROUP * scales[1])
+    plain, times = {name: (dtype, dims) for name, dtype, dims, _ in packing.tensors}, 0
+    (codes, shape), (scales, grid) = packing.tensors[0][1:3] if plain else ("", ()), plain.get("weight_scale", ("", ()))
+    if len(shape) == len(grid) == 2 and scales == "BF16" and "weight_zero_point" not in plain and grid[0] == shape[0] \
+            and (codes, packing.bits) in (("I32", 4), ("I8", 8)):
+        n = shape[1] * (8 if codes == "I32" else 1)
+        times = n // (GROUP * grid[1]) if n % (2 * GROUP) == 0 < grid[1] and n % (GROUP * grid[1]) == 0 else 0
     return Packing(packing.kind, packing.bits, packing.matrices, tuple(
         (name, *plain[name], times if name == "weight_scale" else 0) for name in plain))

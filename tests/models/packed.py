@@ -36,9 +36,10 @@ def meant(codes: Tensor, zeros: Tensor, scales: Tensor, group: list[int], dtype:
 
 
 def layer(kind: str, R: int, n: int, group: int, generator: torch.Generator, bits: int = 4, symmetric: bool = True,
-          scales: torch.dtype = torch.bfloat16, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Tensor], Tensor]:
-    """(tensors of a quantised layer by name, its weights). kind : "pack", "int", "float", "gptq", "gptq_v2", "act-order",
-    "awq". group : inputs of a scale; n for one an output, 0 for one in all, −128 for blocks of 128 × 128."""
+          scales: torch.dtype = torch.bfloat16, dtype: torch.dtype = torch.bfloat16
+          ) -> tuple[dict[str, Tensor], Tensor]:
+    """(tensors of a quantised layer by name, its weights). kind : "pack", "int", "float", "gptq", "gptq_v2",
+    "act-order", "awq". group : inputs of a scale; n for one an output, 0 for one in all, −128 for 128 × 128."""
     def draw(*shape: int) -> Tensor:
         return torch.randint(0, 1 << bits, shape, generator=generator)
 
@@ -74,7 +75,8 @@ def layer(kind: str, R: int, n: int, group: int, generator: torch.Generator, bit
     found = {"qzeros": words((zeros.T - less) % (1 << bits), bits, order), "scales": s.T.contiguous()}
     if kind == "awq":
         return found | {"qweight": words(codes.T, bits, order)}, truth
-    return found | {"qweight": words(codes, bits).T.contiguous(), "g_idx": torch.tensor(groups, dtype=torch.int32)}, truth
+    found |= {"qweight": words(codes, bits).T.contiguous(), "g_idx": torch.tensor(groups, dtype=torch.int32)}
+    return found, truth
 
 
 def config(kind: str, group: int | None, bits: int = 4, symmetric: bool = True) -> dict[str, Any]:
@@ -93,10 +95,10 @@ def config(kind: str, group: int | None, bits: int = 4, symmetric: bool = True) 
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}}
 
 
-def save(folder: Path, kind: str, group: int | None = 32, architecture: str = "qwen3_moe", skip: str = "\0", seed: int = 0,
-         H: int = 64, I: int = 64, **options: Any) -> tuple[Path, Path]:
-    """(a checkpoint all of whose linear layers are such, but routers and what has `skip` in its name; a bf16 checkpoint of
-    the weights that it means)."""
+def save(folder: Path, kind: str, group: int | None = 32, architecture: str = "qwen3_moe", skip: str = "\0",
+         seed: int = 0, H: int = 64, I: int = 64, **options: Any) -> tuple[Path, Path]:
+    """(a checkpoint all of whose linear layers are such, but routers and what has `skip` in its name; a bf16 checkpoint
+    of the weights that it means)."""
     plain = tiny.save(architecture, folder.with_name(folder.name + "-bf16"), torch.bfloat16, seed, hidden_size=H,
                       moe_intermediate_size=I, intermediate_size=128, head_dim=16)
     shutil.copytree(plain, folder)

@@ -3,8 +3,6 @@ weights that they mean."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import transformers
