@@ -3,9 +3,12 @@ weights that they mean."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from moelab import open_model
 from moelab.models.convert import convert
@@ -34,8 +37,8 @@ CASES = {
     "GPTQ in act-order": ("act-order", dict(group=16, symmetric=False, scales=torch.float16)),
     "AWQ": ("awq", dict(group=32, symmetric=False, scales=torch.float16)),
 }
-#: those that kernels multiply as they lie
-MULTIPLIED = ("int4 in groups of 32", "int4 a channel", "int8 a channel", "fp8 in blocks")
+#: those that kernels multiply as they lie, as what
+MULTIPLIED = {"int4 in groups of 32": "int4", "int4 a channel": "int4", "int8 a channel": "int8", "fp8 in blocks": "fp8"}
 
 
 def logits(model):
@@ -77,8 +80,9 @@ def test_it_is_the_model_of_the_weights_that_it_means(case, tmp_path):
         with open_model(place, **more) as model:
             assert torch.equal(logits(model), expected), (place, more)
     with open_model(store.folder, memory="60%", executor="fast") as model:
-        sizes = model.moelab.engine.pipeline.slots.sizes
-        assert sizes.in_place == (case in MULTIPLIED) and relative(logits(model), expected) < 0.03
+        slots = model.moelab.engine.pipeline.slots
+        assert slots.sizes.in_place == (case in MULTIPLIED) and relative(logits(model), expected) < 0.03
+        assert slots.matrices([0], 0, [0])["gate_up_proj"][0] == MULTIPLIED.get(case, "raw")
 
 
 def test_a_store_of_a_store_and_other_ways_to_open_it(tmp_path):
@@ -89,3 +93,49 @@ def test_a_store_of_a_store_and_other_ways_to_open_it(tmp_path):
     for place, more in [(source, {"experts": "external"}), (store.folder, {"memory": "40%", "prefetch": "router"})]:
         with open_model(place, **more) as model:
             assert torch.equal(logits(model), expected), (place, more)
+
+
+@pytest.mark.parametrize("kind, group", [("pack", 32), ("float", None)])
+def test_it_is_the_model_that_transformers_dequantises(kind, group, tmp_path):
+    """Those that transformers reads; its own quantiser refuses experts of int8 and asymmetric ones."""
+    pytest.importorskip("compressed_tensors")
+    source, plain = packed.save(tmp_path / "m", kind, group)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=transformers.CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16,
+        experts_implementation="eager").eval()
+    assert torch.equal(logits(theirs), truth(plain)) and torch.equal(logits(open_model(source)), truth(plain))
+
+
+def test_rounded_again(tmp_path):
+    """What transformers makes of it is rounded."""
+    source, plain = packed.save(tmp_path / "m", "awq", 32, symmetric=False)
+    found, expected = (convert(place, tmp_path / place.name / "s", quantize="int8") for place in (source, plain))
+    assert torch.equal(logits(open_model(found.folder)), logits(open_model(expected.folder)))
+
+
+KEY = "model.layers.2.mlp.experts.5.up_proj."
+
+
+@pytest.mark.parametrize("change, message", [
+    ({KEY + "scales": None}, "experts.5.up_proj.scales is missing"),
+    ({KEY + "qzeros": torch.zeros(3, 8, dtype=torch.int32)}, r"qzeros is I32 \[3, 8\], unlike"),
+    ({"model.layers.0.self_attn.q_proj.g_idx": None}, "q_proj.weight is .* cannot be made of"),
+    ({"model.layers.0.self_attn.q_proj.qweight": torch.zeros(4, 64, dtype=torch.int32)}, "cannot be made of"),
+    ({"model.layers.0.self_attn.q_proj.g_idx": torch.full((64,), 9, dtype=torch.int32)}, "made of its checkpoint"),
+    ({"model.norm.scales": torch.ones(4)}, "scales")])
+def test_a_layer_that_is_not_whole_is_refused(change, message, tmp_path):
+    source, _ = packed.save(tmp_path / "m", "gptq", 32)
+    tensors = load_file(source / "model.safetensors") | change
+    save_file({k: t for k, t in tensors.items() if t is not None}, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        open_model(source)
+
+
+def test_what_is_not_read_is_refused_when_it_is_opened(tmp_path):
+    source, _ = packed.save(tmp_path / "m", "awq", 32)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["version"] = "gemv"
+    (source / "config.json").write_text(json.dumps(config))
+    for opened in (open_model, lambda folder: convert(folder, tmp_path / "s")):
+        with pytest.raises(ValueError, match=f"{source} is quantised with awq, in the layout 'gemv'.*Take one of these"):
+            opened(source)
