@@ -83,8 +83,11 @@ REFUSED = {
     "diffusion_gemma_text": "writes blocks of text by diffusion, its encoder and its decoder share their experts",
 }
 
-#: quantization_config.quant_method → our dtype
-QUANTISED = {"mxfp4": "mxfp4", "fp8": "float8_e4m3fn"}
+#: quantization_config.quant_method → our dtype, or what finds it in the config
+QUANTISED: dict[str, Any] = {
+    "mxfp4": "mxfp4", "fp8": "float8_e4m3fn",
+    **dict.fromkeys(("gptq", "awq"), lambda read: f"int{read('bits')}"),
+    "compressed-tensors": lambda read: _compressed(next(iter(read("config_groups").values()))["weights"])}
 
 
 def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
@@ -147,6 +150,10 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
         head_dim=head_dim or (size("H") // heads if heads else 0), dtype=_dtype(outer, config, find, name))
 
 
+def _compressed(weights: dict[str, Any]) -> str:
+    return "float8_e4m3fn" if weights.get("type") == "float" else f"int{weights['num_bits']}"
+
+
 def _read(config: Any, key: str) -> Any:
     """An attribute of a config, or None; of one that layers have of their own, the value if they agree, else a list."""
     if key not in (getattr(config, "per_layer_attributes", None) or ()):
@@ -178,10 +185,14 @@ def _dtype(outer: Any, config: Any, find: Callable[[str], Any], name: str) -> st
         if quantisation := getattr(holder, "quantization_config", None):
             read = quantisation.get if isinstance(quantisation, dict) else lambda key: getattr(quantisation, key, None)
             method = str(getattr(read("quant_method"), "value", read("quant_method")))
-            if method not in QUANTISED:
+            try:
+                dtype = QUANTISED[method] if isinstance(QUANTISED[method], str) else QUANTISED[method](read)
+            except (KeyError, TypeError, AttributeError, StopIteration):
+                dtype = None
+            if dtype not in DTYPE_BYTES:
                 raise ValueError(f"{name} is quantised with {method!r}, and how many bytes its experts take is not "
                                  f"known here; known are {', '.join(QUANTISED)}. Use the unquantised checkpoint")
-            return QUANTISED[method]
+            return dtype
     dtype = find("dtype") or next((v for k in NAMES["dtype"] if (v := getattr(outer, k, None))), "bfloat16")
     dtype = str(dtype).removeprefix("torch.")
     return dtype if dtype in DTYPE_BYTES else "bfloat16"

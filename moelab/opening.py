@@ -99,7 +99,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                          "memory=")
     else:
         ahead = options.pop("ahead", None if prefetch is not None else 0)
-        options = {"compact": executor in ("fast", "gemv")} | options
+        options = {"compact": "kernels" if executor in ("fast", "gemv") else False} | options
         model = offload(source, memory, policy=cache, workers=workers, ahead=ahead, dtype=dtype,
                         device=device or "cpu", **options)
     with ExitStack() as unless_open:

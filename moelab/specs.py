@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-#: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale
-DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0, "mxfp4": 4.25 / 8}
+#: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale, int4 128 and one of 16 bits
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0, "mxfp4": 4.25 / 8,
+               "int4": 4.125 / 8}
 
 
 class ExpertKey(NamedTuple):

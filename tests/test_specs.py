@@ -220,7 +220,8 @@ def test_sizes_are_those_of_the_matrices(spec):
     weights = sum(rows * columns for rows, columns in matrices)
     biases = spec.bias * sum(rows for rows, _ in matrices)
     assert spec.expert_params == weights + biases
-    size = {"float32": 32, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "int8": 8, "mxfp4": 4.25}[spec.dtype] / 8
+    size = {"float32": 32, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "int8": 8, "mxfp4": 4.25,
+                "int4": 4.125}[spec.dtype] / 8
     assert spec.expert_bytes == round(weights * size) + biases * (4 if spec.dtype == "float32" else 2)
     assert spec.experts_bytes == spec.L * spec.E * spec.expert_bytes
     assert spec.routed_bytes <= spec.experts_bytes

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from moelab.store import packings
 
 
 def model_class(config: Any) -> type:
@@ -59,8 +62,13 @@ def quantisation(config: Any) -> str | None:
 
 
 def dequantising(config: Any) -> Any:
-    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants GPU packages."""
-    if quantisation(config) not in ("mxfp4", "fp8"):
+    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants GPU packages.
+
+    Raises ValueError, by name, for what of compressed-tensors, GPTQ and AWQ is not read.
+    """
+    if (method := quantisation(config)) in PACKED:
+        packings.scheme(dict(config.quantization_config), config.name_or_path)
+    if method not in ("mxfp4", "fp8"):
         return config
     config = deepcopy(config)
     if isinstance(config.quantization_config, dict):
@@ -75,21 +83,83 @@ def quantizer_for(config: Any):
     if getattr(config, "quantization_config", None) is None:
         return None
     from transformers.quantizers.auto import get_hf_quantizer
-    with without_accelerate():
+    with without_packages():
         return get_hf_quantizer(dequantising(deepcopy(config)), None, device_map=None, weights_only=True,
                                 user_agent={})[0]
 
 
+#: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and their packages
+PACKED = ("compressed-tensors", "gptq", "awq")
+
+
 @contextmanager
-def without_accelerate() -> Iterator[None]:
+def without_packages() -> Iterator[None]:
     """Within the block, FP8 is read without the package accelerate, which transformers asks for and, to dequantise,
-    does not use."""
-    from transformers.quantizers import quantizer_finegrained_fp8 as fp8
-    asked, fp8.is_accelerate_available = fp8.is_accelerate_available, lambda: True
+    does not use; and `PACKED` without their packages."""
+    from transformers.quantizers import auto, quantizer_finegrained_fp8 as fp8
+    tables = (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING)
+    asked, before = fp8.is_accelerate_available, [dict(table) for table in tables]
+    fp8.is_accelerate_available = lambda: True
+    for table, own in zip(tables, _quantizer()):
+        table.update(dict.fromkeys(PACKED, own))
     try:
         yield
     finally:
         fp8.is_accelerate_available = asked
+        for table, old in zip(tables, before):
+            table.update(old)
+
+
+@cache
+def _quantizer() -> tuple[type, type]:
+    """The classes of a quantisation config and of a quantizer that dequantises `PACKED` while a model is loaded."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    class PackedConfig(QuantizationConfigMixin):
+        def __init__(self, **fields: Any) -> None:
+            vars(self).update(fields, dequantize=True)
+
+    class Dequantize(ConversionOps):
+        """The tensors of each layer become its weight, one for each expert where they come in lists."""
+
+        def __init__(self, quantizer: HfQuantizer) -> None:
+            self.hf_quantizer = quantizer
+
+        def convert(self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: Any) -> dict[str, Any]:
+            layers: dict[str, dict[str, Any]] = {}
+            for pattern, found in input_dict.items():
+                layer, dot, name = pattern.rpartition(".")
+                layers.setdefault(layer + dot, {})[name] = found if isinstance(found, list) else [found]
+            target = model.get_parameter(full_layer_name)
+            dtype = torch.float32 if kept_in_fp32(model, full_layer_name, target) else target.dtype
+            return {f"{layer}weight" if layer else full_layer_name: [
+                        self._weight(dict(zip(tensors, one))).to(dtype) for one in zip(*tensors.values(), strict=True)]
+                    for layer, tensors in layers.items()}
+
+        def _weight(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+            if tensors.keys() == {"weight"} and tensors["weight"].dtype in (torch.float32, torch.bfloat16,
+                                                                            torch.float16):
+                return tensors["weight"]                        # not quantised
+            return packings.dequantize(*self.hf_quantizer.scheme, tensors)
+
+    class Quantizer(HfQuantizer):
+        def __init__(self, config: QuantizationConfigMixin, **options: Any) -> None:
+            super().__init__(config, **options)
+            self.scheme = packings.scheme(vars(config))
+            self.serialized_names = {"weight": ["weight", *(
+                name for name in packings.KINDS[self.scheme[0]][0] if name != "weight")]}
+
+        def get_load_operations(self) -> dict[str, type]:
+            return {"dequantize": Dequantize}
+
+        def _convert_model_for_quantization(self, model: Any) -> None:
+            pass
+
+        is_trainable, is_serializable = False, lambda self: False
+
+    return PackedConfig, Quantizer
 
 
 def share_conversion(model_type: str, like: str) -> None:

@@ -22,6 +22,7 @@ from moelab.models import compat
 from moelab.models.checkpoint import COUNTS, Checkpoint, blamed
 from moelab.models.seam import MoELayer, banks, discover
 from moelab.specs import MoESpec
+from moelab.store import packings
 from moelab.store.headers import DTYPES, Stored
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -186,7 +187,7 @@ def _main_type(checkpoint: Checkpoint) -> str:
     """The floating-point type of most of a checkpoint's weights."""
     floats: Counter[str] = Counter()
     for key, entry in checkpoint.tensors.items():
-        if entry.dtype in FLOATS and f"{key}_scale_inv" not in checkpoint.tensors:
+        if entry.dtype in FLOATS and key.rpartition(".")[2] not in packings.SCALES:
             floats[entry.dtype] += prod(entry.shape)
     if not floats.total():
         raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
@@ -217,7 +218,7 @@ def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], param
     kinds = defaultdict(list)
     for plan in plans.values():
         for key in plan.keys:
-            kinds[re.sub(r"\d+", "#", key)].append((key, plan))
+            kinds[re.sub(r"\d+", "#", key), len(plan.sources)].append((key, plan))
     computed = twin.config.dtype
     for members in kinds.values():
         if odd := _odd({key: tensors[key].dtype for key, _ in members}):

@@ -2,8 +2,9 @@
 
 Source: ZipMoE §3.1, offline initialization. Experts are converted one after another to the layout that the model
 computes with and compressed, or rounded to a few-bit format (`moelab.store.fewbit`). What a checkpoint has in few bits
-itself, MXFP4 or FP8 in blocks of 128 × 128, is kept as it is, once it was found to unpack to what transformers makes of
-it. All other weights are copied byte for byte under their own keys. What the source's files looked like is recorded for
+itself, MXFP4, FP8 in blocks of 128 × 128, or the int4, int8 and FP8 of compressed-tensors, GPTQ and AWQ
+(`moelab.store.packings`), is kept as it is, once it was found to unpack to what transformers makes of it. All other
+weights are copied byte for byte under their own keys. What the source's files looked like is recorded for
 `moelab.models.restore`.
 """
 
@@ -27,7 +28,7 @@ from moelab.models.guard import check_spec
 from moelab.progress import progress
 from moelab.models.restore import blobs_of, pieces, places, small_files, source_files
 from moelab.models.seam import MoELayer, Weights, seam_class
-from moelab.store import codecs, fewbit
+from moelab.store import codecs, fewbit, packings
 from moelab.store.headers import WEIGHT_MAP
 from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
 from moelab.store.reader import decode
@@ -46,17 +47,14 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
         its bits. The store's model is then another one than the source, which cannot be restored.
 
     Raises FileExistsError: the destination exists, or another process is writing it.
-    FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec or format; a quantisation other than MXFP4 and
-        FP8; a store that was quantised before; an unfinished store of another source or codec.
+    FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec or format; a quantisation that is not read, by
+        its name; a store that was quantised before; an unfinished store of another source or codec.
     OSError: a disk is full or fails; what is written is kept, and the same call goes on from there.
     """
     if quantize is not None:
         fewbit.find_format(quantize)
     checkpoint = Checkpoint.at(opening.find(source))
-    config = load_config(checkpoint.folder)
-    if (method := compat.quantisation(config)) not in (None, "mxfp4", "fp8"):
-        raise ValueError(f"{checkpoint.folder} is quantised with {method!r}; only MXFP4 and FP8 are converted. Take "
-                         f"the bf16 checkpoint of the model, or dequantise it first")
+    config = compat.dequantising(load_config(checkpoint.folder))
     if checkpoint.store is not None and checkpoint.store.quantized:
         raise ValueError(f"{checkpoint.folder} was quantised to {checkpoint.store.quantized}; convert the checkpoint "
                          f"that it was made from")
@@ -104,12 +102,14 @@ def read_expert(experts: CheckpointExperts, layer: int, expert: int
     if experts.stored is not None:
         chunks = experts.stored.reader.read(layer, expert)
         return decode(chunks, chunks), blobs_of(chunks), []
-    tensors, blobs, read = {}, {}, []
+    tensors, blobs, read, scheme = {}, {}, [], getattr(experts.plan.quantizer, "scheme", None)
     for name, made, sources in experts.made(layer, expert):
         tensors[name] = made.detach().contiguous()
         if few := fewbit.published([source for _, _, source in sources], made):
             blobs[name] = few[:2]
             sources = [(key, start, source) for (key, start, _), source in zip(sources, few[2])]
+        elif scheme and (few := packings.keep(*scheme, sources, made)):
+            blobs[name] = few
         read += sources
     return tensors, blobs, read
 
@@ -142,7 +142,8 @@ def quantized_store(source: str | Path | None, form: str) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint folder or a hub id")
+    parser.add_argument("source", help="a checkpoint folder or a hub id, in bf16, fp16, fp32, MXFP4, FP8 or quantised "
+                                       "by compressed-tensors, GPTQ or AWQ")
     parser.add_argument("destination", help="the store's folder, which must not exist")
     parser.add_argument("--codec", default=codecs.DEFAULT, choices=sorted(codecs.CODECS), help="(default: %(default)s)")
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",

@@ -98,7 +98,7 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with compat.without_accelerate():
+        with compat.without_packages():
             model, report = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype,
                                                 experts_implementation="eager", output_loading_info=True,
                                                 trust_remote_code=False)

@@ -25,7 +25,7 @@ from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.profile import quick_delays, same_bits_on_one_thread
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
-from moelab.offloading.slots import Sizes, Slots, has_few_bits, slot_counts
+from moelab.offloading.slots import Sizes, Slots, every_one_is_multiplied, has_few_bits, slot_counts
 from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.store.headers import NAMES
@@ -37,7 +37,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
             plan: Pools | CachePlan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
             staging: int | None = None, ahead: int | None = 0, delays: Delays | None = None,
             device: str | torch.device = "cpu", dtype: torch.dtype | str = "auto", executor: Any = None,
-            compact: bool = False, **reading: Any) -> Any:
+            compact: bool | str = False, **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
     store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts are then read from
@@ -55,7 +55,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     dtype : to compute in; "auto" takes what config.json says. Experts stored in another are cast when they are used.
     executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None: bit for bit.
     compact : keep experts of few bits as they are, for kernels that multiply them so; other executors unpack them at
-        each use, where they are otherwise unpacked once a load.
+        each use, where they are otherwise unpacked once a load. "kernels": only if kernels multiply all of them.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`, `close()`.
@@ -72,6 +72,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     pools = getattr(plan, "pools", plan)
     # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
     whole_only = pools is None or not (pools.C or pools.S or pools.E)
+    compact = every_one_is_multiplied(store) if compact == "kernels" else compact
     in_place = whole_only and torch.device(device).type == "cpu" and (compact or not has_few_bits(store))
     sizes = Sizes.of(store, None if in_place else False)
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)

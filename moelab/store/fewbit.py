@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moelab.registry import Entry
+from moelab.store import packings
 from moelab.store.bits import as_bytes
 
 GROUP, BLOCK = 32, 128
@@ -145,19 +146,21 @@ FORMATS: dict[str, Entry] = {
 
 
 def is_format(name: str) -> bool:
-    """Whether this is the name of a format, with or without ".T"."""
-    return name.removesuffix(".T") in FORMATS
+    """Whether this is the name of a format, with or without ".T", or of a packing of `moelab.store.packings`."""
+    return name.removesuffix(".T") in FORMATS or packings.is_packing(name)
 
 
 def find_format(name: str) -> Format:
     """The format of a name, with or without ".T". Raises ValueError, listing those there are."""
-    if not is_format(name):
+    if name.removesuffix(".T") not in FORMATS:
         raise ValueError(f"unknown format {name!r}; a model can be quantised to {', '.join(FORMATS)}")
     return FORMATS[name.removesuffix(".T")].home
 
 
 def parts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """(dtype, shape) of the "codes" and of the "scales" in the blob of a tensor of this shape."""
+    if packings.is_packing(name):
+        return packings.parts(name, shape)
     form, shape = find_format(name), (*shape[:-2], *shape[:-3:-1]) if name.endswith(".T") else tuple(shape)
     if len(shape) < 2 or shape[-1] % GROUP:
         raise ValueError(f"a tensor {list(shape)} cannot be {name}: its inputs are no multiple of {GROUP}")
@@ -167,7 +170,14 @@ def parts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tup
 
 def nbytes(name: str, shape: tuple[int, ...]) -> int:
     """Bytes of the blob of a tensor of this shape; ValueError for one that has none."""
+    if packings.is_packing(name):
+        return packings.nbytes(name, shape)
     return sum(prod(of) * dtype.itemsize for dtype, of in parts(name, shape).values())
+
+
+def kernel(name: str, shape: tuple[int, ...]) -> str:
+    """The format, perhaps with ".T", whose kernels multiply such a blob as it lies; "" for none."""
+    return packings.find(name, shape).kernel if packings.is_packing(name) else name
 
 
 def row(name: str, address: int, shape: tuple[int, ...]) -> list[int]:
@@ -227,6 +237,8 @@ def split(name: str, blob: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
     raw = as_bytes(blob)
     if len(raw) != nbytes(name, shape):
         raise ValueError(f"the {name} blob has {len(raw)} bytes; {nbytes(name, shape)} were expected")
+    if packings.is_packing(name):
+        return packings.split(name, raw, shape)
     found, rest = {}, torch.from_numpy(raw if raw.flags.writeable else raw.copy())
     for part, (dtype, of) in parts(name, shape).items():
         size = prod(of) * dtype.itemsize
@@ -236,6 +248,10 @@ def split(name: str, blob: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 def unpack(name: str, blob: Any, out: Tensor) -> None:
     """Write the weights of a blob into `out`, a tensor of their shape and any floating-point dtype."""
-    codes, scales = split(name, blob, out.shape).values()
+    tensors = split(name, blob, tuple(out.shape))
+    if packings.is_packing(name):
+        out.copy_(packings.weights(name, tensors, tuple(out.shape)))
+        return
+    codes, scales = tensors.values()
     target = out.mT if name.endswith(".T") else out
     target.copy_(find_format(name).dequantize(codes, scales).to(out.dtype).view(target.shape))

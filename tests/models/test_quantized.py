@@ -156,7 +156,7 @@ def test_on_the_way_it_is_converted_once(tmp_path, monkeypatch, capsys):
 def test_fp8_is_transformers_dequantised_model(name, scales, tmp_path):
     """Kept as it is, restored byte for byte, and exact however it is opened; from a store of a store, too."""
     source = tiny.save_fp8(tmp_path / "m", name, scales=scales)
-    with compat.without_accelerate():
+    with compat.without_packages():
         truth = transformers.AutoModelForCausalLM.from_pretrained(
             source, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16,
             experts_implementation="eager").eval()
