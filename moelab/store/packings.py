@@ -82,7 +82,9 @@ def _scheme(config: dict[str, Any], checkpoint: str) -> tuple[str, int]:
              f"in the layout {layout[:40]!r}", "pack-quantized, int-quantized and float-quantized are")
         need((kind, bits) in (("int", 4), ("int", 8), ("float", 8)), f"in {kind}{bits}", "int4, int8 and fp8 are")
         for name in ("input_activations", "output_activations"):
-            need(not group.get(name), f"{name} too", "weights alone are")
+            # What would be quantised as it comes stays as it is, like DeepSeek's FP8: more exact than the model's own.
+            need((group.get(name) or {"dynamic": True}).get("dynamic") is True, f"{name} by stored scales",
+                 "weights alone, or with dynamic activations, are")
         need(weights.get("actorder") not in ("group", True), "in act-order (actorder: group)", "the inputs' order is")
         need(strategy in ("tensor", "channel", "group", "block"), f"by {strategy}",
              "a scale a tensor, channel, group or block is")

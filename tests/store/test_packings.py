@@ -149,7 +149,7 @@ def compressed(**change):
     (compressed(format="marlin-24"), "layout 'marlin-24'"), (compressed(format="nvfp4-pack-quantized"), "nvfp4"),
     (compressed(kv_cache_scheme={"num_bits": 8}), "KV cache"), (compressed(transform_config={"a": 1}), "transforms"),
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse .sparse-24-bitmask"),
-    (compressed(input_activations={"num_bits": 8, "dynamic": True}), "input_activations too.*weights alone"),
+    (compressed(input_activations={"num_bits": 8, "dynamic": False}), "input_activations by stored scales.*weights al"),
     (compressed(actorder="group"), "act-order"), (compressed(strategy="tensor_group"), "by tensor_group"),
     (compressed(strategy="block", block_structure=[64, 64]), r"blocks of \[64, 64\]"),
     (compressed(config_groups={name: compressed(num_bits=bits)["config_groups"]["group_0"]
@@ -160,6 +160,11 @@ def test_what_is_not_read_is_refused_by_name_with_a_remedy(config, message):
     with pytest.raises(ValueError, match=message) as error:
         packings.scheme(config)
     assert "unquantised checkpoint" in str(error.value) or "download it again" in str(error.value)
+
+
+def test_activations_that_are_quantised_as_they_come_do_not_matter():
+    given = compressed(input_activations={"num_bits": 8, "dynamic": True})
+    assert packings.scheme(given) == packings.scheme(compressed()) == ("compressed-tensors", 4)
 
 
 def test_blobs_of_every_alignment_are_read():
