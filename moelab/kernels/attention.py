@@ -219,9 +219,9 @@ def _heads(kind, job):
         for g in range(group):
             x, to = inputs.ctypes.data + 8 * g, scores.ctypes.data + 4 * g * S
             for s in range(0, S - 3, 4):
-                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S)
+                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
             for s in range(S - S % 4, S):
-                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S)
+                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
             for s in range(S if whole < D else 0):
                 for i in range(whole, D):
                     scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)

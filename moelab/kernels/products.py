@@ -18,7 +18,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from moelab.kernels.tiles import (add_rows, beside, dots, kept, number, place, prefetch, read, span, spread, step, take,
+from moelab.kernels.tiles import (add_rows, beside, dots, kept, number, place, read, span, spread, step, take,
                                   together, weight, write)
 from moelab.kernels.compile import c_function, kernel
 
@@ -145,33 +145,24 @@ def _rows(kind, job):
                 # few tokens are memory-bound: one row at a time, read from front to back
                 rows = TILE if (group_end - group > 2 or span(kind, 2) == 1) and r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
-                ahead = max(AHEAD, span(kind, rows * n))
+                ahead = span(kind, rows * n) if rows == TILE else AHEAD
                 token = group
                 while token < group_end:
                     tokens = TILE if token + TILE <= group_end else 2 if token + 2 <= group_end else 1
-                    share = span(kind, rows * n) * tokens // (group_end - group)     # of what comes next, for each tile
-                    for line in range(ahead, ahead + share, 64):
-                        if rows == 1:
-                            prefetch(3, at + line)
-                        else:
-                            prefetch(2, at + line)
-                        if other != 0:
-                            prefetch(3, second + line * beside(kind, 1, 64) // span(kind, 64))
-                    ahead += share
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == TILE:
                         if tokens == TILE:
-                            dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R)
+                            dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                         elif tokens == 2:
-                            dots(2, TILE, kind, x, at, second, table, n, whole, to, R)
+                            dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                         else:
-                            dots(1, TILE, kind, x, at, second, table, n, whole, to, R)
+                            dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == TILE:
-                        dots(TILE, 1, kind, x, at, second, table, n, whole, to, R)
+                        dots(TILE, 1, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == 2:
-                        dots(2, 1, kind, x, at, second, table, n, whole, to, R)
+                        dots(2, 1, kind, x, at, second, table, n, whole, to, R, ahead)
                     else:
-                        dots(1, 1, kind, x, at, second, table, n, whole, to, R)
+                        dots(1, 1, kind, x, at, second, table, n, whole, to, R, ahead)
                     if whole < n or bias != 0:
                         _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
                     token += tokens
