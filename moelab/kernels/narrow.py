@@ -63,7 +63,8 @@ def _narrow(typing, kind, above, w, n, codes, scales):
 
 def _mxfp4(builder: Any, group: Any, sizes: Any, widest: Any, above: Any) -> tuple[Any, Any]:
     """The scale's byte and the codes of a group."""
-    more = builder.icmp_unsigned(">", builder.and_(widest, _all(_I32, 0x7FFFFF)), _all(_I32, 0x400000))    # than 1½ · 2ⁿ
+    mantissa = builder.and_(widest, _all(_I32, 0x7FFFFF))
+    more = builder.icmp_unsigned(">", mantissa, _all(_I32, 0x400000))           # than 1½ · 2ⁿ
     exponent = builder.add(builder.lshr(widest, _all(_I32, 23)), builder.and_(builder.zext(more, _I32), above))
     scale = _call(builder, "llvm.usub.sat.i32", _I32, exponent, _all(_I32, 2))
     factor = builder.bitcast(builder.shl(builder.sub(_all(_I32, 254), scale), _all(_I32, 23)), _F32)
@@ -84,8 +85,8 @@ def _integers(builder: Any, kind: Any, group: Any, widest: Any) -> tuple[Any, An
     scale = builder.bitcast(builder.shl(bits, _all(_I32, 16)), _F32)
     none = builder.fcmp_ordered("==", scale, _all(_F32, 0.0))
     scaled = builder.fdiv(group, _everywhere(builder, builder.select(none, _all(_F32, float("inf")), scale)))
-    for relation, bound in (("<", low), (">", high)):
-        scaled = builder.select(builder.fcmp_ordered(relation, scaled, _all(_GROUP, bound)), _all(_GROUP, bound), scaled)
+    for relation, bound in (("<", _all(_GROUP, low)), (">", _all(_GROUP, high))):
+        scaled = builder.select(builder.fcmp_ordered(relation, scaled, bound), bound, scaled)
     return builder.trunc(bits, _I16), builder.bitcast(builder.fadd(scaled, _all(_GROUP, 1.5 * 2**23 + zero)), _BITS)
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,20 +39,35 @@ AHEAD = 4096                    # bytes to ask for before they are needed; the h
 _ONE = threading.Lock()         # numba's simplest pool of threads, where there is no OpenMP, must not be shared
 
 
-#: bf16 weights [R, n] → (memory of them as bf12, its row of `multiply`'s matrices); None where that does not pay
-Pack = Callable[[Tensor], tuple[np.ndarray, list[int]] | None]
+@dataclass(frozen=True)
+class Packed:
+    """A bf16 weight [R, n] as one of `PACKED`, in parts of as many rows.
+
+    rows : of `multiply`'s matrices, without biases; they point into `memory`.
+    rounded : makes the weight that this stands for; None where that is the very same.
+    """
+
+    kind: type
+    rows: list[list[int]]
+    memory: Any
+    rounded: Callable[[], Tensor] | None = None
+
+
+#: (weight, number of parts) → the weight packed; None where that is not possible or does not pay
+Pack = Callable[[Tensor, int], Packed | None]
 
 
 class Matrices:
     """The rows of one weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
 
-    kind : of all parts: bf12 if `pack` packs each of them.    rows : int64 [parts, 4]; valid while this object lives.
+    kind : of all parts.    packed : the weight packed by `pack`, or None.    rows : int64 [parts, 4]; valid while this
+    object lives.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> None:
-        found = [pack(part) for part in weight.chunk(parts)] if pack and weight.dtype == torch.bfloat16 else [None]
-        if all(found):
-            self.kind, self.alive, rows = PACKED["bf12"], [memory for memory, _ in found], [row for _, row in found]
+        self.packed = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
+        if self.packed:
+            self.kind, rows = self.packed.kind, self.packed.rows
         else:
             size = weight.nbytes // parts
             self.kind, rows = KINDS[weight.dtype], [[weight.data_ptr() + i * size, 0, 0, 0] for i in range(parts)]

@@ -257,8 +257,8 @@ def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart, 
     """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
     x : where the addresses of the tokens' fp32 rows lie. w, other, table : addresses of the first row of weights,
-    `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind a weight is prefetched with
-    it: asked for in bursts, memory and arithmetic would wait for each other.
+    `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind a weight is prefetched
+    with it: asked for in bursts, memory and arithmetic would wait for each other.
     """
     T, R = tokens.literal_value, rows.literal_value
 

@@ -131,8 +131,8 @@ def in_torch(name, w):
         scales = (widest / -8 if name == "int4" else widest.abs() / 127).bfloat16()
         wide = scales.float()[..., None]
         codes = torch.where(wide == 0, 0, groups / wide).round().clamp(low, high).int() + 8 * (name == "int4")
-    low, high = (codes if name != "int8" else codes.repeat_interleave(2, -1)).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return np.concatenate([(low if name == "int8" else low | high << 4).numpy().ravel(),
+    codes = codes.to(torch.int8).view(torch.uint8).numpy().ravel()
+    return np.concatenate([codes if name == "int8" else codes[::2] | codes[1::2] << 4,
                            scales.view(torch.uint8).numpy().ravel()])
 
 
