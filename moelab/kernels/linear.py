@@ -35,7 +35,7 @@ class FastLinears:
     """Gives linear layers another forward, up to so many rows; None measures how many."""
 
     def __init__(self, rows: float | None = None) -> None:
-        self._given, self.rows = rows, {}                           # rows: dtype → up to how many rows it is used
+        self._given, self.rows = rows, {}                   # rows: dtype, or that and a kind → how many
 
     def __call__(self, module: nn.Module, pack: Callable | None = None) -> Callable[[Tensor], Tensor] | None:
         """The forward for a module; None where the module's own is as good, or another.
@@ -46,22 +46,22 @@ class FastLinears:
         if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias) \
                 or module.weight.numel() < LARGE and pack is None:
             return None
-        dtype = module.weight.dtype
-        if dtype not in self.rows:
-            self.rows[dtype] = _measured(module.weight) if self._given is None else self._given
-        rows, packed_from = self.rows[dtype], module.weight.data_ptr()
         packed = None if pack is None else products.Matrices(module.weight, module.bias, pack=pack)
+        rounded, key = packed and packed.packed and packed.packed.rounded, module.weight.dtype
+        if rounded:
+            key = key, packed.kind
+        if key not in self.rows:
+            self.rows[key] = _measured(module, packed, rounded) if self._given is None else self._given
+        rows, packed_from = self.rows[key], module.weight.data_ptr()
 
         def forward(x: Tensor) -> Tensor:
             w, b = module.weight, module.bias                       # asked each time: they may be replaced or moved
-            matrices = packed if w.data_ptr() == packed_from else None
+            same = w.data_ptr() == packed_from
             graph = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
             if x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
                     and 0 < x.numel() <= rows * w.shape[1] and _fits(w, b) and not graph:
-                return linear(x, w, b, matrices)
-            if matrices and matrices.packed and matrices.packed.rounded and not (graph and w.requires_grad):
-                w = matrices.packed.rounded()
-            return F.linear(x, w, b)
+                return linear(x, w, b, packed if same else None)
+            return F.linear(x, rounded() if rounded and same and not (graph and w.requires_grad) else w, b)
         return forward
 
 
@@ -82,9 +82,12 @@ def _fits(w: Tensor, b: Tensor | None) -> bool:
 
 
 @torch.inference_mode()
-def _measured(w: Tensor) -> float:
-    x = torch.ones(128, w.shape[1], dtype=w.dtype)
-    return max(crossover(lambda n: linear(x[:n], w), lambda n: F.linear(x[:n], w)), 1)
+def _measured(module: nn.Linear, packed: Any, rounded: Callable[[], Tensor] | None) -> float:
+    """Up to how many rows; torch, for its products, has to make the weight that was rounded."""
+    w, b = module.weight, module.bias
+    x, packed = torch.ones(128, w.shape[1], dtype=w.dtype), packed if rounded else None
+    return max(crossover(lambda n: linear(x[:n], w, b, packed),
+                         lambda n: F.linear(x[:n], rounded() if rounded else w, b)), 1)
 
 
 def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
