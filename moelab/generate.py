@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --memory, decode workers (default: %(default)s)")
     parser.add_argument("--executor", choices=registry.names("executor"), default="exact", metavar="NAME",
                         help="what computes the experts (default: %(default)s)")
-    parser.add_argument("--dense", choices=DENSE, help="with --executor fast: all other linear layers by copies of fewer "
-                        "bits, made when it is opened; bf12 is lossless, the others round")
+    parser.add_argument("--dense", choices=DENSE, help="with --executor fast: all other linear layers by copies "
+                        "of fewer bits, made when it is opened; bf12 is lossless, the others round")
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
                         help="round the experts, once, to a store in ~/.cache/moelab, and run that")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with capacities")
