@@ -26,6 +26,7 @@ from moelab import datasets, registry
 from moelab.arguments import number, whole
 from moelab.calibration import Calibration
 from moelab.models import discover, eager, open_checkpoint, plug
+from moelab.models.fast_decode import DENSE
 from moelab.models.opening import require_tokenizer
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
@@ -70,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --memory, decode workers (default: %(default)s)")
     parser.add_argument("--executor", choices=registry.names("executor"), default="exact", metavar="NAME",
                         help="what computes the experts (default: %(default)s)")
-    parser.add_argument("--dense", choices=["bf12"], help="with --executor fast: all other linear layers in 12 bits a "
-                        "weight, lossless, copied when it is opened")
+    parser.add_argument("--dense", choices=DENSE, help="with --executor fast: all other linear layers by copies "
+                        "of fewer bits, made when it is opened; bf12 is lossless, the others round")
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
                         help="round the experts, once, to a store in ~/.cache/moelab, and run that")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with capacities")

@@ -20,7 +20,7 @@ from moelab.calibration import Calibration
 from moelab.experts.quantization import Quantized
 from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
 from moelab.models import eager, identity, open_checkpoint, plug, plugged
-from moelab.models.fast_decode import FastDecode
+from moelab.models.fast_decode import DENSE, FastDecode
 from moelab.models.convert import quantized_store
 from moelab.models.patches import Patches, put
 from moelab.offloading.offload import DEFAULT_POLICY, offload
@@ -55,8 +55,9 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     calibration : counts of this very model, for executors with static capacities.
     dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's); where to, or the CPU.
     workers : with `memory`, threads that decompress.
-    dense : "bf12" with the executor "fast" multiplies all other linear layers and the head by copies of 12 bits a
-        weight, made when the model is opened: lossless, a quarter fewer bytes a token, 75 % more memory for them.
+    dense : with the executor "fast", multiplies all other linear layers and the head by copies of fewer bits a weight,
+        made when the model is opened and kept beside them: "bf12" is lossless, a quarter fewer bytes a token, 75 % more
+        memory for them; "int8", "int4" and "mxfp4" round them, a half to a quarter of the bytes, 53 to 27 % more.
     experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
         slowly, until another source is plugged in (`moelab.models.plug`).
     quantize : round the experts to a name of `moelab.names("format")`: the model is converted to a store in the cache
@@ -73,8 +74,9 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     if unknown := options.keys() - set(OPTIONS):
         raise ValueError(f"open_model takes no {', '.join(sorted(unknown))}; beside the parameters of its docstring, "
                          f"with memory, it takes {', '.join(OPTIONS)}")
-    if dense not in (None, "bf12") or dense and executor != "fast":
-        raise ValueError(f'dense is {dense!r}; "bf12" is all there is, and only the executor "fast" computes with it')
+    if dense is not None and (dense not in DENSE or executor != "fast"):
+        raise ValueError(f'dense is {dense!r}; it must be one of {", ".join(DENSE)}, and only the executor "fast" '
+                         f'computes with it')
     _check_executor(executor)
     _check("cache", cache, all(hasattr(cache, name) for name in ("touch", "victim")),
            "a policy with the methods touch(key, step) and victim(resident)")
@@ -167,7 +169,7 @@ def _executing(model: Any, executor: Any, calibration: Calibration | None = None
             put(patches, engine, "executor", run)
             patches.enter_context(plugged(model, source=session.source))
         if executor == "fast":
-            patches.enter_context(FastDecode(model, packed=dense == "bf12"))
+            patches.enter_context(FastDecode(model, dense=dense))
         yield
 
 

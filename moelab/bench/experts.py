@@ -128,7 +128,8 @@ class PackedExperts:
         for e in range(experts.num_experts):
             for name, w in experts.own(e).items():
                 if form == "bf12":
-                    memory, row = as_bf12(w)
+                    packed = as_bf12(w)
+                    (memory,), (row,) = packed.memory, packed.rows
                 else:
                     memory = fewbit.pack(form, w)
                     row = fewbit.row(form, memory.ctypes.data, w.shape)

@@ -36,7 +36,7 @@ _NONE = np.zeros(1, np.int64)
 class DecodeAttention:
     """The forward of one layer's attention; the module's own for everything but a single token.
 
-    pack : as of `moelab.kernels.linear.FastLinears`.
+    pack : how its weights are packed, if they are; all of q, k and v or none.
     """
 
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
@@ -132,7 +132,7 @@ def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAtten
                                           or not linear.weight.is_contiguous() or linear.weight.dtype != dtype
                                           for linear in linears):
         return None
-    ours, rng = DecodeAttention(module, pack), torch.Generator().manual_seed(0)
+    ours, rng = DecodeAttention(module), torch.Generator().manual_seed(0)
     angle = torch.rand(1, 1, ours.D // 2, generator=rng).repeat(1, 1, 2) * 6
     past = [torch.randn(1, ours.kv_heads, 3, ours.D, generator=rng).to(dtype) for _ in range(2)]
     given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None,
@@ -140,7 +140,9 @@ def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAtten
                  update=lambda k, v, *_: [torch.cat(pair, 2) for pair in zip(past, (k, v))])}
     x = torch.randn(1, 1, linears[0].in_features, generator=rng).to(dtype)
     wanted, got = (forward(x, **given)[0].float() for forward in (module, ours))
-    return ours if (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max() else None
+    if (got - wanted).abs().max() > TOLERANCE[dtype] * wanted.abs().max():
+        return None
+    return DecodeAttention(module, pack) if pack else ours
 
 
 @kernel
@@ -219,9 +221,9 @@ def _heads(kind, job):
         for g in range(group):
             x, to = inputs.ctypes.data + 8 * g, scores.ctypes.data + 4 * g * S
             for s in range(0, S - 3, 4):
-                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S)
+                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
             for s in range(S - S % 4, S):
-                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S)
+                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
             for s in range(S if whole < D else 0):
                 for i in range(whole, D):
                     scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)

@@ -2,8 +2,9 @@
 
 torch's bf16 products are slow where the processor has no bf16 instructions. `FastLinears` gives each `nn.Linear` on the
 CPU (no subclass, contiguous weight) another forward: `moelab.kernels.products` up to the number of rows at which torch
-is faster, measured once for each type; torch beyond it and where gradients are wanted. No weight is copied. Sums are in
-fp32 and rounded once, so results equal torch's within the type's tolerance.
+is faster, measured once for each type; torch beyond it and where gradients are wanted. No weight is copied, unless it
+is to be multiplied in fewer bits. Sums are in fp32 and rounded once, so results equal torch's within the type's
+tolerance.
 """
 
 from __future__ import annotations
@@ -31,34 +32,36 @@ LARGE = 1 << 16                 # weights of a layer below which there is nothin
 
 
 class FastLinears:
-    """Gives linear layers another forward, up to so many rows; None measures how many.
+    """Gives linear layers another forward, up to so many rows; None measures how many."""
 
-    pack : packs weights as bf12, which are kept beside the module's own, 75 % more memory; None multiplies by its own.
-    """
+    def __init__(self, rows: float | None = None) -> None:
+        self._given, self.rows = rows, {}                   # rows: dtype, or that and a kind → how many
 
-    def __init__(self, rows: float | None = None, pack: Callable[[Tensor], Any] | None = None) -> None:
-        self._given, self.rows, self._pack = rows, {}, pack     # rows: dtype → up to how many rows it is used
+    def __call__(self, module: nn.Module, pack: Callable | None = None) -> Callable[[Tensor], Tensor] | None:
+        """The forward for a module; None where the module's own is as good, or another.
 
-    def __call__(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """The forward for a module; None where the module's own is as good, or another."""
-        if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias):
+        pack : a `products.Pack`: the weight is multiplied as that packs it, kept beside the module's own. One that is
+            rounded is so for any number of rows; only where it is trained is it the module's own.
+        """
+        if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias) \
+                or module.weight.numel() < LARGE and pack is None:
             return None
-        dtype = module.weight.dtype
-        if dtype not in self.rows:
-            self.rows[dtype] = _measured(module.weight) if self._given is None else self._given
-        rows, packed = self.rows[dtype], None
-        if self._pack is not None:
-            packed = products.Matrices(module.weight, module.bias, pack=self._pack)
-        packed_from = module.weight.data_ptr()
+        packed = None if pack is None else products.Matrices(module.weight, module.bias, pack=pack)
+        rounded, key = packed and packed.packed and packed.packed.rounded, module.weight.dtype
+        if rounded:
+            key = key, packed.kind
+        if key not in self.rows:
+            self.rows[key] = _measured(module, packed, rounded) if self._given is None else self._given
+        rows, packed_from = self.rows[key], module.weight.data_ptr()
 
         def forward(x: Tensor) -> Tensor:
             w, b = module.weight, module.bias                       # asked each time: they may be replaced or moved
-            ours = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
-                and 0 < x.numel() <= rows * w.shape[1] and _fits(w, b) \
-                and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
-            if not ours:
-                return F.linear(x, w, b)
-            return linear(x, w, b, packed if packed and w.data_ptr() == packed_from else None)
+            same = w.data_ptr() == packed_from
+            graph = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+            if x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
+                    and 0 < x.numel() <= rows * w.shape[1] and _fits(w, b) and not graph:
+                return linear(x, w, b, packed if same else None)
+            return F.linear(x, rounded() if rounded and same and not (graph and w.requires_grad) else w, b)
         return forward
 
 
@@ -74,14 +77,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Any 
 
 
 def _fits(w: Tensor, b: Tensor | None) -> bool:
-    return w.is_cpu and w.dtype in products.KINDS and w.is_contiguous() and w.numel() >= LARGE \
+    return w.is_cpu and w.dtype in products.KINDS and w.is_contiguous() \
         and (b is None or b.dtype == w.dtype)
 
 
 @torch.inference_mode()
-def _measured(w: Tensor) -> float:
-    x = torch.ones(128, w.shape[1], dtype=w.dtype)
-    return max(crossover(lambda n: linear(x[:n], w), lambda n: F.linear(x[:n], w)), 1)
+def _measured(module: nn.Linear, packed: Any, rounded: Callable[[], Tensor] | None) -> float:
+    """Up to how many rows; torch, for its products, has to make the weight that was rounded."""
+    w, b = module.weight, module.bias
+    x, packed = torch.ones(128, w.shape[1], dtype=w.dtype), packed if rounded else None
+    return max(crossover(lambda n: linear(x[:n], w, b, packed),
+                         lambda n: F.linear(x[:n], rounded() if rounded else w, b)), 1)
 
 
 def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:

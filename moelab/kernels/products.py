@@ -12,13 +12,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
 
-from moelab.kernels.tiles import (add_rows, beside, dots, kept, number, place, prefetch, read, span, spread, step, take,
+from moelab.kernels.tiles import (add_rows, beside, dots, kept, number, place, read, span, spread, step, take,
                                   together, weight, write)
 from moelab.kernels.compile import c_function, kernel
 
@@ -37,20 +39,35 @@ AHEAD = 4096                    # bytes to ask for before they are needed; the h
 _ONE = threading.Lock()         # numba's simplest pool of threads, where there is no OpenMP, must not be shared
 
 
-#: bf16 weights [R, n] → (memory of them as bf12, its row of `multiply`'s matrices); None where that does not pay
-Pack = Callable[[Tensor], tuple[np.ndarray, list[int]] | None]
+@dataclass(frozen=True)
+class Packed:
+    """A bf16 weight [R, n] as one of `PACKED`, in parts of as many rows.
+
+    rows : of `multiply`'s matrices, without biases; they point into `memory`.
+    rounded : makes the weight that this stands for; None where that is the very same.
+    """
+
+    kind: type
+    rows: list[list[int]]
+    memory: Any
+    rounded: Callable[[], Tensor] | None = None
+
+
+#: (weight, number of parts) → the weight packed; None where that is not possible or does not pay
+Pack = Callable[[Tensor, int], Packed | None]
 
 
 class Matrices:
     """The rows of one weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
 
-    kind : of all parts: bf12 if `pack` packs each of them.    rows : int64 [parts, 4]; valid while this object lives.
+    kind : of all parts.    packed : the weight packed by `pack`, or None.    rows : int64 [parts, 4]; valid while this
+    object lives.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> None:
-        found = [pack(part) for part in weight.chunk(parts)] if pack and weight.dtype == torch.bfloat16 else [None]
-        if all(found):
-            self.kind, self.alive, rows = PACKED["bf12"], [memory for memory, _ in found], [row for _, row in found]
+        self.packed = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
+        if self.packed:
+            self.kind, rows = self.packed.kind, self.packed.rows
         else:
             size = weight.nbytes // parts
             self.kind, rows = KINDS[weight.dtype], [[weight.data_ptr() + i * size, 0, 0, 0] for i in range(parts)]
@@ -145,33 +162,24 @@ def _rows(kind, job):
                 # few tokens are memory-bound: one row at a time, read from front to back
                 rows = TILE if (group_end - group > 2 or span(kind, 2) == 1) and r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
-                ahead = max(AHEAD, span(kind, rows * n))
+                ahead = span(kind, rows * n) if rows == TILE else AHEAD
                 token = group
                 while token < group_end:
                     tokens = TILE if token + TILE <= group_end else 2 if token + 2 <= group_end else 1
-                    share = span(kind, rows * n) * tokens // (group_end - group)     # of what comes next, for each tile
-                    for line in range(ahead, ahead + share, 64):
-                        if rows == 1:
-                            prefetch(3, at + line)
-                        else:
-                            prefetch(2, at + line)
-                        if other != 0:
-                            prefetch(3, second + line * beside(kind, 1, 64) // span(kind, 64))
-                    ahead += share
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == TILE:
                         if tokens == TILE:
-                            dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R)
+                            dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                         elif tokens == 2:
-                            dots(2, TILE, kind, x, at, second, table, n, whole, to, R)
+                            dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                         else:
-                            dots(1, TILE, kind, x, at, second, table, n, whole, to, R)
+                            dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == TILE:
-                        dots(TILE, 1, kind, x, at, second, table, n, whole, to, R)
+                        dots(TILE, 1, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == 2:
-                        dots(2, 1, kind, x, at, second, table, n, whole, to, R)
+                        dots(2, 1, kind, x, at, second, table, n, whole, to, R, ahead)
                     else:
-                        dots(1, 1, kind, x, at, second, table, n, whole, to, R)
+                        dots(1, 1, kind, x, at, second, table, n, whole, to, R, ahead)
                     if whole < n or bias != 0:
                         _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
                     token += tokens

@@ -242,21 +242,28 @@ def _four_sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return total
 
 
+def _prefetch(builder: Any, near: int, address: Any) -> None:
+    kinds = [_I8.as_pointer(), _I32, _I32, _I32]
+    f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
+    builder.call(f, [builder.inttoptr(address, kinds[0]), *(_all(_I32, v) for v in (0, near, 1))])
+
+
 def _steps(builder: Any, n: Any, step: int) -> Any:
     return cgutils.for_range_slice(builder, ir.Constant(_I64, 0), n, ir.Constant(_I64, step), _I64)
 
 
 @intrinsic(prefer_literal=True)
-def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart):
+def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart, ahead):
     """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
     x : where the addresses of the tokens' fp32 rows lie. w, other, table : addresses of the first row of weights,
-    `stride` weights apart; the last two only of packed kinds.
+    `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind a weight is prefetched
+    with it: asked for in bursts, memory and arithmetic would wait for each other.
     """
     T, R = tokens.literal_value, rows.literal_value
 
     def code(context, builder, signature, args):
-        x, w, other, table, stride, n, out, apart = args[3:]
+        x, w, other, table, stride, n, out, apart, ahead = args[3:]
         inputs, table = [_load(builder, _I64, _at(builder, x, t, 8)) for t in range(T)], _table(builder, kind, table)
         skip = [builder.mul(stride, ir.Constant(_I64, r)) for r in range(R)]
         matrix = [(_skip(builder, kind, w, s), other if kind == FP8 else _skip(builder, kind, other, s, 1))
@@ -264,14 +271,17 @@ def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart):
         chains = 4 if T * R == 1 else 1                 # one sum of a row would wait for itself
         sums = [[[cgutils.alloca_once_value(builder, _all(_FLOATS, 0.0)) for _ in range(chains)] for _ in range(R)]
                 for _ in range(T)]
-        fma, step = _fma(builder), _step(kind)
+        fma, step, (size, rest), near = _fma(builder), _step(kind), SIZES[kind], 3 if R == 1 else 2
         with _steps(builder, n, step) as (i, _):
             values = [[_load(builder, _FLOATS, _at(builder, _at(builder, p, i, 4), at, 4))
                        for at in range(0, step, WIDTH)] for p in inputs]
             for r, (first, second) in enumerate(matrix):
-                part = 0
-                for number, (scales, vectors) in enumerate(_groups(
-                        builder, kind, _skip(builder, kind, first, i), _skip(builder, kind, second, i, 1), table)):
+                part, here, beside = 0, _skip(builder, kind, first, i), _skip(builder, kind, second, i, 1)
+                for line in range(0, size * step // BLOCK, 64):
+                    _prefetch(builder, near, _at(builder, builder.add(here, ahead), line, 1))
+                if rest:
+                    _prefetch(builder, near, builder.add(beside, builder.udiv(ahead, _all(_I64, size // rest))))
+                for number, (scales, vectors) in enumerate(_groups(builder, kind, here, beside, table)):
                     for t in range(T):
                         terms = list(zip(values[t][part:], vectors))
                         if scales is not None:
@@ -291,7 +301,7 @@ def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart):
                     _store(builder, _sum(builder, found[r]), _at(builder, to, r, 4))
         return context.get_dummy_value()
 
-    return types.void(tokens, rows, kind, x, w, other, table, stride, n, out, apart), code
+    return types.void(tokens, rows, kind, x, w, other, table, stride, n, out, apart, ahead), code
 
 
 @intrinsic(prefer_literal=True)
@@ -423,10 +433,7 @@ def beside(typing, kind, row, n):
 def prefetch(typing, near, address):
     """Prefetch a cache line, into the first level (near 3) or the second (2); any address is valid."""
     def code(context, builder, signature, args):
-        kinds = [_I8.as_pointer(), _I32, _I32, _I32]
-        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
-        options = (_all(_I32, v) for v in (0, near.literal_value, 1))
-        builder.call(f, [builder.inttoptr(args[1], kinds[0]), *options])
+        _prefetch(builder, near.literal_value, args[1])
         return context.get_dummy_value()
     return types.void(near, types.int64), code
 

@@ -6,59 +6,107 @@ take the modules' own forwards. Results are transformers' within the dtype's tol
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from moelab.kernels.linear import FastLinears
 from moelab.models.patches import Patches, bare
-from moelab.store import bf12
+from moelab.store import bf12, fewbit
 from moelab.store.reader import aligned_buffer
 
 try:
     from moelab.kernels.attention import decode_attention
     from moelab.kernels.layer import decode_layer
     from moelab.kernels.norms import fast_norm, fast_router
+    from moelab.kernels.products import PACKED, Packed
     KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer}
 except ModuleNotFoundError as error:
     if error.name != "numba":
         raise
     KERNELS = {}                        # nothing is replaced then
 
+#: what linear layers can be multiplied in; the last three round
+DENSE = "bf12", "int8", "int4", "mxfp4"
+ROUTERS = "gate", "router"              # linear layers of these names choose experts
+
 
 class FastDecode(Patches):
     """A model that uses the fused decode kernels; undone by `close`, or at the end of a `with` block.
 
     rows : up to how many rows linear layers use them; None measures it.
-    packed : whether linear layers, attention's and the head too, multiply by bf12 copies of their weights, made now:
-        75 % more memory for these, 25 % fewer bytes a token. Lossless: results differ in the order of sums only.
+    dense : one of `DENSE`: linear layers, attention's and the head too, but no routers, multiply by copies of their
+        bf16 weights in that format, made now. bf12 is lossless: results differ in the order of sums only. The others
+        round, prompts included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are.
     norms, routers, attentions, layers, linears : count the modules with another forward; one that had another is left
         alone.
     """
 
-    def __init__(self, model: nn.Module, rows: float | None = None, packed: bool = False) -> None:
+    def __init__(self, model: nn.Module, rows: float | None = None, dense: str | None = None) -> None:
         super().__init__()
         self.norms = self.routers = self.attentions = self.layers = self.linears = 0
-        pack = as_bf12 if packed else None
-        find_linear = FastLinears(rows, pack)
+        pack = None if dense is None else as_bf12 if dense == "bf12" else Rounding(dense)
+        find_linear, packed = FastLinears(rows), []
+
+        def counted(weight: Tensor, parts: int) -> Packed | None:
+            if found := pack(weight, parts):
+                packed.append(found.kind)
+            return found
         self.rows = find_linear.rows
         try:
             for what, find in (KERNELS | {"linears": find_linear}).items():
-                find = partial(find, pack=pack) if what == "attentions" else find
-                for module in model.modules():                  # probes of what is made of others use theirs
-                    if bare(module) and (fast := find(module)) is not None:
+                for name, module in model.named_modules():      # probes of what is made of others use theirs
+                    how = {"pack": counted} if pack and what in ("attentions", "linears") \
+                        and not name.endswith(ROUTERS) else {}
+                    if bare(module) and (fast := find(module, **how)) is not None:
                         self.wrap(module, "forward", lambda _, fast=fast: fast)
                         setattr(self, what, getattr(self, what) + 1)
+            if dense and not packed:
+                raise ValueError(f"dense is {dense!r}, and no linear layer of this model can be: their weights must be "
+                                 f"bf16 on the CPU, their inputs a multiple of 64, and numba must be installed")
         except BaseException:
             self.close()
             raise
 
 
-def as_bf12(weight: Tensor) -> tuple[np.ndarray, list[int]] | None:
-    """A weight as bf12 in memory, and its row for the kernels (`moelab.kernels.products.Pack`)."""
-    if not bf12.fits(weight.shape) or (blob := bf12.pack_tensor(weight)) is None:
-        return None
+def as_bf12(weight: Tensor, parts: int = 1) -> Packed | None:
+    """A weight as bf12 in memory (`moelab.kernels.products.Pack`)."""
+    memory, rows = [], []
+    for part in weight.chunk(parts):
+        if not bf12.fits(part.shape) or (blob := bf12.pack_tensor(part)) is None:
+            return None
+        memory.append(_aligned(np.frombuffer(blob, np.uint8)))
+        rows.append(bf12.row(memory[-1].ctypes.data, len(blob), part.numel()))
+    return Packed(PACKED["bf12"], rows, memory)
+
+
+class Rounding:
+    """Rounds weights to a few-bit format in groups of 32, each weight once (`moelab.kernels.products.Pack`)."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.blobs = name, {}                        # address → blob
+
+    def __call__(self, weight: Tensor, parts: int = 1) -> Packed | None:
+        name, shape, address = self.name, tuple(weight.shape), weight.data_ptr()
+        if shape[1] % 64 or shape[0] % parts:
+            return None
+        if address not in self.blobs:
+            blob = fewbit.pack(name, weight)
+            self.blobs[address] = None if blob is None else _aligned(blob)
+        if (blob := self.blobs[address]) is None:
+            return None
+        codes, scales, *rest = fewbit.row(name, blob.ctypes.data, shape)
+        end = blob.ctypes.data + len(blob)
+        rows = [[codes + i * ((scales - codes) // parts), scales + i * ((end - scales) // parts), *rest]
+                for i in range(parts)]
+
+        def rounded() -> Tensor:
+            fewbit.unpack(name, blob, out := torch.empty(shape, dtype=torch.bfloat16))
+            return out
+        return Packed(PACKED[name], rows, blob, rounded)
+
+
+def _aligned(blob: np.ndarray) -> np.ndarray:
     memory = aligned_buffer(len(blob), 64)
-    memory[:] = np.frombuffer(blob, np.uint8)
-    return memory, bf12.row(memory.ctypes.data, len(blob), weight.numel())
+    memory[:] = blob
+    return memory

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from math import prod
 from operator import not_
@@ -34,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moelab.kernels.narrow import narrow
+from moelab.kernels.products import PACKED
 from moelab.registry import Entry
 from moelab.store import packings
 from moelab.store.bits import as_bytes
@@ -69,16 +72,7 @@ class Format:
 def quantize_mxfp4(w: Tensor, saturate: bool = True) -> tuple[Tensor, Tensor]:
     """MXFP4 by OCP's rule, X = ⌊log₂ max |w|⌋ − 2, under which what is above 6 · 2^X saturates; with `saturate=False`
     by the smallest X with max |w| ≤ 6 · 2^X. w : fp32 [..., n] → blocks [..., n/32, 16], scales [..., n/32]."""
-    groups = w.unflatten(-1, (-1, GROUP))
-    mantissa, exponent = groups.abs().amax(-1, keepdim=True).frexp()    # in [½, 1): ⌊log₂⌋ is exponent − 1
-    shared = exponent - 3 if saturate else exponent - 3 + (mantissa > 0.75).int()
-    shared = shared.masked_fill(mantissa == 0, -127).clamp(-127, 127)
-    scaled = torch.ldexp(groups, -shared)
-    # Code i is taken in (b[i−1], b[i]]: midpoints of the grid, just below where a tie goes up to an even code.
-    middle = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])], device=w.device)
-    middle[1::2] = middle[1::2].nextafter(middle.new_zeros(()))
-    codes = torch.bucketize(scaled.abs(), middle) | scaled.signbit().long() << 3
-    return _in_pairs(codes), (shared.squeeze(-1) + 127).to(torch.uint8)
+    return _in_groups("mxfp4", w, not saturate)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -86,21 +80,8 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(_E2M1.to(blocks.device)[blocks.int()].flatten(-2), scales.int()[..., None] - 127)
 
 
-def _quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
-    groups = w.unflatten(-1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / 127).bfloat16()
-    return _rounded(groups, scales).clamp(-127, 127).to(torch.int8), scales
-
-
 def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.float()[..., None]
-
-
-def _quantize_int4(w: Tensor) -> tuple[Tensor, Tensor]:
-    groups = w.unflatten(-1, (-1, GROUP))
-    widest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    scales = (widest / -8).bfloat16()
-    return _in_pairs(_rounded(groups, scales).clamp(-8, 7) + 8), scales
 
 
 def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
@@ -122,25 +103,24 @@ def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
 
 
-def _rounded(groups: Tensor, scales: Tensor) -> Tensor:
-    scales = scales.float()[..., None]
-    return torch.where(scales == 0, 0, groups / scales).round()
-
-
-def _in_pairs(codes: Tensor) -> Tensor:
-    low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
+def _in_groups(name: str, w: Tensor, above: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales of groups of 32 finite weights, fp32 [..., n]; `above` as of `moelab.kernels.narrow`."""
+    form, flat = FORMATS[name].home, w.cpu().contiguous()
+    shape = (*w.shape[:-1], w.shape[-1] // GROUP)
+    codes, scales = torch.empty(*shape, form.group, dtype=form.code), torch.empty(shape, dtype=form.scale)
+    narrow(PACKED[name](0), above, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr())
+    return codes.to(w.device), scales.to(w.device)
 
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.registry`
 FORMATS: dict[str, Entry] = {
-    "int8": Entry(Format(torch.int8, 32, torch.bfloat16, _quantize_int8, _dequantize_int8),
+    "int8": Entry(Format(torch.int8, 32, torch.bfloat16, partial(_in_groups, "int8"), _dequantize_int8),
                   "8.5 bits a weight: nearly lossless"),
     "fp8": Entry(Format(torch.float8_e4m3fn, 0, torch.float32, _quantize_fp8, _dequantize_fp8),
                  "8 bits, as DeepSeek-V3 and Qwen3 are published"),
     "mxfp4": Entry(Format(torch.uint8, 16, torch.uint8, quantize_mxfp4, dequantize_mxfp4),
                    "4.25 bits, as GPT-OSS is published"),
-    "int4": Entry(Format(torch.uint8, 16, torch.bfloat16, _quantize_int4, _dequantize_int4),
+    "int4": Entry(Format(torch.uint8, 16, torch.bfloat16, partial(_in_groups, "int4"), _dequantize_int4),
                   "4.5 bits: the most accurate of the four-bit formats"),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moelab import open_model
-from moelab.models.fast_decode import FastDecode, as_bf12
+from moelab.models.fast_decode import DENSE, FastDecode, as_bf12
 from moelab.models.patches import Patches
 from tests.models import tiny
 from tests.offloading.test_offload import generate
@@ -101,12 +101,12 @@ def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
     monkeypatch.setattr("moelab.kernels.linear.LARGE", 1)
     model, ids = open_model(), torch.arange(3, 17)[None]
 
-    def logits(packed):
-        with FastDecode(model, rows=1e9, packed=packed) as fast, torch.inference_mode():
+    def logits(dense):
+        with FastDecode(model, rows=1e9, dense=dense) as fast, torch.inference_mode():
             cache = model(ids).past_key_values
             out = [model(ids).logits, model(torch.tensor([[5]]), past_key_values=cache).logits]
         return fast.attentions, fast.linears, torch.cat([one.flatten() for one in out]).float()
-    plain, bf12 = logits(False), logits(True)
+    plain, bf12 = logits(None), logits("bf12")
     assert plain[:2] == bf12[:2] and plain[0] == model.spec.num_layers
     assert (plain[2] - bf12[2]).abs().mean() < 0.02 * plain[2].abs().mean()
 
@@ -119,11 +119,63 @@ def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
     assert found.kind == products.PACKED["bf12"] and torch.allclose(y, x.float() @ weight.float().T, atol=1e-3)
 
 
-def test_dense_is_an_option_of_fast():
-    with open_model(executor="fast", dense="bf12") as lm:
+def nearest(name, w):
+    """What a few-bit format makes of weights [R, n]: of each 32 the nearest of its values."""
+    groups = w.float().view(-1, 32)
+    widest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
+    if name == "mxfp4":
+        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        grid, scale = torch.cat([grid, -grid]), torch.exp2(widest.abs().log2().floor() - 2)
+    else:
+        scale = (widest / -8 if name == "int4" else widest.abs() / 127).bfloat16().float()
+        grid = torch.arange(-8.0, 8) if name == "int4" else torch.arange(-128.0, 128)
+    grid = torch.cat([grid[::2], grid[1::2]])                   # even codes first, which ties go to
+    found = (groups[..., None] - grid * scale[..., None]).abs().argmin(-1)
+    return (grid[found] * scale).view(w.shape).to(w.dtype)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
+def test_rounded_layers_are_rounded_for_prompts_and_tokens_alike(name):
+    """Against a model whose linear layers have the rounded weights themselves."""
+    model, ids = open_model(), torch.arange(3, 17)[None]
+    twin = copy.deepcopy(model)
+    for at, module in twin.named_modules():
+        if type(module) is torch.nn.Linear:
+            module.weight = torch.nn.Parameter(nearest(name, module.weight.detach()), requires_grad=False)
+
+    def logits(model):
+        with torch.inference_mode():
+            cache = model(ids).past_key_values
+            steps = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (5, 9)]
+            return [one.float() for one in (model(ids).logits, *steps)]
+    plain, wanted = logits(model), logits(twin)
+    for rows in (1e9, 1):                                   # prompts by our kernels, and by torch's
+        with FastDecode(model, rows=rows, dense=name) as fast:
+            assert fast.attentions == model.spec.num_layers and fast.linears >= 4 * fast.attentions
+            found = logits(model)
+        for ours, theirs, before in zip(found, wanted, plain):
+            error, size = (ours - theirs).norm() / theirs.norm(), (before - theirs).norm() / theirs.norm()
+            assert error < 0.02 and (error < size / 2 or name == "int8")
+    assert all(torch.equal(*pair) for pair in zip(logits(model), plain))
+
+
+def test_routers_are_not_rounded_and_wrong_models_are_refused(tmp_path):
+    model = open_model()
+    model.model.layers[0].gate, model.router = (torch.nn.Linear(64, 64, bias=False).bfloat16() for _ in range(2))
+    x = torch.randn(1, 64).bfloat16()
+    with torch.inference_mode(), FastDecode(model, dense="int4"):
+        for module in (model.model.layers[0].gate, model.router):
+            torch.testing.assert_close(module(x), x @ module.weight.T, rtol=2e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="int4.*bf16"):
+        FastDecode(open_model(tiny.save("qwen3_moe", tmp_path / "m", torch.float32)), dense="int4")
+
+
+@pytest.mark.parametrize("dense", DENSE)
+def test_dense_is_an_option_of_fast(dense):
+    with open_model(executor="fast", dense=dense) as lm:
         assert lm.generate(torch.arange(3, 9)[None], max_new_tokens=3, do_sample=False).shape == (1, 9)
-    for wrong in ({"dense": "bf12"}, {"dense": "int3", "executor": "fast"}):
-        with pytest.raises(ValueError, match="bf12"):
+    for wrong in ({"dense": dense}, {"dense": "int3", "executor": "fast"}):
+        with pytest.raises(ValueError, match="bf12, int8, int4, mxfp4"):
             open_model(**wrong)
 
 

@@ -113,6 +113,50 @@ def test_no_other_code_is_nearer(name, data):
             assert error <= nearest + 1e-6 * abs(w[r, i].item()) + 1e-44
 
 
+def in_torch(name, w):
+    """The blob of fp32 weights [R, n] by whole-tensor operations of torch, step by step as the formats are defined."""
+    groups = w.unflatten(-1, (-1, 32))
+    if name.startswith("mxfp4"):
+        mantissa, exponent = groups.abs().amax(-1, keepdim=True).frexp()
+        shared = exponent - 3 + (mantissa > 0.75).int() * (name == "mxfp4-up")
+        shared = shared.masked_fill(mantissa == 0, -127).clamp(-127, 127)
+        middle = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])])
+        middle[1::2] = middle[1::2].nextafter(middle.new_zeros(()))             # ties to even codes
+        scaled = torch.ldexp(groups, -shared)
+        codes = torch.bucketize(scaled.abs(), middle) | scaled.signbit().long() << 3
+        scales = (shared.squeeze(-1) + 127).to(torch.uint8)
+    else:
+        low, high = (-8, 7) if name == "int4" else (-127, 127)
+        widest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        scales = (widest / -8 if name == "int4" else widest.abs() / 127).bfloat16()
+        wide = scales.float()[..., None]
+        codes = torch.where(wide == 0, 0, groups / wide).round().clamp(low, high).int() + 8 * (name == "int4")
+    codes = codes.to(torch.int8).view(torch.uint8).numpy().ravel()
+    return np.concatenate([codes if name == "int8" else codes[::2] | codes[1::2] << 4,
+                           scales.view(torch.uint8).numpy().ravel()])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4", "mxfp4-up"])
+@settings(max_examples=200, deadline=None)
+@given(R=st.integers(1, 5), groups=st.integers(1, 4), few=st.lists(values, max_size=40), scale=st.integers(-140, 120),
+       dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), seed=st.integers(0, 99))
+def test_blobs_are_those_of_torchs_operations_byte_for_byte(name, R, groups, few, scale, dtype, seed):
+    """Ties, subnormals, zeros of both signs, widest weights of both signs, any 32 bits that are finite."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(R, 32 * groups, generator=generator) * 2.0**scale
+    if seed % 3 == 0:                                                   # few values, so many ties
+        w = (w / 2.0**scale).round() / 2
+    if seed % 3 == 1:
+        w = torch.randint(-2**31, 2**31, w.shape, generator=generator).to(torch.int32).view(torch.float32)
+    w.view(-1)[:len(few)] = torch.tensor(few)[:w.numel()]
+    w = w.to(dtype).nan_to_num(0.0, 1.0, -1.0)
+    if name == "mxfp4-up":
+        found = fewbit.joined(*fewbit.quantize_mxfp4(w.float(), saturate=False))
+    else:
+        found = pack(name, w)
+    assert np.array_equal(found, in_torch(name, w.float()))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_are_those_of_the_widest_weight(name):
     w = matrix(256, 192, dtype=torch.float32)
