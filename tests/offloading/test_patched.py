@@ -58,7 +58,9 @@ def through(module, *args, **kwargs):
 
 @pytest.fixture(scope="module")
 def models(qwen):
-    return {"resident": open_model(qwen[0]), "offloaded": offload(qwen[1], "10MB", delays=DELAYS, ahead=2)}
+    offloaded = offload(qwen[1], "10MB", delays=DELAYS, ahead=2)
+    yield {"resident": open_model(qwen[0]), "offloaded": offloaded}
+    offloaded.moelab.close()                        # other modules look for threads that were left behind
 
 
 @pytest.mark.stress
