@@ -91,6 +91,14 @@ def test_the_newest_run_counts_and_the_others_are_its_spread(tmp_path):
     assert (row.ours, row.spread, row.verdict) == (2.0, (1.5, 2.5), REPRODUCED) and "2 (1.5 to 2.5)" in row.cells
 
 
+@pytest.mark.parametrize("kind, reason, fails", [("exact", "", True), ("exact", "because", False),
+                                                 ("measured", "", False)])
+def test_what_is_not_reproduced_needs_a_reason_unless_it_was_measured(kind, reason, fails):
+    of = Claim("a", "A", "x", "§1", "text", "here", "model", value=2.0, metric=("n", "m"), reason=reason)
+    row = claims.Row(of, 5.0, None, kind, of.verdict(5.0))
+    assert row.verdict == NOT_REPRODUCED and bool(claims.problems([row])) == fails and row.cells[-1]
+
+
 def test_the_ledger_is_complete():
     """At least 150 claims of five sources; each has an answer in what is committed, or says why there is none."""
     answered = rows(results=BASELINES)
