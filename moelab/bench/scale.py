@@ -25,8 +25,7 @@ from moelab.bench.measure import load_average
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.cards import load_model
 from moelab.models.synthesize import scaled, synthesize
-from moelab.offloading.offload import offload
-from moelab.opening import using
+from moelab.opening import open_model
 from moelab.registry import make
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
@@ -67,8 +66,8 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
 def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -> dict[str, float]:
     """Tokens on demand and with prefetching in turn, `decode` of each, after as many that fill the cache."""
     K = ExpertStore(store).spec.K
-    model = offload(store, memory, ahead=K, staging=K)
-    with model.moelab, using(model, executor=executor):
+    model = open_model(store, memory=memory, executor=executor, ahead=K, staging=K)
+    with model.moelab:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, model.config.vocab_size, (1, prompt + 4 * decode), generator=generator)
         bench = PrefetchBenchmark(model, ids, partial(make, "predictor", "router", model))
