@@ -92,6 +92,7 @@ class Engine:
             out = compute(x, ids, weights, experts, step, ready)
             self.gate.waited(self._demanded, self.pipeline.waited)
         except BaseException:
+            self._widen()                       # torch's threads are not ours to keep until the next layer
             self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
             raise
         self._sound = True
@@ -119,25 +120,23 @@ class Engine:
                           step: Step, ready: Ready) -> Tensor:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
         parts, contributions = _parts(ids, experts.num_experts), []
-        try:
-            # One core less for computing while others decode: two threads of a team of which one has lost its core
-            # wait for each other. Only where that changes no bit.
-            if self.one_thread and len(x) == 1 and self.pipeline.queue.busy:
-                self._threads = torch.get_num_threads()
-                torch.set_num_threads(1)
-            for request in self._as_ready(ready, step):
-                expert, start = request.key.expert, clock()
-                choice, tokens = parts[expert]
-                tensors = self.weights(*request.key, x.dtype, reuse=True)
-                out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
-                contributions.append((expert, tokens, out))
-                self._executed([request], start)
-        finally:
-            self._widen()
+        # One core less for computing while others decode: two threads of a team of which one has lost its core wait
+        # for each other. Only where that changes no bit.
+        if self.one_thread and len(x) == 1 and self.pipeline.queue.busy:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+        for request in self._as_ready(ready, step):
+            expert, start = request.key.expert, clock()
+            choice, tokens = parts[expert]
+            tensors = self.weights(*request.key, x.dtype, reuse=True)
+            out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
+            contributions.append((expert, tokens, out))
+            self._executed([request], start)
+        self._widen()
         return experts.accumulate(x, contributions)
 
     def _widen(self) -> None:
-        """Give torch its threads back; done again at the end of the forward pass, should it be interrupted here."""
+        """Give torch its threads back; `_layer` does it again, should it be interrupted here."""
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
@@ -189,7 +188,6 @@ class Engine:
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
         now = clock()
-        self._widen()
         self._drop_prefetched()
         self._other(now, -1)
         self._mark = None
