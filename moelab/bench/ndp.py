@@ -24,7 +24,7 @@ from moelab.arguments import whole
 from moelab.cards import load_model
 from moelab.models import plug
 from moelab.ndp.balance import balance
-from moelab.ndp.claims import CHOICES, CLAIMS, FIT, HALVES, JUDGED, error, fit, sensitivity
+from moelab.ndp.fit import CHOICES, CLAIMS, FIT, HALVES, JUDGED, error, fit, sensitivity
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.conditions import stay
 from moelab.ndp.conservation import conserve

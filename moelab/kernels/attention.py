@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from moelab.kernels import products
-from moelab.kernels.tiles import (STEP, add_rows, dots, exponential, kept, place, read, span, spread, take, together,
+from moelab.kernels.tiles import (add_rows, dots, exponential, kept, place, read, span, spread, take, together,
                                   weight, write)
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.products import Matrices, Pack
+from moelab.kernels.vectors import STEP
 
 #: classes of transformers whose attention is the one above; a probe must agree as well
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")

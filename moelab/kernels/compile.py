@@ -19,7 +19,10 @@ import numba
 from numba import types
 from numba.core import event
 
-_FILES: dict[Path, float] = {}          # files of kernels → when they were changed, in the order of their imports
+#: files that a kernel may call into → when they were changed: this folder's, where `tiles` has parts of kernels but
+#: none of its own, then others in the order of their imports
+_FILES = {path: path.stat().st_mtime for path in Path(__file__).parent.glob("*.py")}
+_LOOKED_AT: set[Path] = set()           # files of which nothing stale is left
 _ALIVE: list[Any] = []                  # compiled functions, which would take their code with them
 
 
@@ -66,8 +69,9 @@ def c_function(function: Callable) -> int:
 def _drop_stale(function: Callable) -> None:
     """Forget what is cached of a file's kernels if a file of kernels that was imported before has changed since."""
     file = Path(function.__code__.co_filename)
-    if file in _FILES or not file.exists():
+    if file in _LOOKED_AT or not file.exists():
         return
+    _LOOKED_AT.add(file)
     _FILES[file] = file.stat().st_mtime
     newest = max(_FILES.values())
     for index in (file.parent / "__pycache__").glob(f"{file.stem}.*.nbi"):

@@ -23,7 +23,8 @@ import torch
 
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.products import TEAM
-from moelab.kernels.tiles import BLOCK, join, read, take, together
+from moelab.kernels.tiles import join, read, take, together
+from moelab.kernels.vectors import BLOCK
 from moelab.store.bits import as_bytes
 
 HEAD = 64                           # bytes before the low bytes, which so begin on a cache line

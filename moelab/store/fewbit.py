@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelab.kernels.narrow import narrow
+from moelab.kernels.rounding import round_groups
 from moelab.kernels.products import PACKED
 from moelab.registry import Entry
 from moelab.store import packings
@@ -104,11 +104,11 @@ def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _in_groups(name: str, w: Tensor, above: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and scales of groups of 32 finite weights, fp32 [..., n]; `above` as of `moelab.kernels.narrow`."""
+    """Codes and scales of groups of 32 finite weights, fp32 [..., n]; `above` as of `moelab.kernels.rounding`."""
     form, flat = FORMATS[name].home, w.cpu().contiguous()
     shape = (*w.shape[:-1], w.shape[-1] // GROUP)
     codes, scales = torch.empty(*shape, form.group, dtype=form.code), torch.empty(shape, dtype=form.scale)
-    narrow(PACKED[name](0), above, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr())
+    round_groups(PACKED[name](0), above, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr())
     return codes.to(w.device), scales.to(w.device)
 
 

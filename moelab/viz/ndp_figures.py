@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
-from moelab.ndp.claims import CLAIMS
+from moelab.ndp.fit import CLAIMS
 from moelab.ndp.sweep import SHORT, Spread, Sweep
 from moelab.viz import theme
 from moelab.viz.figures import add_points, bars, finish, interval, line_look, lines, panels, point_look

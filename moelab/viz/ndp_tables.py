@@ -9,7 +9,7 @@ from typing import Any
 from moelab.bench.dataset_free import Answer, Interval
 from moelab.bench.ndp import OneLayer
 from moelab.cards import load_model
-from moelab.ndp.claims import CLAIMS, HALVES, INCREMENTS, MISSES, error
+from moelab.ndp.fit import CLAIMS, HALVES, INCREMENTS, MISSES, error
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.simulation import Result

@@ -8,7 +8,7 @@ import torch
 
 import moelab
 from moelab.bench import ndp
-from moelab.ndp.claims import FIT, HALVES, JUDGED
+from moelab.ndp.fit import FIT, HALVES, JUDGED
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.hardware import VARIANTS
 from moelab.ndp.routing import recorded_routing

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("numba")
+from moelab.kernels import compile as compiling  # noqa: E402
+
 INNER = "from moelab.kernels.compile import kernel\n\n@kernel\ndef inner(x):\n    return x + {}\n"
 OUTER = "from inner import inner\nfrom moelab.kernels.compile import c_function, kernel\n\n@kernel\ndef outer(x):\n" \
         "    return inner(x)\n"
@@ -31,3 +33,20 @@ def test_a_changed_file_changes_the_kernels_that_call_into_it(tmp_path):
     newer = max(path.stat().st_mtime for path in tmp_path.rglob("*")) + 2
     os.utime(tmp_path / "inner.py", (newer, newer))
     assert outer(tmp_path) == [11]
+
+
+@pytest.mark.parametrize("age, kept", [(1, False), (-1, True)])
+def test_what_is_older_than_any_file_of_the_kernels_is_dropped(tmp_path, age, kept):
+    """Also if that file, such as tiles.py, has no kernels of its own."""
+    (tmp_path / "__pycache__").mkdir()
+    (file := tmp_path / "outer.py").write_text("def outer(x):\n    return x\n")
+    (index := tmp_path / "__pycache__" / "outer.outer-1.py311.nbi").write_bytes(b"")
+    tiles = Path(compiling.__file__).with_name("tiles.py")
+    assert "@kernel" not in tiles.read_text()
+    newest = max(path.stat().st_mtime for path in tiles.parent.glob("*.py"))
+    for path, when in ((file, newest - 9), (index, newest - age)):
+        os.utime(path, (when, when))
+    scope = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    compiling._drop_stale(scope["outer"])
+    assert index.exists() == kept

@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from moelab.ndp.claims import CHOICES, CLAIMS, FIT, JUDGED, MISSES, error, fit, sensitivity
+from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, MISSES, error, fit, sensitivity
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed, paper_sweep, quantities
 
 

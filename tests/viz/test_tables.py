@@ -20,7 +20,7 @@ from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
 from moelab.bench.experts import ExpertTimes  # noqa: E402
 from moelab.experts.executor import Tally  # noqa: E402
 from moelab.ndp import conditions  # noqa: E402
-from moelab.ndp.claims import CLAIMS, FIT, JUDGED  # noqa: E402
+from moelab.ndp.fit import CLAIMS, FIT, JUDGED  # noqa: E402
 from moelab.ndp.sweep import MODELS, Assumptions  # noqa: E402
 from moelab.table import head_and_rows, markdown_table  # noqa: E402
 from moelab.viz import ane_figures, ane_tables, expert_figures, expert_tables, ndp_tables  # noqa: E402
