@@ -46,8 +46,6 @@ OPTIONS = {
     "calibration": (whole(1), "prompts a source"), "seed": (whole(), "picks the prompts")}
 
 
-
-
 def run(model: str | None = None, tasks: Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
         chunk: int = 256, group_size: int = 8, system: str = "npumoe", drop: float = 0.14, slack: float | None = None,
         calibration: int = 32, seed: int = 0) -> dict[str, dict[str, Any]]:

@@ -60,6 +60,7 @@ class Layers:
         self.K, self.expert_bytes, self.dtype = K, 3 * H * I * dtype.itemsize, dtype
         self.config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
         self.config._experts_implementation = "eager"
+        self.stored: dict[str, float] = {}                  # arm → its weights' bytes over those as they are here
         self.stock, self.seam = [], []
         for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
             rng = torch.Generator().manual_seed(seed)
@@ -94,12 +95,14 @@ class Layers:
             with suppress(ValueError):              # needs options, such as a plan
                 if (run := make("executor", name)).lossless:
                     arms[name] = self._arm(run, steps)
+        E = self.config.num_experts
         if T == 1 and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
             for name in PACKED:
                 packed = [copy.copy(seam) for seam in self.seam]
                 for seam in packed:
                     seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
                     seam.source = PackedExperts(seam, name.split()[-1])
+                self.stored[name] = sum(map(len, seam.source.blobs)) / (E * self.expert_bytes)
                 arms[name] = lambda i, packed=packed: GEMV()(*steps[i][1:], packed[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
@@ -260,7 +263,7 @@ def _loops() -> dict[str, Callable[[np.ndarray], int]]:
 @dataclass(frozen=True, eq=False)
 class ExpertTimes:
     """Seconds of every executor and of the limits in the same rounds; `read` bytes of weights and `flops` of a step;
-    `bandwidth` and `rate` of the fastest reader (bytes/s) and product (FLOP/s)."""
+    `bandwidth` and `rate` of the fastest reader (bytes/s) and product (FLOP/s); `stored`, see `Layers`."""
 
     samples: Samples
     read: float
@@ -268,6 +271,7 @@ class ExpertTimes:
     bandwidth: float
     rate: float
     limit_samples: Samples = field(default_factory=dict)
+    stored: dict[str, float] = field(default_factory=dict)
 
     @property
     def limits(self) -> dict[str, float]:
@@ -305,12 +309,13 @@ class ExpertTimes:
         rows, best = {}, self.stock[1]
         for name, taken in self.medians.items():
             low, high = measure.tenths(self.samples[name])
+            read = self.read * self.stored.get(name, 1.0)
             rows[name] = {"ms": 1e3 * taken, "10 %": 1e3 * low, "90 %": 1e3 * high,
                           "× transformers' best": measure.speed_up(self.samples, name, best),
-                          "GB/s": self.read / taken / 1e9,
-                          "of bandwidth": measure.share(self.read / taken / self.bandwidth),
+                          "GB/s": read / taken / 1e9,
+                          "of bandwidth": measure.share(read / taken / self.bandwidth),
                           "GFLOP/s": self.flops / taken / 1e9,
-                          "of roofline": measure.share(max(self.limits.values()) / taken)}
+                          "of roofline": measure.share(max(read / self.bandwidth, self.flops / self.rate) / taken)}
         return rows
 
 
@@ -343,7 +348,8 @@ class ExpertBenchmark:
             arms = {name: arm for name, arm in arms.items() if name not in left_out}
             samples = rounds_of(self._limits.arms | arms, rounds + 1, f"{T} token{'s' * (T > 1)}")
         own = {name: samples.pop(name) for name in arms}
-        return ExpertTimes(own, read, T * self.layers.K * self.expert_flops, *self._limits.best(samples), samples)
+        return ExpertTimes(own, read, T * self.layers.K * self.expert_flops, *self._limits.best(samples), samples,
+                           self.layers.stored)
 
     def loading(self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING) -> dict[int, Samples]:
         """Decode steps of each batch with the needed experts' weights, and with all: batch → executor → seconds."""
@@ -371,8 +377,6 @@ OPTIONS = {
     "cold": (number(above=0), "bytes of weights that take turns"),
     "rounds": (whole(1), "of the prompt; single tokens have five times as many"),
     "dtypes": ({"nargs": "+", "choices": DTYPES}, "of the weights")}
-
-
 
 
 def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,

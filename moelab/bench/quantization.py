@@ -30,8 +30,6 @@ OPTIONS = {
     "calibration": (whole(1), "prompts on which layers' errors are measured"), "seed": (whole(), "picks the prompts")}
 
 
-
-
 def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
         tasks: str | Sequence[str] = tuple(accuracy.TASKS), prompts: int = 200, tokens: int = 256,
         calibration: int = 16, seed: int = 0) -> dict[str, dict[str, Any]]:

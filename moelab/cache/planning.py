@@ -130,7 +130,6 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
     return CachePlan(*next(c for c in table if c.seconds <= limit), tuple(table))
 
 
-
 def interval_hits(q: np.ndarray, k: int) -> np.ndarray:
     """Φ of Algorithm 2 for every interval of ranks: [u, v, h] = P(h hits among the ranks u … v−1), h ≤ k, u ≤ v."""
     E = len(q)

@@ -125,7 +125,6 @@ def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:
     return ids.gather(-1, order)
 
 
-
 @dataclass(frozen=True)
 class TracedPass:
     """One forward pass of one prompt: the rows [T] of a trace that it computed, and the layers that they passed."""

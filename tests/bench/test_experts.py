@@ -57,6 +57,15 @@ def test_rows_of_known_timings():
     assert rows["fast"]["GB/s"] == 4 and rows["fast"]["of bandwidth"] == 0.5 == rows["fast"]["of roofline"]
 
 
+def test_a_packed_kind_reads_its_own_bytes():
+    layers = experts.Layers(**SIZES, dtype=torch.bfloat16, cold=6e5)
+    layers.arms(1, 2)
+    assert 0.75 <= layers.stored["gemv of bf12"] < 0.8 and 0.5 < layers.stored["gemv of int8"] < 0.6
+    rows = experts.ExpertTimes({"transformers a": [4.0], "gemv of int8": [1.0]}, 8e9, 1e9, 8e9, 1e9,
+                               stored={"gemv of int8": 0.5}).rows()
+    assert rows["gemv of int8"]["of bandwidth"] == 0.5 and rows["transformers a"]["of bandwidth"] == 0.25
+
+
 def test_times_are_read_by_medians():
     of = experts.ExpertTimes({"transformers eager": [4.0, 9.0, 4.0], "transformers grouped_mm": [3.0, 3.0, 8.0],
                               "gemv": [1.0, 2.0, 9.0], "packed": [3.0, 2.5, 2.5],

@@ -46,7 +46,6 @@ def last_use(cache, key):
     return max(time for time, other in cache.uses if other == key)
 
 
-
 NAIVE = {"fifo": lambda cache, key: cache.entered[key], "lru": last_use}
 
 
