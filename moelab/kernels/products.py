@@ -159,10 +159,10 @@ def _rows(kind, job):
         for group in range(first, last, GROUP):
             group_end, r = min(group + GROUP, last), begin
             while r < end:
-                # few tokens are memory-bound: one row at a time, read from front to back
-                rows = TILE if (group_end - group > 2 or span(kind, 2) == 1) and r + TILE <= end else 1
+                rows = TILE if r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
-                ahead = span(kind, rows * n) if rows == TILE else AHEAD
+                several = group_end - group > 2 or span(kind, 2) == 1           # else rows are read in turn
+                ahead = span(kind, rows * n) if rows == TILE and several else AHEAD
                 token = group
                 while token < group_end:
                     tokens = TILE if token + TILE <= group_end else 2 if token + 2 <= group_end else 1

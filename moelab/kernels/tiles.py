@@ -9,6 +9,7 @@ weights come out (`place`).
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -18,6 +19,11 @@ from numba.extending import intrinsic
 
 from moelab.kernels import vectors as v
 from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
+
+
+def in_turn(tokens: Any, kind: Any) -> bool:
+    """Whether `dots` reads the rows of a tile one after the other; what takes less than a byte computes too much."""
+    return tokens.literal_value <= 2 and SIZES[kind][0] >= BLOCK
 
 
 @intrinsic(prefer_literal=True)
@@ -37,29 +43,33 @@ def dots(typing, tokens, rows, kind, x, w, other, table, stride, n, out, apart, 
         skip = [builder.mul(stride, ir.Constant(v.I64, r)) for r in range(R)]
         matrix = [(v.skip(builder, kind, w, s), other if kind == FP8 else v.skip(builder, kind, other, s, 1))
                   for s in skip]                        # rows of a tile are rows of a block
-        chains = 4 if T * R == 1 else 1                 # one sum of a row would wait for itself
+        # Rows in turn where memory limits: read from front to back, and what adds up a vector is shared by the tile.
+        turns = [[r] for r in range(R)] if in_turn(tokens, kind) else [list(range(R))]
+        chains = 4 if T * len(turns[0]) == 1 else 1     # one sum of a row would wait for itself
         sums = [[[cgutils.alloca_once_value(builder, v.fill(v.FLOATS, 0.0)) for _ in range(chains)] for _ in range(R)]
                 for _ in range(T)]
-        fma, step, (size, rest), near = v.fma(builder), v.step_of(kind), SIZES[kind], 3 if R == 1 else 2
-        with v.steps(builder, n, step) as (i, _):
-            values = [[v.load(builder, v.FLOATS, v.addr(builder, v.addr(builder, p, i, 4), at, 4))
-                       for at in range(0, step, WIDTH)] for p in inputs]
-            for r, (first, second) in enumerate(matrix):
-                part, here, beside = 0, v.skip(builder, kind, first, i), v.skip(builder, kind, second, i, 1)
-                for line in range(0, size * step // BLOCK, 64):
-                    v.prefetch(builder, near, v.addr(builder, builder.add(here, ahead), line, 1))
-                if rest:
-                    v.prefetch(builder, near, builder.add(beside, builder.udiv(ahead, v.fill(v.I64, size // rest))))
-                for number, (scales, vectors) in enumerate(v.groups(builder, kind, here, beside, table)):
-                    for t in range(T):
-                        terms = list(zip(values[t][part:], vectors))
-                        if scales is not None:
-                            terms = [(reduce(lambda sum_, term: fma(*term, sum_), terms[1:], builder.fmul(*terms[0])),
-                                      scales)]
-                        for at, term in enumerate(terms, number):
-                            total = sums[t][r][at % chains]
-                            builder.store(fma(*term, builder.load(total)), total)
-                    part += len(vectors)
+        fma, step, (size, rest), near = v.fma(builder), v.step_of(kind), SIZES[kind], 3 if len(turns[0]) == 1 else 2
+        for turn in turns:
+            with v.steps(builder, n, step) as (i, _):
+                values = [[v.load(builder, v.FLOATS, v.addr(builder, v.addr(builder, p, i, 4), at, 4))
+                           for at in range(0, step, WIDTH)] for p in inputs]
+                for r in turn:
+                    first, second = matrix[r]
+                    part, here, beside = 0, v.skip(builder, kind, first, i), v.skip(builder, kind, second, i, 1)
+                    for line in range(0, size * step // BLOCK, 64):
+                        v.prefetch(builder, near, v.addr(builder, builder.add(here, ahead), line, 1))
+                    if rest:
+                        v.prefetch(builder, near, builder.add(beside, builder.udiv(ahead, v.fill(v.I64, size // rest))))
+                    for number, (scales, vectors) in enumerate(v.groups(builder, kind, here, beside, table)):
+                        for t in range(T):
+                            terms = list(zip(values[t][part:], vectors))
+                            if scales is not None:
+                                terms = [(reduce(lambda sum_, term: fma(*term, sum_), terms[1:],
+                                                 builder.fmul(*terms[0])), scales)]
+                            for at, term in enumerate(terms, number):
+                                total = sums[t][r][at % chains]
+                                builder.store(fma(*term, builder.load(total)), total)
+                        part += len(vectors)
         for t in range(T):
             to = v.addr(builder, out, builder.mul(apart, ir.Constant(v.I64, t)), 4)
             found = [reduce(builder.fadd, map(builder.load, chain)) for chain in sums[t]]
