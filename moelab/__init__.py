@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 
 #: public name → the module that defines it, and its name there if that is another
 _HOMES = {
-    "open_model": "moelab.opening", "using": "moelab.opening", "prompts": "moelab.datasets",
+    "advise": "moelab.advice.advise", "open_model": "moelab.opening", "using": "moelab.opening",
+    "prompts": "moelab.datasets",
     "record": "moelab.recording", "calibrate": "moelab.calibration", "convert": "moelab.models.convert",
     "restore": "moelab.models.restore", "simulate": "moelab.offloading.simulator:replay",
     "profile": "moelab.offloading.profile", "names": "moelab.registry", "describe": "moelab.registry",

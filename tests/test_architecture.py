@@ -35,6 +35,7 @@ DIRECTIONS = {
     "schedule": {"trace"},
     "speculate": {"models", "store", "trace", "recording"},
     "offloading": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
+    "advice": {"models", "offloading", "calibration"},
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
     "ane": {"models", "trace", "calibration", "experts"},

@@ -1,0 +1,119 @@
+"""`doctor`: what this machine can do, what will run here and what not, and why."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from moelab.advice.machine import disk_rate, memory_rate
+from moelab.files import cache_root
+from moelab.offloading.budget import available
+
+#: processor's features that the kernels or torch's products use → what they are good for
+FEATURES = {"avx2": "vectors of 8", "avx512bw": "vectors of 16", "avx512bf16": "bf16 products",
+            "amx-bf16": "bf16 products in tiles", "neon": "vectors of 4", "bf16": "bf16 products"}
+#: package → what does not run without it
+PACKAGES = {
+    "torch": "everything", "transformers": "opening models", "zstandard": "the codecs zstd and zstd-huffman",
+    "numba": "the executors fast and gemv, bf12 and few bits multiplied as they lie",
+    "coremltools": "converting for the Neural Engine", "plotly": "figures", "ipywidgets": "widgets",
+    "papermill": "reproduce and run", "lm_eval": "evaluate with lm-eval's tasks",
+    "accelerate": "bench engine's peer accelerate"}
+HUB = "huggingface.co"
+
+
+def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
+    """(what, what was found) of this machine; `folder` is on the disk that is measured."""
+    yield "system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    yield "cores", f"{os.cpu_count()}; {_features()}"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield "memory", (f"{total / 1e9:.3g} GB, {available() / 1e9:.3g} GB available; read at "
+                     f"{memory_rate() / 1e9:.3g} GB/s")
+    rates = {requests: disk_rate(folder, requests) for requests in (1, 4, 16)}
+    yield "disk", (", ".join(f"{rate / 1e9:.3g} GB/s with {requests} request{'s' * (requests > 1)}"
+                             for requests, (rate, _) in rates.items())
+                   + f" ({rates[1][1]}); {shutil.disk_usage(folder).free / 1e9:.3g} GB free"
+                   + (f"; read-ahead {ahead} KB" if (ahead := _read_ahead(Path(folder))) else ""))
+    yield "CUDA", _cuda()
+    yield "Neural Engine", ("Core ML can run models here" if sys.platform == "darwin" else
+                            "none: this is no Mac; models can be converted and checked, not run")
+    yield "hub", _hub()
+    yield "kernels", _kernels()
+    yield "cache", f"{cache_root()}, {_size(cache_root()) / 1e9:.3g} GB"
+    for package, purpose in PACKAGES.items():
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, f"not installed: without it, {purpose} will not run"
+
+
+def _features() -> str:
+    try:
+        import llvmlite.binding as llvm
+    except ModuleNotFoundError:
+        return "features unknown without numba"
+    has = llvm.get_host_cpu_features()
+    found = [f"{name} ({purpose})" for name, purpose in FEATURES.items() if has.get(name)]
+    return ", ".join(found) or "no vector instructions that the kernels know"
+
+
+def _read_ahead(folder: Path) -> int | None:
+    device = os.stat(folder).st_dev
+    file = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/read_ahead_kb")
+    return int(file.read_text()) if file.is_file() else None
+
+
+def _cuda() -> str:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "unknown without torch"
+    if not torch.cuda.is_available():
+        return "none: models run on the CPU"
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{one.name}, {one.total_memory / 1e9:.3g} GB" for one in found)
+
+
+def _hub() -> str:
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return "offline by HF_HUB_OFFLINE: only what is in its cache or in folders can be opened"
+    try:
+        socket.create_connection((HUB, 443), timeout=2).close()
+    except OSError as error:
+        return f"{HUB} cannot be reached ({error.strerror or type(error).__name__}): open models from folders"
+    return f"{HUB} can be reached"
+
+
+def _kernels() -> str:
+    try:
+        from moelab.kernels import compile as compiled
+    except ModuleNotFoundError:
+        return "none without numba: experts are computed by torch"
+    folder = Path(compiled.__file__).with_name("__pycache__")
+    made = len(list(folder.glob("*.nbi"))) if folder.is_dir() else 0
+    if not os.access(folder if folder.is_dir() else folder.parent, os.W_OK):
+        return f"{made} cached; {folder} cannot be written, so others are compiled in every process"
+    return f"{made} cached; the first use of another compiles it, seconds each"
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", default=".", help="on the disk that shall be measured (default: here)")
+
+
+def main(args: argparse.Namespace) -> int:
+    if not Path(args.folder).is_dir():
+        raise FileNotFoundError(f"there is no folder at {args.folder}, on whose disk reads could be measured")
+    for what, found in findings(args.folder):
+        print(f"{what:<14}{found}", flush=True)
+    return 0

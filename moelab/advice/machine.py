@@ -1,0 +1,120 @@
+"""What this machine delivers, measured in a moment: memory, disk and arithmetic. No torch, which takes seconds to load.
+
+Rates are bounds to compare with, the best of a few tries; `moelab.profile` measures what an engine meets.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moelab.offloading.budget import available
+from moelab.specs import DeviceSpec
+
+#: bytes of a read: about an expert, of which disks deliver several thousand a second
+READ = 4 << 20
+#: bytes that are written where there is no file to read from
+PROBE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in bytes/s and FLOP/s, memory in bytes (None if unknown), and where each comes from, in words."""
+
+    name: str
+    memory_rate: float
+    disk_rate: float
+    flops: float
+    memory: int | None
+    sources: tuple[str, ...]
+
+    @classmethod
+    def here(cls, folder: str | Path | None = None) -> Machine:
+        """This machine, measured; the disk where `folder` is, or else the system's temporary folder."""
+        cores = os.cpu_count() or 1
+        rate, (disk, how) = memory_rate(), disk_rate(folder)
+        return cls(f"this machine ({cores} cores)", rate, disk, flops(), available(),
+                   ("memory: the best of reading 128 MB, measured", f"disk: {how}", "arithmetic: a product in fp32"))
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> Machine:
+        """A card's machine. ValueError: the card lacks a rate."""
+        from moelab.offloading.simulator import MachineRates
+        rates = MachineRates.of(device)
+        memory = int(device["memory_gb"] * 1e9) if "memory_gb" in device.figures else None
+        return cls(device.name, rates.memory, rates.read, rates.flops, memory, ("rates: the card's figures",))
+
+
+def _best(act: Callable[[], object], tries: int = 3) -> float:
+    seconds = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def memory_rate(nbytes: int = 128 << 20) -> float:
+    """Bytes/s that all cores read together from memory that no cache holds."""
+    cores = os.cpu_count() or 1
+    parts = np.array_split(np.ones(nbytes // 8, np.int64), cores)
+    with ThreadPoolExecutor(cores) as pool:
+        return nbytes / _best(lambda: list(pool.map(np.sum, parts)))
+
+
+def flops(n: int = 768) -> float:
+    """FLOP/s of a square product in fp32, by numpy's library."""
+    a = np.ones((n, n), np.float32)
+    return 2 * n**3 / _best(lambda: a @ a)
+
+
+def disk_rate(folder: str | Path | None = None, requests: int = 1, total: int = 48 << 20) -> tuple[float, str]:
+    """(bytes/s of reads of `READ` bytes at random places past the page cache, so many at a time; what was read).
+
+    folder : of the model, whose largest file is read; without one, a file is written and removed again.
+    """
+    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size >= PROBE] \
+        if folder is not None else []
+    if files:
+        file = max(files, key=lambda path: path.stat().st_size)
+        rate, way = _read(file, requests, total)
+        return rate, f"{way} of {file.name}, measured"
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        (file := Path(temporary) / "probe").write_bytes(os.urandom(1 << 20) * (PROBE >> 20))
+        with open(file, "rb") as f:
+            os.fsync(f.fileno())
+        rate, way = _read(file, requests, total)
+    return rate, f"{way} of a new file in {Path(temporary).parent}, measured"
+
+
+def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        fd = os.open(file, os.O_RDONLY | direct)
+        os.preadv(fd, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
+    except OSError:                                             # a file system that has no direct reads
+        fd, direct = os.open(file, os.O_RDONLY), 0
+    if not direct and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    places = list(range(0, os.fstat(fd).st_size - READ + 1, READ))
+    places = random.Random(0).sample(places, min(len(places), max(total // READ, requests)))
+    buffers = [mmap.mmap(-1, READ) for _ in range(requests)]
+
+    def read(i: int) -> None:
+        for place in places[i::requests]:
+            os.preadv(fd, [buffers[i]], place)
+    with closing(os.fdopen(fd, "rb", closefd=True)), ThreadPoolExecutor(requests) as pool:
+        start = time.perf_counter()
+        list(pool.map(read, range(requests)))
+        rate = len(places) * READ / (time.perf_counter() - start)
+    return rate, f"{'direct' if direct else 'buffered'} reads of {READ >> 20} MB"

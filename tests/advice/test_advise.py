@@ -1,0 +1,130 @@
+"""Advice beside a naive count of bytes, and properties that hold for any model and machine."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import advise, names, open_model
+from moelab.__main__ import build_parser
+from moelab.advice.advise import FORMS, Model, find_model, possible
+from moelab.advice.doctor import findings
+from moelab.advice.machine import Machine
+from moelab.offloading.budget import RESERVE
+from moelab.offloading.limits import kv_bytes, uniform_hit_rate
+from moelab.specs import MoESpec
+from tests.models import tiny
+
+MACHINE = Machine("a board", 20e9, 1e9, 1e12, 32 * 10**9, ())
+specs = st.builds(
+    lambda L, E, K, H, I, vocab: MoESpec("drawn", "qwen3_moe", L, tuple(range(L)), E, min(K, E), 64 * H, 32 * I,
+                                         vocab=vocab, heads=4, kv_heads=2, head_dim=64),
+    st.integers(1, 8), st.integers(2, 32), st.integers(1, 4), st.integers(1, 20), st.integers(1, 20),
+    st.integers(0, 10_000))
+
+
+def ways(spec, memory, machine=MACHINE, others=10**7, context=64, batch=1, hits=None):
+    hits = hits or (lambda kept: uniform_hit_rate(spec, kept))
+    return possible(Model("drawn", spec, others, "drawn"), machine, memory, context, batch, hits)
+
+
+@given(specs, st.integers(RESERVE, RESERVE + 2 * 10**9), st.sampled_from([1, 3]))
+@settings(max_examples=60, deadline=None)
+def test_times_are_a_naive_count_of_bytes(spec, memory, batch):
+    for way in ways(spec, memory, batch=batch):
+        bits = dict(FORMS, **{"as it is": (16, True)})[way.form][0]
+        expert = round(3 * spec.H * spec.I * bits / 8)
+        token = 0.0
+        for _ in range(spec.L):
+            missed = kept = 0.0
+            for _ in range(spec.E):
+                visited = 1 - (1 - spec.K / spec.E) ** batch
+                missed, kept = missed + visited * (1 - way.hit_rate) * expert, kept + visited * expert
+            token += max(missed / 1e9, kept / 20e9)
+        dense = max(10**7 - spec.vocab * spec.H * 2, 0) + kv_bytes(spec, 64 * batch)
+        assert way.tpot == pytest.approx(token + dense / 20e9)
+        assert way.memory <= memory and 0 <= way.hit_rate <= 1 and way.budget <= way.experts
+        assert way.resident == (way.hit_rate == 1 and way.budget == way.experts)
+
+
+@given(specs, st.integers(RESERVE, RESERVE + 10**9), st.integers(0, 10**9))
+@settings(max_examples=60, deadline=None)
+def test_more_memory_or_a_faster_disk_is_never_slower(spec, memory, more):
+    faster = Machine("a board", 20e9, 2e9, 1e12, None, ())
+    richer, quicker = ({way.form: way for way in found} for found in (
+        ways(spec, memory + more), ways(spec, memory, faster)))
+    for way in ways(spec, memory):
+        for other in (richer[way.form], quicker[way.form]):
+            assert other.tpot <= way.tpot * (1 + 1e-12) and other.ttft <= way.ttft * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", names("model"))
+def test_a_card_needs_no_weights_and_what_is_printed_can_be_run(name):
+    found = advise(name, "2000GB", device="m2-max", lossy=True)
+    assert found.best.resident and found.best == min(found.ways, key=lambda way: way.tpot)
+    for command in found.commands:
+        words = command.split()[3:]
+        build_parser(words).parse_args(words)
+    given = {key: value for _, _, options in found.steps[-1:] for key, value in options.items()}
+    inspect.signature(open_model).bind(found.steps[-1][1], **given)
+    assert f"{found.best.tpot:.3g} s a token" in str(found) and "modelled" in str(found)
+
+
+def test_lossless_is_advised_unless_loss_is_allowed():
+    exact, lossy = (advise("Qwen3-30B-A3B", "18GB", device="m2-max", lossy=lossy) for lossy in (False, True))
+    assert exact.best.form == "bf12" and not exact.best.resident
+    assert not lossy.best.lossless and lossy.best.tpot < exact.best.tpot
+    assert any("unknown loss" in what for what, _ in exact.more)
+    assert "its loss is unknown" in str(lossy) and exact.best.memory == 18 * 10**9
+
+
+def test_other_weights_of_a_folder_are_counted(tmp_path):
+    tiny.save("qwen3_moe", tmp_path / "model")
+    total = sum(weight.nbytes for weight in open_model(tmp_path / "model").parameters())
+    found = find_model(tmp_path / "model")
+    assert found.how == "exact" and found.others == total - found.spec.experts_bytes
+
+
+def test_a_config_alone_is_enough_and_loads_no_torch(tmp_path):
+    code = "import sys, moelab; print(moelab.advise('Qwen3-30B-A3B', '16GB')); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "bf12" in done.stdout, done.stderr
+
+
+def offline(*_):
+    raise ConnectionError
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"memory": "1GB"}, "does not fit 1 GB"), ({"memory": "50%"}, "whole process"),
+    ({"device": "no-such-card"}, "there is no card"), ({"model": "no/such/folder"}, "no checkpoint folder"),
+    ({"model": "some-where/else"}, "config cannot be had")])
+def test_bad_input(options, words, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        advise(**{"model": "Qwen3-30B-A3B", "memory": "20GB", "device": "m2-max"} | options)
+
+
+def test_a_calibration_says_how_popular_experts_are(tmp_path):
+    import torch
+
+    from moelab.calibration import Calibration
+    spec = find_model("Qwen3-30B-A3B").spec
+    counts = torch.zeros(2, spec.L, spec.E, dtype=torch.int64)
+    counts[:, :, :spec.K] = 5                                       # the same few experts always
+    Calibration(counts, (5, 5), spec, "x").save(tmp_path / "c.safetensors")
+    found = advise("Qwen3-30B-A3B", "12GB", device="m2-max", calibration=tmp_path / "c.safetensors")
+    assert found.best.hit_rate > 0.999 and "as the calibration counted" in str(found)
+    with pytest.raises(ValueError, match="another than"):
+        advise("Mixtral-8x7B", "60GB", device="m2-max", calibration=tmp_path / "c.safetensors")
+
+
+def test_the_doctor_names_what_a_machine_has(tmp_path):
+    found = dict(findings(tmp_path))
+    assert {"cores", "memory", "disk", "CUDA", "Neural Engine", "kernels", "torch"} <= set(found)
+    assert "GB/s with 16 requests" in found["disk"] and not list(tmp_path.iterdir())
+    assert json.dumps(found)
