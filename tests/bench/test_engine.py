@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,8 +108,11 @@ def bench(place, reports):
     class Told(harness.EngineBenchmark):
         def report(self, arm, decode=None):
             name, options, _ = arm
-            packed = ", bf12" if str(options.get("store")).endswith("bf12") else ""
-            return reports[f"{name} fast{packed}" if options.get("options", {}).get("executor") else name]
+            form = Path(options.get("store") or options.get("gguf", "")).stem
+            if name == "llama.cpp":
+                return reports[name + f" {form}" * (form != "model")]
+            fast = options.get("options", {}).get("executor")
+            return reports[f"{name} fast" + f", {form}" * (form != "raw") if fast else name]
     return Told(SPEC, place, 5, DECODE, 2, {})
 
 
@@ -133,6 +137,29 @@ def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_miss
     made = bench(place, told | {"moelab": report(0.3, "other")})
     assert engine.resident(made)["everything resident"]["moelab"]["output"] == "≠ EAGER"
     assert not made.aims["everything resident: TPOT ÷ eager"]["met"]
+
+
+def test_few_bits_are_compared_with_like(place, monkeypatch):
+    missing = {"result": "not installed (x)"}
+    told = {"moelab": report(0.2), "eager": report(0.2), "moelab fast": report(0.1, "other"), "llama.cpp": report(0.4),
+            "moelab fast, int8": report(0.07), "llama.cpp Q8_0": report(0.05), "moelab fast, int4": report(0.03),
+            "llama.cpp Q4_0": missing}
+    made = bench(place, told)
+    (rows,) = engine.few_bits(made).values()
+    assert list(rows) == ["moelab fast", "moelab fast, int8", "moelab fast, int8, dense too", "llama.cpp Q8_0",
+                          "moelab fast, int4", "moelab fast, int4, dense too", "llama.cpp Q4_0"]
+    assert {name: (pytest.approx(aim["measured"]), aim["met"]) for name, aim in made.aims.items()} == {
+        "few bits: TPOT of int8 experts ÷ bf16": (0.7, True), "few bits: TPOT of int8 ÷ llama.cpp Q8_0": (1.4, False),
+        "few bits: TPOT of int4 experts ÷ bf16": (0.3, True)}
+    monkeypatch.setattr(engine, "SHARES", (6130, 3710))         # of a tiny model, more than a process takes
+    others = dict.fromkeys(("lru baseline", "mapped", "accelerate", "ftllm"), missing)
+    made = bench(place, told | others | {"moelab fast, bf12": report(0.05), "llama.cpp Q4_0": report(0.02)})
+    more, less = engine.peers(made).items()
+    assert more[1]["moelab, int4, dense too"]["÷ moelab"] == pytest.approx(0.15) == less[1][
+        "moelab, int4, dense too"]["÷ moelab"]
+    assert made.aims[f"{more[0]}: TPOT of int4 ÷ llama.cpp Q4_0"]["measured"] == pytest.approx(1.5)
+    assert made.aims[f"{less[0]}: TPOT of int4, s"]["met"] and f"{more[0]}: TPOT of int4, s" not in made.aims
+    assert made.aims[f"{less[0]}: TPOT of bf12 ÷ raw, fast, prefetching"]["measured"] == pytest.approx(0.5)
 
 
 def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
@@ -163,7 +190,8 @@ def test_the_model_is_written_in_every_form_once(tmp_path):
     bench = harness.EngineBenchmark(SPEC, tmp_path, 5, 3, 1, {})
     bench.prepare(external=False)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert {path.name for path in written} == {"model", "huffman", "bf12", "raw", "int4", "experts.bin", "experts.json"}
+    assert {path.name for path in written} == {"model", "huffman", "bf12", "raw", "int8", "int4", "experts.bin",
+                                                "experts.json"}
     bench.prepare(external=False)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
@@ -203,7 +231,7 @@ def test_without_a_separate_file_system_the_folder_is_used_and_the_reason_given(
 
 
 def test_arguments_are_checked_before_anything_is_measured():
-    with pytest.raises(ValueError, match="no section speed; there are resident, limit"):
+    with pytest.raises(ValueError, match="no section speed; there are resident, few_bits, limit"):
         engine.run(["speed"])
     with pytest.raises(ValueError, match="ENGINE=INTERPRETER"):
         engine.run(["memory"], python=["/usr/bin/python"])
@@ -231,18 +259,68 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
     assert np.array_equal(up, fused[:, 32:]) and len(written) == 2 * 12 + 3
 
 
+@pytest.mark.parametrize("kind, bits, steps", [("Q8_0", 8.5, 127), ("Q4_0", 4.5, 8)])
+def test_gguf_in_few_bits_holds_the_checkpoint_rounded(place, tmp_path, kind, bits, steps):
+    """gguf's own reader and dequantizer say what was written: no weight is further away than a step of its block, the
+    widest weight's share; what is not multiplied stays as it was."""
+    gguf = pytest.importorskip("gguf", reason="gguf quantizes and reads; it comes with llama.cpp's Python packages")
+    import numpy as np
+    from gguf.quants import dequantize
+    exact, rounded = ({tensor.name: tensor for tensor in gguf.GGUFReader(external_engines.write_gguf(
+        place / "model", tmp_path / name, name)).tensors} for name in ("BF16", kind))
+    assert list(exact) == list(rounded) and {t.tensor_type.name for t in rounded.values()} == {"F32", kind}
+    for name, tensor in rounded.items():
+        weights, truth = (dequantize(of.data, of.tensor_type) for of in (tensor, exact[name]))
+        assert tensor.shape.tolist() == exact[name].shape.tolist() and weights.shape == truth.shape
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            assert np.array_equal(weights, truth) and ("norm" in name or "gate_inp" in name)
+            continue
+        assert 8 * tensor.n_bytes == bits * truth.size
+        blocks = truth.reshape(-1, 32)
+        step = np.abs(blocks).max(1, keepdims=True) / steps
+        assert (np.abs(weights.reshape(-1, 32) - blocks) <= 1.01 * step).all()
+
+
 def test_a_model_in_several_forms_beside_its_limit(tmp_path):
-    found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), prompt=5, decode=3, executor="exact")
+    """One arm by itself, then the others beside it."""
+    how = {"prompt": 5, "decode": 3, "executor": "exact"}
+    alone = scale.run(SPEC, ("huffman",), "60%", str(tmp_path / "here"), **how)
+    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "results": alone}))
+    how |= {"merge": str(tmp_path / "scale.json")}
+    found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), **how)
     conditions, rows, limits, turns, samples = found.values()
-    assert list(rows) == list(limits) == list(turns) == ["bf12", "int4"]
-    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 2
+    assert list(rows) == list(limits) == list(turns) == ["huffman", "bf12", "int4"]
+    assert all(found[section]["huffman"] == alone[section]["huffman"] for section in list(found)[1:4])
+    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 3
     assert all(turn["MB read on demand"] > 0 for turn in turns.values())
-    for name, fraction in (("bf12", 0.7), ("int4", 0.2)):
+    for name, fraction in (("bf12", 0.7), ("huffman", 0.6), ("int4", 0.2)):
         assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
     figure = beside_memory(conditions, rows, limits, turns)
     assert {trace.name for trace in figure.data} == {
         "weights", "peak of the process", "this machine's memory", "on demand", "prefetching", "limit on demand"}
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "int4"]          # for the next time
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "huffman", "int4"]   # for next time
+    with pytest.raises(ValueError, match="5, then 3 more, batch 1 instead of .* 6, then 3 more"):
+        scale.run(SPEC, ("int4",), "60%", None, **how | {"prompt": 6})
+    with pytest.raises(ValueError, match="no 50% of experts in memory"):
+        scale.run(SPEC, ("int4",), "50%", None, **how)
+    (tmp_path / "scale.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no result of bench scale"):
+        scale.run(SPEC, ("int4",), "60%", None, **how)
+
+
+def test_an_arm_that_fails_takes_the_place_of_its_earlier_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale.EngineBenchmark, "report", lambda *_: {"result": "failed: killed"})
+    monkeypatch.setattr(scale, "synthesize", lambda folder, *_, **__: folder.mkdir())
+    conditions, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3).values()
+    assert rows["bf12"]["result"] == "failed: killed" and not any(others)
+    with pytest.raises(ValueError, match="no arm has run, .* bf12: failed: killed"):
+        beside_memory(conditions, rows, *others[:2])
+    arm = {"TPOT s": 1.0}
+    before = {"conditions": conditions, "60% of experts in memory": {"bf12": arm, "int4": arm},
+              "against the limit": {"bf12": arm}, "turns": {"bf12": arm}, "samples": {"bf12: bf12": [1.0]}}
+    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "results": before}))
+    _, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3, merge=tmp_path / "scale.json").values()
+    assert rows["int4"] == arm and rows["bf12"]["result"] == "failed: killed" and not any(others)
 
 
 def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_path, monkeypatch):
