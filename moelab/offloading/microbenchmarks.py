@@ -316,6 +316,10 @@ def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
             for i, layer in enumerate(store.layers)]
 
 
+def shards_of(store: ExpertStore) -> int:
+    return max(len(entry.planes[0][1]) for entry in store.entries(0, 0).values())
+
+
 def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool = False) -> Delays:
     """Medians of five reads, decodings and computations of the store's first experts: the scheduler that orders reads
     by them needs their ratios, not their last digit.
@@ -328,9 +332,11 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     out, took, unpack = None, {}, in_place and packed and not compact
     timed = partial(_timed, took)
     with Reader(store) as reader, torch.inference_mode():
-        buffers = {part: reader.buffer(part) for part in ("E", "SM")}
+        buffers, last = {part: reader.buffer(part) for part in ("E", "SM", "both")}, len(store.layers) - 1
         for i in range(5):
-            e, sm = (timed(part, reader.read, 0, tried[i % len(tried)], part, buffers[part]) for part in buffers)
+            e, sm = (timed(part, reader.read, 0, tried[i % len(tried)], part, buffers[part]) for part in ("E", "SM"))
+            expert = i % len(store.layers[last].experts)        # of another layer: the system may have cached this one
+            timed("both", reader.read, last, expert, "both", buffers["both"])
             out = out or empty_tensors(e.entries)
             timed("decompress", _decompress, e, sm, out)
             timed("recover", _recover, e, sm, {name: tensor for name, tensor in out.items() if separable(e, name)})
@@ -343,7 +349,7 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     token = max(0.0, (seconds["16"] - seconds["1"]) / 15)
     every = experts_bytes(store)
     e_bytes, sm_bytes = (round(statistics.fmean(every[0][i][part] for i in tried)) for part in (0, 1))
-    return Delays(e_read=seconds["E"], sm_read=seconds["SM"], decompress=seconds["decompress"],
+    return Delays(e_read=seconds["E"], sm_read=seconds["SM"] * (sm_bytes > 0), decompress=seconds["decompress"],
                   recover=seconds["recover"], expert_base=max(0.0, seconds["1"] - token), expert_token=token,
-                  N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes, decode=seconds["decode"],
-                  experts_bytes=every)
+                  K=shards_of(store), N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes,
+                  decode=seconds["decode"], experts_bytes=every, read_both=seconds["both"])

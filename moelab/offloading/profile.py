@@ -29,7 +29,7 @@ import torch
 from moelab.arguments import number, whole
 from moelab.files import read_json, write_json
 from moelab.models import opening, plugged
-from moelab.offloading.microbenchmarks import COPY, MATMUL, Microbenchmarks, experts_bytes
+from moelab.offloading.microbenchmarks import COPY, MATMUL, Microbenchmarks, experts_bytes, shards_of
 from moelab.offloading.pipeline import step_back
 from moelab.progress import progress
 from moelab.registry import make
@@ -102,7 +102,7 @@ class Profile:
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
             token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
             self.experts_bytes, tuple(self.points("expert").items()),
-            self.median("one thread") if "one thread" in self.seconds else None, beside)
+            self.median("one thread") if "one thread" in self.seconds else None, beside, self.median("read both"))
 
     def to_device(self) -> DeviceSpec:
         """A device card of this machine, its figures "measured", with when and how in their source."""
@@ -116,6 +116,10 @@ class Profile:
             "memory_bandwidth_gbs": figure(
                 2 * COPY / min(copies) / 1e9, "GB/s",
                 f"a copy of {COPY >> 20} MiB, read and written, the fastest of {len(copies)}, {self.threads} threads")}
+        if self.nbytes["sm"]:
+            figures["decompress_gbs"] = figure(
+                self.nbytes["full"] / 2 / self.median("decompress") / 1e9, "GB/s",
+                f"exponents out of one thread, {self.codec}, median of {len(self.seconds['decompress'])}")
         for dtype, name in (("bfloat16", "bf16_tflops"), ("float16", "fp16_tflops"), ("float32", "fp32_tflops")):
             if samples := self.seconds.get(f"matmul {dtype}"):
                 figures[name] = figure(2 * MATMUL ** 3 / min(samples) / 1e12, "TFLOPS", f"a product of {MATMUL} × "
@@ -181,10 +185,10 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
                 while measured.done < MINIMUM or time.perf_counter() - start < seconds:
                     measured.once()
                     bar.update()
-        first, every = store.entries(0, 0), experts_bytes(store)
+        every = experts_bytes(store)
         e, sm = (round(statistics.fmean(pair[part] for layer in every for pair in layer)) for part in (0, 1))
         return Profile(
-            seconds=measured.seconds, K=max(len(entry.planes[0][1]) for entry in first.values()), N=len(first),
+            seconds=measured.seconds, K=shards_of(store), N=len(store.entries(0, 0)),
             model=store.spec.name, codec=store.codec, dtype=str(model.dtype).removeprefix("torch."),
             nbytes={"full": measured.slots.sizes.full, "e": e, "sm": sm}, experts_bytes=every,
             mode=reader.mode, workers=workers, threads=torch.get_num_threads(), when=time.strftime("%Y-%m-%d %H:%M"),

@@ -29,12 +29,13 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
-from moelab.registry import find
+from moelab.registry import make
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine
 from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, MoESpec, State
+from moelab.store.codecs import SHARDS, shard_count
 from moelab.trace import PREFILL, RoutingTrace
 
 #: forwards, each a list of (layer, {expert: tokens})
@@ -72,7 +73,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
              scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order,
              predictions: Predictions | None = None, ahead: int = 0, distance: int = 1,
-             gate: PrefetchGate | None = None, predict: float = 0.0, across: CrossToken | None = None) -> Simulation:
+             gate: PrefetchGate | None = None, predict: float = 0.0, across: CrossToken | None = None,
+             quiet: bool = False) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : a run's, or those of a trace (`steps_of`).
@@ -89,6 +91,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     gate : throttles prefetching and learns; None for a new one.
     predict : seconds that a prediction takes.
     across : predicts the first layer's experts at the end of the token before; None: nobody does.
+    quiet : without a progress bar.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert that the residency
     doesn't have, and a distance or staging below 1.
@@ -112,8 +115,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
     machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
 
-    for forward, (tokens, phase), predicted in progress(list(zip(steps, kinds, predictions or [()] * len(steps))),
-                                                      "simulating"):
+    passes = list(zip(steps, kinds, predictions or [()] * len(steps)))
+    for forward, (tokens, phase), predicted in passes if quiet else progress(passes, "simulating"):
         begun, announced = machine.now, dict(predicted) if ahead else {}
         gate.begin(phase)
         across.begin(phase)
@@ -148,14 +151,14 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
 
 def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
            pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
-           scheduler: Any = "default", decompress_gbs: float | None = None) -> Simulation:
+           scheduler: Any = None, decompress_gbs: float | None = None) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's future.
     device : a card, its name or the path of your own, whose figures replace what was measured (`delays_of`).
-    pools, workers, staging : in place of the run's.
-    scheduler : what orders reads and decoding: a name of `moelab.names("scheduler")`, or a function of your own.
+    pools, workers, staging, scheduler : in place of the run's; the last is what orders reads and decoding: a name of
+        `moelab.names("scheduler")`, or a function of your own.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that
@@ -179,7 +182,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     if device is not None:
         device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
-    scheduler = find("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
+    scheduler = make("scheduler", order) if isinstance(order := scheduler or settings.scheduler, str) else order
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
                     predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
@@ -302,6 +305,7 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
     delays = Delays(
         e_read=rho * half / rates.read, sm_read=half / rates.read, decompress=half / (decompress_gbs * 1e9),
         recover=4 * half / rates.memory, expert_base=2 * half / rates.memory, expert_token=flops / rates.flops,
-        N=3 if spec.gated else 2, e_bytes=round(rho * half), sm_bytes=round(half))
+        K=shard_count(spec.H * spec.I, SHARDS), N=3 if spec.gated else 2, e_bytes=round(rho * half),
+        sm_bytes=round(half))
     dense = dense_bytes / spec.L
     return delays, (dense / rates.memory, dense / rates.flops)

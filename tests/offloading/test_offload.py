@@ -1,9 +1,10 @@
-"""An offloaded model against transformers' own eager experts, bit for bit; what goes wrong, and what is left after it."""
+"""An offloaded model against transformers' own eager experts, bit for bit; what goes wrong, what is left after it."""
 
 import gc
 import random
 import threading
 import time
+from collections import Counter
 from functools import lru_cache
 
 import pytest
@@ -14,13 +15,15 @@ from hypothesis import strategies as st
 from moelab import convert, open_model
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
-from moelab.registry import make
+from moelab.registry import make, names
 from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
+from moelab.offloading.simulator import replay
 from moelab.offloading.slots import Sizes
 from moelab.schedule.requests import Delays
 from moelab.specs import State
+from moelab.store import codecs
 from moelab.store.layout import ExpertStore, StoreError
 from tests.models import tiny
 from tests.timelines import check
@@ -105,6 +108,17 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, plan, tmp_pa
         offloaded.moelab.close()
 
 
+def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypatch, tmp_path):
+    monkeypatch.setattr(codecs, "MIN_SHARD", 128)
+    reference = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64))
+    offloaded = offload(convert(tmp_path / "model", tmp_path / "store"), 0.5, workers=13, delays=DELAYS)
+    with offloaded.moelab as offloading:
+        assert_equal(offloaded, reference, batch=1)
+        kinds = Counter(event.kind for event in offloading.timeline)
+        assert kinds["decode"] + kinds["recover"] > 3 * offloading.residency.counters.misses > 0
+        assert check(offloading.timeline) == []
+
+
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"belady"}))
 def test_every_policy(qwen, eager, policy, scope):
@@ -114,6 +128,17 @@ def test_every_policy(qwen, eager, policy, scope):
     counters = offloaded.moelab.residency.counters
     assert counters.misses and counters.hits[State.FULL]
     offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("scheduler", names("scheduler"))
+def test_no_scheduler_changes_a_bit_and_the_simulator_takes_the_runs(qwen, eager, scheduler):
+    offloaded = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 4), staging=3, workers=2, scheduler=scheduler, delays=DELAYS)
+    with offloaded.moelab as offloading:
+        assert_equal(offloaded, eager)
+        run = offloading.run
+    assert replay(run).events == replay(run, scheduler=scheduler).events
+    assert sorted((e.layer, e.expert, e.kind) for e in replay(run).events if e.resource == "disk") == sorted(
+        (e.layer, e.expert, e.kind) for e in run.timeline if e.resource == "disk")
 
 
 @pytest.mark.parametrize("batch, prompt", [(1, 1), (1, 2), (1, 600), (4, 37), (16, 5)])
