@@ -22,7 +22,7 @@ from moelab.models import opening, plug
 from moelab.models.direct import CheckpointStore
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.profile import quick_delays, same_bits_on_one_thread
+from moelab.offloading.microbenchmarks import quick_delays, same_bits_on_one_thread
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots, every_one_is_multiplied, has_few_bits, slot_counts

@@ -20,7 +20,8 @@ from moelab import open_model
 from moelab.models import discover, plugged
 from moelab.offloading import profile as profiling
 from moelab.models.convert import convert
-from moelab.offloading.profile import EXPERT_TOKENS, FORWARD_TOKENS, Microbenchmarks, Profile, profile
+from moelab.offloading.microbenchmarks import EXPERT_TOKENS, FORWARD_TOKENS, Microbenchmarks
+from moelab.offloading.profile import Profile, profile
 from moelab.offloading.simulator import MachineRates
 from moelab.offloading.slots import Sizes
 from moelab.registry import make

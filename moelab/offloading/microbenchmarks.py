@@ -1,0 +1,349 @@
+"""Microbenchmarks: reading, decoding and computing experts as the engine does, one at a time and side by side.
+
+`Microbenchmarks.once` runs every measurement of `moelab.offloading.profile` once, on other experts of the store. Reads
+find the system's cache dropped, products find the expert gone from the processor's cache, and the model's other parts
+run in real forward passes whose experts answer nothing.
+
+Disk, workers and computation share cores and memory, so each two of them also run side by side, as the engine runs
+them: "expert beside decode" is one expert on one token while another is decoded, "expert alone" the same just before.
+
+`quick_delays` measures with a store's first experts in a moment. Left out: contention with the model's other parts, or
+of many tokens; threads' handshakes; attention to a long past; devices but the CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import combinations
+from threading import Event
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.cache.residency import Pools, Residency
+from moelab.models.seam import SeamExperts, assignments, discover, execute
+from moelab.offloading.slots import Sizes, Slots, has_few_bits
+from moelab.schedule.affinity import default_order
+from moelab.schedule.requests import Delays
+from moelab.specs import State
+from moelab.store.headers import NAMES
+from moelab.store.layout import ALIGN, Chunk, ExpertStore, TensorEntry
+from moelab.store.reader import Chunks, Reader, aligned_buffer, decode, decode_tensor, empty_tensors
+from moelab.store.stages import decompress, recover, separable
+
+READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))       # bytes
+EXPERT_TOKENS, FORWARD_TOKENS = (1, 2, 4, 8, 16, 64), (1, 4, 16, 64)
+#: bytes of decoded experts that computing goes round in, so that it finds none in the processor's cache
+ROUND_TRIP = 256 << 20
+COPY, MATMUL = 64 << 20, 512
+
+
+class Microbenchmarks:
+    """All measurements, one after another, and their samples; decoded experts lie in the engine's kind of memory, from
+    which an executor takes that of `slot`."""
+
+    def __init__(self, store: ExpertStore, model: Any, reader: Reader, pool: ThreadPoolExecutor, workers: int,
+                 rng: np.random.Generator, executor: Callable[..., torch.Tensor] | None = None, compact: bool = False
+                 ) -> None:
+        self.store, self.model, self.reader, self.pool = store, model, reader, pool
+        self.workers, self.rng, self.executor, self.slot = workers, rng, executor, 0
+        self.seconds: dict[str, list[float]] = {}
+        self.timed = partial(_timed, self.seconds)
+        self.done, self.calls = -1, []                          # rounds; when each layer's experts were called
+        experts = sum(len(layer.experts) for layer in store.layers)
+        sizes = Sizes.of(store, None if compact or not has_few_bits(store) else False)
+        self.kept = max(workers, min(experts, ROUND_TRIP // sizes.full))
+        self.slots = Slots(store, {"full": self.kept, "e": workers, "sm": workers}, sizes)
+        self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
+        self.full: dict[int, tuple[int, int]] = {}              # slot → (layer, expert) that it holds
+        self.whole: dict[int, Chunks] = {}                      # the same, of what is read in place
+        for slot in range(self.kept):
+            layer, expert = self._pick()
+            self.full[slot] = layer, expert
+            if self.slots.sizes.in_place:
+                self.whole[slot], = reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
+            else:
+                decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer, expert))
+        largest = max(layer.size for layer in store.layers)
+        self.sizes = [size for size in READS if size <= largest]
+        self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
+        self.buffer = aligned_buffer(max(self.sizes, default=0))
+        self.buffer[:] = 0                                      # pre-faulted
+        self.copied = torch.zeros(COPY // 4), torch.zeros(COPY // 4)
+        self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
+        self.experts = [layer.experts for layer in discover(model)]
+        self.one_thread = executor is None and same_bits_on_one_thread(store, model)
+        self.spare = {part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
+        for buffer in self.spare.values():
+            buffer[:] = 0
+        self.work = {"decode": self._decoding, "read": self._reading, "expert": lambda: self._computing(1)}
+        self.disk = ThreadPoolExecutor(1)                       # the engine's, too, does not step back
+        self.residency = Residency(len(store.layers), max(len(layer.experts) for layer in store.layers),
+                                   Pools(F=experts // 4))
+
+    def once(self) -> None:
+        self.done += 1
+        (self._read_in_place if self.slots.sizes.in_place else self._read_and_decode)()
+        with _threads(1 if self.one_thread else torch.get_num_threads()):
+            if self.one_thread:
+                self.timed("one thread", self._computing(1))
+            for kind in self.work:
+                self._alone(kind)
+            for pair in combinations(self.work, 2):
+                self._side_by_side(*pair)
+        for size in self.sizes:
+            layer = int(self.rng.choice([i for i, layer in enumerate(self.store.layers) if layer.size >= size]))
+            place = int(self.rng.integers((self.store.layers[layer].size - size) // ALIGN + 1)) * ALIGN
+            self._read(f"read {size}", self.pieces.read, layer, (place, size), "both", self.buffer)
+        for tokens in EXPERT_TOKENS:
+            self.timed(f"expert {tokens}", self._computing(tokens))
+        for tokens in FORWARD_TOKENS:
+            self._forward(tokens)
+        self.timed("copy", self.copied[0].copy_, self.copied[1])
+        for matrix in self.products:
+            self.timed(f"matmul {matrix.dtype}".replace("torch.", ""), torch.matmul, matrix, matrix)
+
+    def _pick(self) -> tuple[int, int]:
+        layer = int(self.rng.integers(len(self.store.layers)))
+        return layer, int(self.rng.integers(len(self.store.layers[layer].experts)))
+
+    def _read(self, name: str, function: Callable[..., Any], layer: int, *args: Any) -> Any:
+        self.reader.drop_cache(layer)
+        return self.timed(name, function, layer, *args)
+
+    def _read_in_place(self) -> None:
+        """What there is to do for an expert of a raw store: one read, and checking it."""
+        whole = []
+        for i in range(self.workers):
+            key, slot = self._pick(), (self.done * self.workers + i) % self.kept
+            whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
+            self.full[slot], self.whole[slot] = key, whole[-1]
+            self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
+        list(self.pool.map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None, chunks, chunks,
+                                                     {}), whole))
+        self.seconds["decompress"] = self.seconds["decode"]
+        for name in ("read SM", "recover"):
+            self.seconds.setdefault(name, []).extend([0.0] * self.workers)
+
+    def _read_and_decode(self) -> None:
+        self._read("read both", self.reader.read_parts, *self._pick(), self.buffers[0])
+        work = []
+        for i, buffers in enumerate(self.buffers):
+            key, slot = self._pick(), (self.done * self.workers + i) % self.kept
+            (e,) = self._read("read E", self.reader.read_parts, *key, {"E": buffers["E"]})
+            (sm,) = self._read("read SM", self.reader.read_parts, *key, {"SM": buffers["SM"]})
+            self.full[slot] = key
+            work.append((e, sm, self.slots.tensors(slot, *key)))
+        for name, stage in (("decompress", _decompress), ("recover", _recover), ("decode", decode)):
+            list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
+        self.latest = work[0]
+
+    def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
+        """As the engine's workers do: check, then use."""
+        for chunks in {"decompress": [e], "recover": [sm]}.get(name, [e] if e is sm else [e, sm]):
+            if self.reader.verify:
+                self.reader.check(chunks)
+        stage(e, sm, out)
+
+    def _again(self, kind: str, spans: list[tuple[float, float]], enough: Callable[[], bool], begun: Event) -> None:
+        """Work of one kind after another, on other experts."""
+        try:
+            while not enough():
+                work, start = self.work[kind](), time.perf_counter()
+                begun.set()
+                work()
+                spans.append((start, time.perf_counter()))
+        finally:
+            begun.set()
+
+    def _alone(self, kind: str) -> None:
+        spans: list[tuple[float, float]] = []
+        again = partial(self._again, kind, spans, lambda: len(spans) == 3, Event())
+        again() if kind == "expert" else (self.disk if kind == "read" else self.pool).submit(again).result()
+        self.seconds.setdefault(f"{kind} alone", []).append(statistics.fmean(end - start for start, end in spans))
+
+    def _side_by_side(self, behind: str, here: str) -> None:
+        """Two kinds of work again and again, one in a thread of its own, until both have been done three times; what
+        counts are the means of those that ran beside the other from beginning to end."""
+        spans: dict[str, list[tuple[float, float]]] = {behind: [], here: []}
+        begun, over = Event(), Event()
+        other = (self.disk if behind == "read" else self.pool).submit(self._again, behind, spans[behind], over.is_set,
+                                                                      begun)
+        begun.wait()
+        spans[behind].clear()                                   # what was done before this side had begun
+        first = time.perf_counter()
+        try:
+            self._again(here, spans[here], lambda: other.done() or min(map(len, spans.values())) >= 3, begun)
+        finally:
+            last = time.perf_counter()
+            over.set()
+        other.result()
+        for kind, beside in ((behind, here), (here, behind)):
+            self.seconds.setdefault(f"{kind} beside {beside}", []).append(statistics.fmean(
+                end - start for start, end in spans[kind] if first <= start and end <= last))
+
+    def _decoding(self) -> Callable[[], Any]:
+        if not self.slots.sizes.in_place:
+            return partial(self._checked, "decode", decode, *self.latest)
+        chunks = self.whole[int(self.rng.integers(self.kept))]
+        return partial(self._checked, "decode", lambda *_: None, chunks, chunks, {})
+
+    def _reading(self) -> Callable[[], Any]:
+        layer, expert = self._pick()
+        self.reader.drop_cache(layer)
+        return partial(self.reader.read_parts, layer, expert, self.spare)
+
+    def _computing(self, tokens: int) -> Callable[[], torch.Tensor]:
+        """Computes an expert as the engine would that has just loaded it."""
+        self.slot = int(self.rng.integers(self.kept))
+        (layer, expert), dtype = self.full[self.slot], self.model.dtype
+        x, w = torch.randn(tokens, self.store.spec.H).to(dtype), torch.ones(tokens, dtype=dtype)
+        rows, experts = torch.arange(tokens), self.experts[layer]
+        if self.executor is not None:
+            return partial(execute, self.executor, x, torch.full((tokens, 1), expert), w[:, None], experts)
+        return lambda: experts.contribution(x, rows, w, self(layer, expert))
+
+    def __call__(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+        return _cast(self.slots.tensors(self.slot, layer, expert, reuse=True), self.model.dtype)
+
+    def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]] | None:
+        """As `EngineSource.matrices`."""
+        stored = {entry.dtype for entry in self.store.entries(layer, experts[0]).values()}
+        return self.slots.matrices([self.slot], layer, experts) if stored == {NAMES[dtype]} else None
+
+    def _forward(self, tokens: int) -> None:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        ids = torch.from_numpy(self.rng.integers(vocabulary, size=(1, tokens)))
+        arguments = {"input_ids": ids, "decoder_input_ids": ids, "logits_to_keep": 1}       # `generate` keeps one, too
+        taken = inspect.signature(self.model.forward).parameters
+        self.calls.clear()
+        start = time.perf_counter()
+        self.model(**{name: value for name, value in arguments.items() if name in taken})
+        end = time.perf_counter()
+        self.seconds.setdefault(f"other {tokens}", []).append((self.calls[-1] - start) / len(self.calls))
+        self.seconds.setdefault(f"head {tokens}", []).append(end - self.calls[-1])
+
+    def without_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+                        experts: SeamExperts) -> torch.Tensor:
+        """An executor whose experts all answer nothing; what it costs to hand out and to sum up is left in, and to
+        decide as the engine does."""
+        routed = assignments(ids, experts.num_experts)
+        step = self.residency.begin(experts.layer, {expert: len(tokens) for expert, _, tokens in routed})
+        default_order([request for request in step.requests if request.state is not State.FULL],
+                      Delays(1, 1, 1, 1, 1, 0), self.workers)
+        nothing = [(expert, tokens, x.new_zeros(len(tokens), x.shape[1])) for expert, _, tokens in routed]
+        out = experts.accumulate(x, nothing)
+        self.calls.append(time.perf_counter())
+        return out
+
+
+class _Pieces(ExpertStore):
+    """A store whose expert (place, size) of a layer is so many bytes of its file, whatever they are."""
+
+    checksum = None
+
+    def __init__(self, store: ExpertStore) -> None:
+        self.folder, self.layers = store.folder, store.layers
+
+    def entries(self, layer: int, piece: tuple[int, int]) -> dict[str, TensorEntry]:
+        place, size = piece
+        return {"piece": TensorEntry("U8", (size,), "", (("raw", (Chunk(place, size, ""),)),))}
+
+
+def _timed(seconds: dict[str, list[float]], name: str, function: Callable[..., Any], *args: Any) -> Any:
+    start = time.perf_counter()
+    result = function(*args)
+    seconds.setdefault(name, []).append(time.perf_counter() - start)
+    return result
+
+
+def _decompress(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
+    for name in out:
+        if separable(e, name):
+            decompress(e, name, out[name])
+
+
+def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
+    """Also decodes at once what cannot be decoded in two stages."""
+    for name in out:
+        if separable(e, name):
+            recover(sm, name, out[name])
+        else:
+            decode_tensor(e, sm, name, out[name])
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
+    """Whether one thread computes a token's expert to the same bits as all threads do: no library promises it, so it is
+    tried on 8 tokens."""
+    threads, experts = torch.get_num_threads(), discover(model)[0].experts
+    if threads == 1 or model.device.type != "cpu":
+        return False                                            # nothing to gain
+    with Reader(store) as reader, torch.inference_mode():
+        chunks = reader.read(0, 0)
+        weights = _cast(decode(chunks, chunks), model.dtype)
+        x, results = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)), []
+        for n in (1, threads):
+            with _threads(n):
+                results.append(torch.stack([experts.ffn(row.to(model.dtype), weights) for row in x]))
+    return torch.equal(*results)
+
+
+@contextmanager
+def _threads(n: int) -> Iterator[None]:
+    """Torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
+    """[L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks]: exact; experts compress differently."""
+    return [[[store.stored_bytes(i, expert, part) for part in ("E", "SM")] for expert in range(len(layer.experts))]
+            for i, layer in enumerate(store.layers)]
+
+
+def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool = False) -> Delays:
+    """Medians of five reads, decodings and computations of the store's first experts: the scheduler that orders reads
+    by them needs their ratios, not their last digit.
+
+    in_place : whether experts are computed from the bytes that were read, of which only checksums are left to compare;
+        unless `compact`, packed ones are unpacked for it.
+    """
+    experts, tried = discover(model)[0].experts, range(min(5, len(store.layers[0].experts)))
+    packed = any(entry.planes[0][0] != "raw" for entry in store.entries(0, 0).values())
+    out, took, unpack = None, {}, in_place and packed and not compact
+    timed = partial(_timed, took)
+    with Reader(store) as reader, torch.inference_mode():
+        buffers = {part: reader.buffer(part) for part in ("E", "SM")}
+        for i in range(5):
+            e, sm = (timed(part, reader.read, 0, tried[i % len(tried)], part, buffers[part]) for part in buffers)
+            out = out or empty_tensors(e.entries)
+            timed("decompress", _decompress, e, sm, out)
+            timed("recover", _recover, e, sm, {name: tensor for name, tensor in out.items() if separable(e, name)})
+            timed("decode", *((reader.check, e) if in_place else (decode, e, sm, out)))
+            weights = {name: t.to(model.device) for name, t in _cast(out, model.dtype).items()}
+            for tokens in (1, 16):
+                x = torch.zeros(tokens, store.spec.H, dtype=model.dtype, device=model.device)
+                timed(str(tokens), lambda: (unpack and decode(e, sm, out), experts.ffn(x, weights)))
+    seconds = {name: statistics.median(values) for name, values in took.items()}
+    token = max(0.0, (seconds["16"] - seconds["1"]) / 15)
+    every = experts_bytes(store)
+    e_bytes, sm_bytes = (round(statistics.fmean(every[0][i][part] for i in tried)) for part in (0, 1))
+    return Delays(e_read=seconds["E"], sm_read=seconds["SM"], decompress=seconds["decompress"],
+                  recover=seconds["recover"], expert_base=max(0.0, seconds["1"] - token), expert_token=token,
+                  N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes, decode=seconds["decode"],
+                  experts_bytes=every)
