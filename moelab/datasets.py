@@ -239,7 +239,10 @@ def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) ->
 
 @lru_cache(maxsize=1)
 def token_count(tokenizer: Any) -> Callable[[str], int]:
-    """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its prompts."""
+    """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its prompts; ValueError
+    if the model has none."""
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer, so no prompts can be made for it; put one beside its weights")
     return lru_cache(maxsize=200_000)(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 

@@ -214,5 +214,6 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
         return made
     if "vectors" in takes(predictor) and "vectors" not in ingredients:
         with _executing(model, "exact"):                # which sums expert by expert
-            ingredients["vectors"] = default_vectors(model, datasets.prompts("prose", PROMPTS, tokens=128))
+            ingredients["vectors"] = default_vectors(model, datasets.prompts(
+                "prose", PROMPTS, tokens=128, count=datasets.token_count(model.tokenizer)))
     return registry.make("predictor", predictor, model, **ingredients)

@@ -118,6 +118,19 @@ def test_fast_is_fast_everywhere(folder):
             assert tokens(lm).shape == tokens(own).shape
 
 
+def test_default_vectors_are_measured_on_prompts_of_the_models_own_tokens(monkeypatch):
+    """A tokenizer of letters; what is measured is not looked at."""
+    monkeypatch.setattr(opening, "default_vectors", lambda model, prompts: prompts)
+    monkeypatch.setattr(opening.registry, "make", lambda kind, name, model, vectors: vectors)
+    with moelab.open_model(None, memory="60%") as lm:
+        lm.tokenizer = lambda text, **_: {"input_ids": list(text)}
+        prompts = opening.make_predictor(lm, "quasi")
+        assert len(prompts) == opening.PROMPTS and all(len(p.text + p.answer) <= 128 for p in prompts)
+        lm.tokenizer = None
+        with pytest.raises(ValueError, match="no tokenizer"):
+            opening.make_predictor(lm, "quasi")
+
+
 class Same(Predictor):
     def predict(self, layer, s, r, ids, weights):
         return (ids, weights) if layer in self.targets else None

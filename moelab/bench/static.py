@@ -43,14 +43,16 @@ Points = list[tuple[float, float]]
 Ways = Mapping[str, Callable[[Saliency], Any]]  # name → what makes the executor that drops, or pads
 
 
-def texts(split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
-    """n prompts of each of `SOURCES`, source by source."""
-    return [prompt.text for prompt in datasets.prompts(SOURCES, n, tokens=tokens, seed=seed, split=split)]
+def texts(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
+    """n prompts of each of `SOURCES`, source by source, of at most so many tokens of this tokenizer."""
+    return [prompt.text for prompt in datasets.prompts(SOURCES, n, tokens=tokens, seed=seed, split=split,
+                                                       count=datasets.token_count(tokenizer))]
 
 
 def chunk_texts(tokenizer: Any, n: int, tokens: int, seed: int = 0) -> list[str]:
     """The first 2n test prompts, of n a source, that fill more than half a chunk of `tokens`."""
-    return [text for text in texts("test", n, tokens, seed) if len(tokenizer(text)["input_ids"]) > tokens // 2][:2 * n]
+    return [text for text in texts(tokenizer, "test", n, tokens, seed)
+            if len(tokenizer(text)["input_ids"]) > tokens // 2][:2 * n]
 
 
 def routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> Tensor:

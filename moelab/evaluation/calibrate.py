@@ -68,11 +68,8 @@ def check_writable(file: Path, force: bool) -> None:
 def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, tokens: int = 256, new_tokens: int = 17,
                 batch_size: int = 8, seed: int = 0) -> Calibration:
     """Calibrate a model on n prompts of each source; ValueError without a tokenizer."""
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer, so no prompts can be made for it; put one beside its weights")
     asked = datasets.prompts(sources, n, tokens=tokens, seed=seed, split="train",
-                             count=datasets.token_count(tokenizer))
+                             count=datasets.token_count(getattr(model, "tokenizer", None)))
     trace = record(model, asked, max_new_tokens=new_tokens, batch_size=batch_size)
     return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
 

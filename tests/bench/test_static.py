@@ -22,7 +22,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def trace(model):
-    texts = static.texts("train", 1, 96)
+    texts = static.texts(model.tokenizer, "train", 1, 96)
     return moelab.record(model, texts, batch_size=4, max_new_tokens=5, min_new_tokens=5)
 
 
@@ -39,10 +39,17 @@ def test_routing_names_distinct_experts_and_skews_as_told():
 
 def test_texts_come_source_by_source_and_fill_half_a_chunk(model):
     wanted = [p.text for source in static.SOURCES for p in moelab.prompts(source, 2, tokens=96, seed=4, split="test")]
-    assert static.texts("test", 2, 96, 4) == wanted
+    assert static.texts(model.tokenizer, "test", 2, 96, 4) == wanted
     chunks = static.chunk_texts(model.tokenizer, 2, 96, 4)
     assert 0 < len(chunks) <= 4 and set(chunks) <= set(wanted)
     assert all(len(model.tokenizer(text)["input_ids"]) > 48 for text in chunks)
+
+
+def test_texts_are_cut_by_the_models_own_tokenizer(model):
+    """A tokenizer of letters, on passages of code and prose, the first two sources."""
+    of_letters, of_words = (static.texts(tokenizer, "test", 2, 160)[:4] for tokenizer in (
+        lambda text, **_: {"input_ids": list(text)}, model.tokenizer))
+    assert max(map(len, of_letters)) <= 160 < max(map(len, of_words))
 
 
 def provisioned(T, K, E, B):
