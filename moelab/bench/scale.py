@@ -5,13 +5,17 @@ same memory for experts; the limit is that of `moelab.bench.engine`. Then one mo
 prefetching in turn, as in `moelab.bench.prefetch`: two processes would rather compare the machine's moods. Tokens are
 random and given and weights are synthetic, so the hit rate is this model's own: in deep synthetic models tokens
 agree more about their experts than in trained ones. The next layer's router on this layer's router input predicts.
+
+Arms may be measured at different times, as each takes long: `--merge FILE` puts an earlier result's others beside them.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from moelab.bench.harness import EngineBenchmark
 from moelab.bench.measure import load_average
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.cards import load_model
+from moelab.files import read_json
 from moelab.models.synthesize import scaled, synthesize
 from moelab.opening import open_model
 from moelab.registry import make
@@ -36,10 +41,15 @@ STORED, ARMS = ("bf12", "huffman", "int4"), ("on demand", "hint")
 
 def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, memory: str = "14GB",
         folder: str | None = None, scale: float = 1.0, rounds: int = 1, prompt: int = 128, decode: int = 32,
-        executor: str = "fast") -> dict[str, dict[str, Any]]:
+        executor: str = "fast", merge: str | None = None) -> dict[str, dict[str, Any]]:
     import psutil
-    spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
-    load, rows, limits, turns = load_average(), {}, {}, {}
+    spec, stored = scaled(load_model(model) if isinstance(model, str) else model, scale), list(stored)
+    conditions = {"model": f"{spec.name}, {spec.num_layers} layers, synthetic", "experts in bf16 GB":
+                  spec.experts_bytes / 1e9, "memory GB": psutil.virtual_memory().total / 1e9, "executor": executor,
+                  "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1", "rounds": rounds,
+                  "cores": os.cpu_count()}
+    title = f"{memory} of experts in memory"
+    rows, limits, turns, samples = earlier(merge, conditions, title, stored) if merge else ({}, {}, {}, {})
     with tempfile.TemporaryDirectory() as temporary:
         bench = EngineBenchmark(spec, Path(folder or temporary).expanduser().resolve(), prompt, decode, rounds, {},
                                 reference={"result": "the model does not fit"})
@@ -47,20 +57,33 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
             if new := not (bench.folder / name).exists():
                 synthesize(bench.folder / name, model, scale,
                            **{"quantize" if name in fewbit.FORMATS else "codec": name})
+            load = load_average()
             found, reports = bench.compare(name, {name: bench.moelab(name, memory, executor=executor)}, name)
-            rows |= found
+            rows[name] = found[name] | {"load average before": load}
             if "result" not in (report := reports[name][-1]):
                 limits[name] = against_limit(reports[name]) | {"other weights GB": report["others_bytes"] / 1e9,
                                                                "budget GB": report["budget_bytes"] / 1e9}
                 turns[name] = in_turn(bench.folder / name, memory, executor, prompt, decode)
             if new and folder is None:
                 shutil.rmtree(bench.folder / name)
-    conditions = {"model": f"{spec.name}, {spec.num_layers} layers, synthetic", "experts in bf16 GB":
-                  spec.experts_bytes / 1e9, "memory GB": psutil.virtual_memory().total / 1e9, "executor": executor,
-                  "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1", "rounds": rounds,
-                  "load average before": load}
-    return {"conditions": conditions, f"{memory} of experts in memory": rows, "against the limit": limits,
-            "prefetching, tokens in turn": turns, "samples": bench.samples}
+    return {"conditions": conditions, title: rows, "against the limit": limits, "prefetching, tokens in turn": turns,
+            "samples": samples | bench.samples}
+
+
+def earlier(path: str, conditions: Mapping[str, Any], title: str, anew: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows, limits, turns and samples of the arms of an earlier result that are not measured anew; ValueError if it was
+    measured under other conditions."""
+    found = read_json(Path(path))
+    if found.get("bench") != "scale":
+        raise ValueError(f"{path} holds no result of bench scale; give the JSON that it printed last")
+    before, *kept = found["results"].values()
+    differ = [f"{key} {before[key]} instead of {value}" for key, value in conditions.items() if key in before and not (
+        math.isclose(before[key], value, rel_tol=0.01) if isinstance(value, float) else before[key] == value)]
+    if title not in found["results"]:
+        differ.append(f"no {title}")
+    if differ:
+        raise ValueError(f"the arms of {path} cannot stand beside new ones: {'; '.join(differ)}")
+    return [{name: value for name, value in part.items() if name.partition(":")[0] not in anew} for part in kept]
 
 
 def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -> dict[str, float]:
@@ -85,4 +108,5 @@ OPTIONS = {
     "scale": (number(above=0, most=1), "part of the layers"),
     "folder": (None, "where the stores are kept, 110 GB, for the next time; else one at a time is there"),
     "rounds": (whole(1), "processes an arm"), "prompt": (whole(1), "tokens of a prompt"),
-    "decode": (whole(1), "tokens after it"), "executor": (None, "that computes")}
+    "decode": (whole(1), "tokens after it"), "executor": (None, "that computes"),
+    "merge": (None, "an earlier result of this bench, JSON, whose other arms are kept beside the new ones")}

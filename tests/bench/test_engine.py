@@ -232,17 +232,45 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
 
 
 def test_a_model_in_several_forms_beside_its_limit(tmp_path):
-    found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), prompt=5, decode=3, executor="exact")
+    """One arm by itself, then the others beside it."""
+    how = {"prompt": 5, "decode": 3, "executor": "exact"}
+    alone = scale.run(SPEC, ("huffman",), "60%", str(tmp_path / "here"), **how)
+    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "results": alone}))
+    how |= {"merge": str(tmp_path / "scale.json")}
+    found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), **how)
     conditions, rows, limits, turns, samples = found.values()
-    assert list(rows) == list(limits) == list(turns) == ["bf12", "int4"]
-    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 2
+    assert list(rows) == list(limits) == list(turns) == ["huffman", "bf12", "int4"]
+    assert all(found[section]["huffman"] == alone[section]["huffman"] for section in list(found)[1:4])
+    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 3
     assert all(turn["MB read on demand"] > 0 for turn in turns.values())
-    for name, fraction in (("bf12", 0.7), ("int4", 0.2)):
+    for name, fraction in (("bf12", 0.7), ("huffman", 0.6), ("int4", 0.2)):
         assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
     figure = beside_memory(conditions, rows, limits, turns)
     assert {trace.name for trace in figure.data} == {
         "weights", "peak of the process", "this machine's memory", "on demand", "prefetching", "limit on demand"}
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "int4"]          # for the next time
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "huffman", "int4"]   # for next time
+    with pytest.raises(ValueError, match="5, then 3 more, batch 1 instead of .* 6, then 3 more"):
+        scale.run(SPEC, ("int4",), "60%", None, **how | {"prompt": 6})
+    with pytest.raises(ValueError, match="no 50% of experts in memory"):
+        scale.run(SPEC, ("int4",), "50%", None, **how)
+    (tmp_path / "scale.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no result of bench scale"):
+        scale.run(SPEC, ("int4",), "60%", None, **how)
+
+
+def test_an_arm_that_fails_takes_the_place_of_its_earlier_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale.EngineBenchmark, "report", lambda *_: {"result": "failed: killed"})
+    monkeypatch.setattr(scale, "synthesize", lambda folder, *_, **__: folder.mkdir())
+    conditions, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3).values()
+    assert rows["bf12"]["result"] == "failed: killed" and not any(others)
+    with pytest.raises(ValueError, match="no arm has run, .* bf12: failed: killed"):
+        beside_memory(conditions, rows, *others[:2])
+    arm = {"TPOT s": 1.0}
+    before = {"conditions": conditions, "60% of experts in memory": {"bf12": arm, "int4": arm},
+              "against the limit": {"bf12": arm}, "turns": {"bf12": arm}, "samples": {"bf12: bf12": [1.0]}}
+    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "results": before}))
+    _, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3, merge=tmp_path / "scale.json").values()
+    assert rows["int4"] == arm and rows["bf12"]["result"] == "failed: killed" and not any(others)
 
 
 def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_path, monkeypatch):
