@@ -30,6 +30,7 @@ SHARES = (0.613, 0.371)                 # of the checkpoint, memory limits of `p
 PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
+FEW_BITS = (("int8", "Q8_0"), ("int4", "Q4_0"))        # our format, llama.cpp's
 SIMULATED = ("raw", "bf12", "huffman", "int4", "bf12, fast", "int4, fast")
 
 
@@ -38,7 +39,7 @@ def resident(bench: EngineBenchmark) -> dict[str, Any]:
     arms: dict[str, Arm] = {"moelab": bench.moelab("raw", 1.0), "eager": ("eager", {}, None),
                             "moelab fast": bench.moelab("raw", 1.0, executor="fast"),
                             "moelab fast, bf12": bench.moelab("bf12", 1.0, executor="fast", dense="bf12"),
-                            "llama.cpp": ("llama.cpp", {"gguf": str(bench.folder / "model.gguf")}, None)}
+                            "llama.cpp": bench.llama("BF16")}
     rows, reports = bench.compare("resident", arms, "eager")
     bench.aim("everything resident: TPOT ÷ eager", rows["moelab"].get("÷ eager"), 1.0)
     bench.aim("resident, fast: TPOT of bf12 ÷ bf16", bench.ratio(reports, "moelab fast, bf12", "moelab fast"), 0.85)
@@ -48,6 +49,22 @@ def resident(bench: EngineBenchmark) -> dict[str, Any]:
         fast, *others = (rows[name]["2nd TTFT s"] for name in ("moelab fast", "eager", "llama.cpp"))
         bench.aim("resident: 2nd TTFT of fast ÷ the better of both", fast / min(others), 1.0)
     return {"everything resident": rows}
+
+
+def few_bits(bench: EngineBenchmark) -> dict[str, Any]:
+    """Everything in memory in eight and four bits: the experts alone, then attention and head too, as llama.cpp has it.
+    All formats have a scale of 16 bits for 32 weights."""
+    arms: dict[str, Arm] = {"moelab fast": bench.moelab("raw", 1.0, executor="fast")}
+    for ours, theirs in FEW_BITS:
+        arms |= {f"moelab fast, {ours}": bench.moelab(ours, 1.0, executor="fast"),
+                 f"moelab fast, {ours}, dense too": bench.moelab(ours, 1.0, executor="fast", dense=ours),
+                 f"llama.cpp {theirs}": bench.llama(theirs)}
+    rows, reports = bench.compare("few bits", arms, "moelab fast")
+    for (ours, theirs), aim in zip(FEW_BITS, (0.75, 0.6)):
+        bench.aim(f"few bits: TPOT of {ours} experts ÷ bf16", rows[f"moelab fast, {ours}"].get("÷ moelab fast"), aim)
+        bench.aim(f"few bits: TPOT of {ours} ÷ llama.cpp {theirs}",
+                  bench.ratio(reports, f"moelab fast, {ours}, dense too", f"llama.cpp {theirs}"), 1.3)
+    return {"everything resident in few bits": rows}
 
 
 def limit(bench: EngineBenchmark) -> dict[str, Any]:
@@ -98,7 +115,9 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
                for codec in ("raw", "bf12")},
             "LRU baseline": ("lru baseline", {"experts": str(bench.folder / "experts.bin"), "slots": budget // stride},
                              memory),
-            "llama.cpp mmap": ("llama.cpp", {"gguf": str(bench.folder / "model.gguf")}, memory),
+            "llama.cpp mmap": bench.llama("BF16", memory),
+            "moelab, int4, dense too": bench.moelab("int4", budget, memory, executor="fast", dense="int4"),
+            "llama.cpp Q4_0 mmap": bench.llama("Q4_0", memory),
             "transformers mmap": ("mapped", {}, memory),
             "accelerate disk": ("accelerate", {"layers": max(0, int((memory - others - ACCELERATE) // layer)),
                                                "offload": str(bench.folder / "offload")}, memory),
@@ -108,6 +127,10 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
         sections[title], (plain, packed) = rows, [name for name in arms if "fast" in name]
         bench.aim(f"{title}: TPOT of bf12 ÷ raw, fast, prefetching", bench.ratio(reports, packed, plain),
                   0.65 if share == SHARES[0] else 0.75)
+        bench.aim(f"{title}: TPOT of int4 ÷ llama.cpp Q4_0",
+                  bench.ratio(reports, "moelab, int4, dense too", "llama.cpp Q4_0 mmap"), 1.3)
+        if share == SHARES[1]:
+            bench.aim(f"{title}: TPOT of int4, s", rows["moelab, int4, dense too"].get("TPOT s"), 0.05)
         for name, aim in (("llama.cpp mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("LRU baseline", 1)):
             bench.aim(f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False)
     return sections
@@ -190,7 +213,7 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
 
 
 SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    section.__name__: section for section in (resident, limit, peers, throttled, memory, simulated)}
+    section.__name__: section for section in (resident, few_bits, limit, peers, throttled, memory, simulated)}
 
 
 def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None, rounds: int = 3, prompt: int = 128,
@@ -204,9 +227,9 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
         rounds, decode = 1, 8
     load = load_average()
     with tempfile.TemporaryDirectory() as temporary:
-        with disk(Path(folder or temporary).expanduser().resolve(), 7 * spec.experts_bytes + 3e9) as (place, words):
+        with disk(Path(folder or temporary).expanduser().resolve(), 9 * spec.experts_bytes + 3e9) as (place, words):
             bench = EngineBenchmark(spec, place, prompt, decode, rounds, dict(given.split("=", 1) for given in python))
-            bench.prepare(external=bool({"resident", "peers"} & set(only)))
+            bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
             found: dict[str, Any] = {"conditions": {
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds, "load average before": load, "cores": os.cpu_count()}}
@@ -217,7 +240,7 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
 
 OPTIONS = {
     "only": (several(one_of(SECTIONS)), "sections"),
-    "folder": (None, "where the model is kept, 30 GB, for the next time; else it is temporary"),
+    "folder": (None, "where the model is kept, 40 GB, for the next time; else it is temporary"),
     "rounds": (whole(1), "of every engine"), "prompt": (whole(1), "tokens of a prompt"),
     "decode": (whole(1), "tokens after it"),
     "quick": ({"action": "store_true"}, "one round of 8 tokens: whether all of it runs"),

@@ -1,4 +1,4 @@
-"""External engines: llama.cpp on a mapped GGUF file, and ftllm with its disk cache; CPU, bf16, Qwen3-MoE only.
+"""External engines: llama.cpp on a mapped GGUF file, and ftllm in bf16 with its disk cache; CPU, Qwen3-MoE only.
 
 The engines and `write_gguf` need neither torch nor transformers, so they run in an interpreter of their own. Files have
 a placeholder vocabulary. llama.cpp always normalises routing weights, which changes logits, but not what it costs.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import sys
@@ -19,7 +20,6 @@ from moelab.bench.peers import BenchmarkedEngine
 from moelab.files import atomic
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 
 #: field of a GGUF file → key of the config
 GGUF_FIELDS = {
@@ -103,10 +103,12 @@ class Ftllm(BenchmarkedEngine):
         return {"decode_hit_rate": hits / (hits + misses) if hits + misses else None}
 
 
-def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
-    """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file in bf16 (norms and routers in fp32)."""
+def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> Path:
+    """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file, one tensor in memory: norms and routers in fp32,
+    all else, attention, embeddings and head too, as `kind`, which gguf's own quantizer makes, such as Q8_0 or Q4_0."""
     import gguf
     import numpy as np
+    from gguf.quants import quant_shape_to_byte_shape, quantize
     folder, path = Path(checkpoint), Path(path)
     config, words = _config(folder)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
@@ -114,29 +116,26 @@ def write_gguf(checkpoint: str | Path, path: str | Path) -> Path:
     for key, found in _tensors(folder):
         banks = {f"{key.rpartition('.')[0]}.{part}.weight": bank for part, bank in _banks(key, found).items()}
         tensors |= {names.get_name(name, (".weight",)): bits for name, bits in (banks or {key: found}).items()}
-    fp32 = {name for name, bits in tensors.items() if bits.ndim == 1 or "ffn_gate_inp" in name}
+    kinds = {name: gguf.GGMLQuantizationType["F32" if bits.ndim == 1 or "ffn_gate_inp" in name else kind]
+             for name, bits in tensors.items()}
     with atomic(path) as part:
         out = gguf.GGUFWriter(part, "qwen3moe")
         for field, key in GGUF_FIELDS.items():
             getattr(out, f"add_{field}")(config[key])
-        out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+        out.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre("gpt-2")
         out.add_token_list(words)
         out.add_token_types([gguf.TokenType.NORMAL] * len(words))
         out.add_token_merges([f"{words[0]} {words[1]}"])
         for name, bits in tensors.items():
-            if name in fp32:
-                out.add_tensor_info(name, bits.shape, np.dtype(np.float32), 4 * bits.size)
-            else:
-                out.add_tensor_info(name, (*bits.shape[:-1], 2 * bits.shape[-1]), np.dtype(np.uint8), 2 * bits.size,
-                                    gguf.GGMLQuantizationType.BF16)
+            shape = quant_shape_to_byte_shape(bits.shape, kinds[name])
+            out.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kinds[name])
         out.write_header_to_file()
         out.write_kv_data_to_file()
         out.write_ti_data_to_file()
         for name, bits in tensors.items():
-            out.write_tensor_data((bits.astype(np.uint32) << 16).view(np.float32) if name in fp32 else
-                                  np.ascontiguousarray(bits).view(np.uint8))
+            out.write_tensor_data(quantize((bits.astype(np.uint32) << 16).view(np.float32), kinds[name]))
         out.close()
     return path
 

@@ -25,6 +25,7 @@ from moelab.specs import MoESpec
 Arm = tuple[str, dict[str, Any], int | None]                    # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")     # these must agree on every bit
 TIMEOUT = 1800                          # seconds that an engine may take
+GGUF = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf", "Q4_0": "Q4_0.gguf"}         # llama.cpp's kinds → their files
 
 
 @dataclass
@@ -45,20 +46,23 @@ class EngineBenchmark:
         """Write the model in every form that is missing; an interrupted conversion is resumed."""
         from moelab.models.convert import convert
         from moelab.models.synthesize import synthesize
-        model, gguf, hub = (self.folder / name for name in ("model", "model.gguf", "hub"))
+        model, hub = self.folder / "model", self.folder / "hub"
         if not model.exists():
             synthesize(model, self.spec)
-        forms = {codec: {"codec": codec} for codec in ("huffman", "bf12", "raw")} | {"int4": {"quantize": "int4"}}
+        forms = {codec: {"codec": codec} for codec in ("huffman", "bf12", "raw")} | {
+            name: {"quantize": name} for name in ("int8", "int4")}
         for name, how in forms.items():
             if not (self.folder / name).exists():
                 convert(model, self.folder / name, **how)
         if not (self.folder / "experts.bin").exists():
             lay_out(model, self.folder / "experts.bin")
-        if external and not gguf.exists() and self._imports("llama.cpp", "gguf, llama_cpp"):
+        missing = {kind: file for kind, file in GGUF.items() if not (self.folder / file).exists()}
+        if external and missing and self._imports("llama.cpp", "gguf, llama_cpp"):
             program = "import sys; from moelab.bench.external_engines import write_gguf; write_gguf(*sys.argv[1:])"
-            done = _python(self.python.get("llama.cpp"), "-c", program, str(model), str(gguf))
-            if done.returncode:
-                raise RuntimeError(f"{gguf} could not be written:\n{done.stderr}")
+            for kind, file in missing.items():
+                done = _python(self.python.get("llama.cpp"), "-c", program, str(model), str(self.folder / file), kind)
+                if done.returncode:
+                    raise RuntimeError(f"{file} could not be written:\n{done.stderr}")
         if external and not hub.exists() and self._imports("ftllm", "ftllm"):
             write_unstacked(model, hub)
 
@@ -97,6 +101,10 @@ class EngineBenchmark:
         return "moelab", {"store": str(self.folder / codec), "budget": budget, "options": options,
                           "trace": str(trace) if trace else None, "predictor": predictor,
                           "compressed": compressed}, limit
+
+    def llama(self, kind: str, limit: int | None = None) -> Arm:
+        """llama.cpp on a kind of `GGUF`."""
+        return "llama.cpp", {"gguf": str(self.folder / GGUF[kind])}, limit
 
     def compare(self, title: str, arms: dict[str, Arm], base: str
                 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,8 +108,11 @@ def bench(place, reports):
     class Told(harness.EngineBenchmark):
         def report(self, arm, decode=None):
             name, options, _ = arm
-            packed = ", bf12" if str(options.get("store")).endswith("bf12") else ""
-            return reports[f"{name} fast{packed}" if options.get("options", {}).get("executor") else name]
+            form = Path(options.get("store") or options.get("gguf", "")).stem
+            if name == "llama.cpp":
+                return reports[name + f" {form}" * (form != "model")]
+            fast = options.get("options", {}).get("executor")
+            return reports[f"{name} fast" + f", {form}" * (form != "raw") if fast else name]
     return Told(SPEC, place, 5, DECODE, 2, {})
 
 
@@ -133,6 +137,29 @@ def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_miss
     made = bench(place, told | {"moelab": report(0.3, "other")})
     assert engine.resident(made)["everything resident"]["moelab"]["output"] == "≠ EAGER"
     assert not made.aims["everything resident: TPOT ÷ eager"]["met"]
+
+
+def test_few_bits_are_compared_with_like(place, monkeypatch):
+    missing = {"result": "not installed (x)"}
+    told = {"moelab": report(0.2), "eager": report(0.2), "moelab fast": report(0.1, "other"), "llama.cpp": report(0.4),
+            "moelab fast, int8": report(0.07), "llama.cpp Q8_0": report(0.05), "moelab fast, int4": report(0.03),
+            "llama.cpp Q4_0": missing}
+    made = bench(place, told)
+    (rows,) = engine.few_bits(made).values()
+    assert list(rows) == ["moelab fast", "moelab fast, int8", "moelab fast, int8, dense too", "llama.cpp Q8_0",
+                          "moelab fast, int4", "moelab fast, int4, dense too", "llama.cpp Q4_0"]
+    assert {name: (pytest.approx(aim["measured"]), aim["met"]) for name, aim in made.aims.items()} == {
+        "few bits: TPOT of int8 experts ÷ bf16": (0.7, True), "few bits: TPOT of int8 ÷ llama.cpp Q8_0": (1.4, False),
+        "few bits: TPOT of int4 experts ÷ bf16": (0.3, True)}
+    monkeypatch.setattr(engine, "PROCESS", -10**6)              # a tiny model has no room for a process
+    others = dict.fromkeys(("lru baseline", "mapped", "accelerate", "ftllm"), missing)
+    made = bench(place, told | others | {"moelab fast, bf12": report(0.05), "llama.cpp Q4_0": report(0.02)})
+    more, less = engine.peers(made).items()
+    assert more[1]["moelab, int4, dense too"]["÷ moelab"] == pytest.approx(0.15) == less[1][
+        "moelab, int4, dense too"]["÷ moelab"]
+    assert made.aims[f"{more[0]}: TPOT of int4 ÷ llama.cpp Q4_0"]["measured"] == pytest.approx(1.5)
+    assert made.aims[f"{less[0]}: TPOT of int4, s"]["met"] and f"{more[0]}: TPOT of int4, s" not in made.aims
+    assert made.aims[f"{less[0]}: TPOT of bf12 ÷ raw, fast, prefetching"]["measured"] == pytest.approx(0.5)
 
 
 def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
@@ -163,7 +190,8 @@ def test_the_model_is_written_in_every_form_once(tmp_path):
     bench = harness.EngineBenchmark(SPEC, tmp_path, 5, 3, 1, {})
     bench.prepare(external=False)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert {path.name for path in written} == {"model", "huffman", "bf12", "raw", "int4", "experts.bin", "experts.json"}
+    assert {path.name for path in written} == {"model", "huffman", "bf12", "raw", "int8", "int4", "experts.bin",
+                                                "experts.json"}
     bench.prepare(external=False)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
@@ -229,6 +257,28 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
     fused = load_file(shard)["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16).numpy()
     up = written["blk.1.ffn_up_exps.weight"].data.view(np.int16).reshape(8, 32, 64)
     assert np.array_equal(up, fused[:, 32:]) and len(written) == 2 * 12 + 3
+
+
+@pytest.mark.parametrize("kind, bits, steps", [("Q8_0", 8.5, 127), ("Q4_0", 4.5, 8)])
+def test_gguf_in_few_bits_holds_the_checkpoint_rounded(place, tmp_path, kind, bits, steps):
+    """gguf's own reader and dequantizer say what was written: no weight is further away than a step of its block, the
+    widest weight's share; what is not multiplied stays as it was."""
+    gguf = pytest.importorskip("gguf", reason="gguf quantizes and reads; it comes with llama.cpp's Python packages")
+    import numpy as np
+    from gguf.quants import dequantize
+    exact, rounded = ({tensor.name: tensor for tensor in gguf.GGUFReader(external_engines.write_gguf(
+        place / "model", tmp_path / name, name)).tensors} for name in ("BF16", kind))
+    assert list(exact) == list(rounded) and {t.tensor_type.name for t in rounded.values()} == {"F32", kind}
+    for name, tensor in rounded.items():
+        weights, truth = (dequantize(of.data, of.tensor_type) for of in (tensor, exact[name]))
+        assert tensor.shape.tolist() == exact[name].shape.tolist() and weights.shape == truth.shape
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            assert np.array_equal(weights, truth) and ("norm" in name or "gate_inp" in name)
+            continue
+        assert 8 * tensor.n_bytes == bits * truth.size
+        blocks = truth.reshape(-1, 32)
+        step = np.abs(blocks).max(1, keepdims=True) / steps
+        assert (np.abs(weights.reshape(-1, 32) - blocks) <= 1.01 * step).all()
 
 
 def test_a_model_in_several_forms_beside_its_limit(tmp_path):
