@@ -104,7 +104,7 @@ class Ftllm(BenchmarkedEngine):
 
 
 def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> Path:
-    """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file, one tensor in memory: norms and routers in fp32,
+    """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file, a tensor at a time: norms and routers in fp32,
     all else, attention, embeddings and head too, as `kind`, which gguf's own quantizer makes, such as Q8_0 or Q4_0."""
     import gguf
     import numpy as np

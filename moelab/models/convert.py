@@ -22,13 +22,13 @@ from moelab.arguments import whole
 from moelab.files import cache_root
 from moelab.models import compat, opening
 from moelab.models.checkpoint import Checkpoint, load_config
-from moelab.models.direct import CheckpointExperts, store_layers
+from moelab.models.direct import CheckpointExperts, few_bits, store_layers
 from moelab.models.identity import of_checkpoint
 from moelab.models.guard import check_spec
 from moelab.progress import progress
 from moelab.models.restore import blobs_of, pieces, places, small_files, source_files
 from moelab.models.seam import MoELayer, Weights, seam_class
-from moelab.store import codecs, fewbit, packings
+from moelab.store import codecs, fewbit
 from moelab.store.headers import WEIGHT_MAP
 from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
 from moelab.store.reader import decode
@@ -102,14 +102,12 @@ def read_expert(experts: CheckpointExperts, layer: int, expert: int
     if experts.stored is not None:
         chunks = experts.stored.reader.read(layer, expert)
         return decode(chunks, chunks), blobs_of(chunks), []
-    tensors, blobs, read, scheme = {}, {}, [], getattr(experts.plan.quantizer, "scheme", None)
+    tensors, blobs, read = {}, {}, []
     for name, made, sources in experts.made(layer, expert):
         tensors[name] = made.detach().contiguous()
-        if few := fewbit.published([source for _, _, source in sources], made):
-            blobs[name] = few[:2]
-            sources = [(key, start, source) for (key, start, _), source in zip(sources, few[2])]
-        elif scheme and (few := packings.keep(*scheme, sources, made)):
-            blobs[name] = few
+        if few := few_bits(experts.plan, sources, made):
+            form, blob, sources = few
+            blobs[name] = form, blob
         read += sources
     return tensors, blobs, read
 

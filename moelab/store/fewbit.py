@@ -180,23 +180,30 @@ def joined(*tensors: Tensor) -> np.ndarray:
     return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]).numpy()
 
 
-def published(tensors: list[Tensor], made: Tensor) -> tuple[str, np.ndarray, list[Tensor]] | None:
-    """What a checkpoint stores of a tensor as a blob, or None unless that unpacks to `made` bit for bit.
+def gathered(tensors: list[Tensor]) -> tuple[str, np.ndarray, list[Tensor]] | None:
+    """What a checkpoint stores of a tensor: the format, perhaps with ".T", the blob, and the tensors as they are in it.
 
     tensors : codes and scales, of several matrices one below the other perhaps: e4m3 with scales of 128 × 128, or
-        GPT-OSS's blocks and scales, both uint8. Scales of a narrower type are widened to fp32.
-
-    Returns the format's name, the blob, and the tensors as they are in it.
+        GPT-OSS's blocks and scales, both uint8; None for others. Scales of a narrower type are widened to fp32.
     """
     fp8, deepest = any(t.dtype == torch.float8_e4m3fn for t in tensors), max(t.dim() for t in tensors)
     if not fp8 and any(t.dtype != torch.uint8 for t in tensors):
         return None
     is_code = [t.dtype == torch.float8_e4m3fn if fp8 else t.dim() == deepest for t in tensors]
     wide = [t if code or not fp8 else t.float() for code, t in zip(is_code, tensors)]
+    return ("fp8" if fp8 else "mxfp4",
+            joined(*compress(wide, is_code), *compress(wide, map(not_, is_code))), wide)
+
+
+def published(tensors: list[Tensor], made: Tensor) -> tuple[str, np.ndarray, list[Tensor]] | None:
+    """What a checkpoint stores of a tensor as `gathered` has it, with the very format, or None unless that unpacks to
+    `made` bit for bit."""
+    if (found := gathered(tensors)) is None:
+        return None
+    form, blob, wide = found
     if not all(same_bits(w.to(t.dtype), t) for w, t in zip(wide, tensors) if w is not t):
         return None
-    blob = joined(*compress(wide, is_code), *compress(wide, map(not_, is_code)))
-    for name in ("fp8", "fp8.T") if fp8 else ("mxfp4", "mxfp4.T"):
+    for name in (form, f"{form}.T"):
         out = torch.empty_like(made)
         try:
             unpack(name, blob, out)

@@ -258,9 +258,8 @@ def weights(name: str, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> Te
                       for i in range(found.matrices)])
 
 
-def keep(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor
-         ) -> tuple[str, np.ndarray] | None:
-    """The packing and the blob of what a checkpoint stores of a tensor, or None unless that is `made` bit for bit.
+def gathered(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]]) -> tuple[str, np.ndarray]:
+    """The packing and the blob of what a checkpoint stores of a tensor; KeyError if that is not quantised.
 
     sources : (key, 0, tensor) of each, as of `moelab.models.direct.CheckpointExperts.made`.
     """
@@ -271,11 +270,16 @@ def keep(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made:
     one = next(iter(layers.values()))
     packing = _spread(Packing(kind, bits, len(layers), tuple(
         (name, NAMES[one[name].dtype], tuple(one[name].shape), 0) for name in KINDS[kind][0] if name in one)))
-    name, shape = str(packing), tuple(made.shape)
+    return str(packing), np.concatenate([as_bytes(layer[tensor].reshape(-1).repeat_interleave(max(1, times)))
+                                         for tensor, _, _, times in packing.tensors for layer in layers.values()])
+
+
+def keep(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor
+         ) -> tuple[str, np.ndarray] | None:
+    """As `gathered`, or None unless that is `made` bit for bit."""
     try:
-        blob = np.concatenate([as_bytes(layer[tensor].reshape(-1).repeat_interleave(max(1, times)))
-                               for tensor, _, _, times in packing.tensors for layer in layers.values()])
-        if len(blob) != nbytes(name, shape):
+        name, blob = gathered(kind, bits, sources)
+        if len(blob) != nbytes(name, shape := tuple(made.shape)):
             return None                                         # matrices of several sizes
         unpacked = weights(name, split(name, blob, shape), shape).to(made.dtype)
     except (KeyError, ValueError):                              # not quantised, or no rows of the tensor

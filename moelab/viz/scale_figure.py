@@ -21,7 +21,8 @@ from moelab.viz.figures import add_points, bar_look, finish, hover, panels, poin
 def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
                   limits: Mapping[str, Mapping[str, float]], turns: Mapping[str, Mapping[str, float]]) -> go.Figure:
     """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the time of
-    a token, on demand and prefetching in turn, beside the limit. Arms that failed are left out; ValueError if all are."""
+    a token, on demand and prefetching in turn, beside the limit. Arms that failed are left out; ValueError if all are.
+    """
     names = list(limits)
     if not names:
         raise ValueError("no arm has run, so there is nothing to draw: "

@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moelab.cache.pools import Pools
 from moelab import open_model
+from moelab.models.convert import convert
 from moelab.models.direct import CheckpointExperts, CheckpointStore
 from moelab.models.identity import identity
 from moelab.models.opening import examine
 from moelab.models.synthesize import synthesize
 from moelab.offloading.offload import offload
+from moelab.offloading.slots import Sizes
 from moelab.specs import MoESpec
 from moelab.store.layout import StoreError
 from moelab.store.reader import Reader, StoreExperts
@@ -66,6 +70,40 @@ def test_offloaded_it_is_exact_and_counts_its_bytes(name, pools, tmp_path):
         expert = offloading.store.stored_bytes(0, 0, "both")
         assert sum(event.bytes for event in reads) == metrics.misses * expert
         assert offloading.store.identity == identity(truth)
+
+
+@pytest.mark.parametrize("name, form, dtype", [
+    ("mxfp4", "mxfp4.T", torch.bfloat16), ("fp8", "fp8", torch.bfloat16), ("fp8", "raw", torch.float32),
+    ("mixtral", "raw", torch.bfloat16)])
+def test_few_bits_stay_few_where_they_unpack_to_the_models_own(name, form, dtype, tmp_path):
+    """Byte for byte what a store holds, in all experts; in fp32 transformers' FP8 is rounded to bf16 first."""
+    folder = tiny.save_few(name, tmp_path / "m")
+    store, converted = store_of(folder, dtype), convert(folder, tmp_path / "s", "raw")
+    with Reader(store) as reader, Reader(converted, "buffered") as theirs:
+        for layer in range(len(store.layers)):
+            for expert in range(store.spec.E):
+                read, wanted = reader.read(layer, expert), theirs.read(layer, expert)
+                for key, entry in store.entries(layer, expert).items():
+                    plane = read.plane(key, 0)
+                    assert plane.codec == (form if len(entry.shape) > 1 else "raw")
+                    if dtype == torch.bfloat16:
+                        assert plane.codec == wanted.plane(key, 0).codec
+                        assert np.array_equal(plane.shards[0], wanted.plane(key, 0).shards[0])
+    assert (Sizes.of(store).full < Sizes.of(store, False).full) == (form != "raw")
+
+
+def test_what_equals_its_transpose_is_not_kept_in_few_bits(tmp_path):
+    """A square matrix of zeros unpacks to itself however it lies: it does not say how the others do."""
+    folder = tiny.save_fp8(tmp_path / "m")                      # gate and up together are 256 × 256
+    tensors = load_file(folder / "model.safetensors")
+    for key, codes in tensors.items():
+        if key.endswith(("experts.0.gate_proj.weight", "experts.0.up_proj.weight")):
+            codes.view(torch.uint8).zero_()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    entries = store_of(folder).entries(0, 1)
+    assert {key: entry.planes[0][0] for key, entry in entries.items()} == {"gate_up_proj": "raw", "down_proj": "fp8"}
+    with open_model(folder) as whole, open_model(folder, memory="40%") as model:
+        assert torch.equal(whole(IDS).logits, model(IDS).logits)
 
 
 def test_a_file_that_changes_is_noticed(tmp_path):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from moelab import open_model
 from moelab.models.convert import convert
 from moelab.models.restore import restore
+from moelab.offloading.slots import Sizes
 from moelab.store import fewbit
 from moelab.store.layout import SOURCE_LAYOUT
 from moelab.store.verify import verify
@@ -75,14 +76,16 @@ def test_it_is_the_model_of_the_weights_that_it_means(case, tmp_path):
     assert torch.isfinite(expected).all() and expected.std() > 0
     store = convert(source, tmp_path / "s")
     is_kept(store, source, tmp_path / "r")
-    for place, more in [(source, {}), (source, {"memory": "40%"}), (store.folder, {}),
-                        (store.folder, {"memory": "40%", "compact": True})]:
+    for place, more in [(source, {}), (source, {"memory": "40%"}), (source, {"memory": "40%", "compact": True}),
+                        (store.folder, {}), (store.folder, {"memory": "40%", "compact": True})]:
         with open_model(place, **more) as model:
             assert torch.equal(logits(model), expected), (place, more)
-    with open_model(store.folder, memory="60%", executor="fast") as model:
-        slots = model.moelab.engine.pipeline.slots
-        assert slots.sizes.in_place == (case in MULTIPLIED) and relative(logits(model), expected) < 0.03
-        assert slots.matrices([0], 0, [0])["gate_up_proj"][0] == MULTIPLIED.get(case, "raw")
+    for place in (store.folder, source):                        # converted or not, slots hold the same bytes
+        with open_model(place, memory="60%", executor="fast") as model:
+            slots = model.moelab.engine.pipeline.slots
+            assert slots.sizes.in_place == (case in MULTIPLIED) and relative(logits(model), expected) < 0.03
+            assert slots.matrices([0], 0, [0])["gate_up_proj"][0] == MULTIPLIED.get(case, "raw")
+            assert slots.sizes == Sizes.of(store, slots.sizes.in_place)
 
 
 def test_a_store_of_a_store_and_other_ways_to_open_it(tmp_path):
