@@ -151,7 +151,7 @@ def test_few_bits_are_compared_with_like(place, monkeypatch):
     assert {name: (pytest.approx(aim["measured"]), aim["met"]) for name, aim in made.aims.items()} == {
         "few bits: TPOT of int8 experts ÷ bf16": (0.7, True), "few bits: TPOT of int8 ÷ llama.cpp Q8_0": (1.4, False),
         "few bits: TPOT of int4 experts ÷ bf16": (0.3, True)}
-    monkeypatch.setattr(engine, "PROCESS", -10**6)              # a tiny model has no room for a process
+    monkeypatch.setattr(engine, "SHARES", (6130, 3710))         # of a tiny model, more than a process takes
     others = dict.fromkeys(("lru baseline", "mapped", "accelerate", "ftllm"), missing)
     made = bench(place, told | others | {"moelab fast, bf12": report(0.05), "llama.cpp Q4_0": report(0.02)})
     more, less = engine.peers(made).items()
@@ -231,7 +231,7 @@ def test_without_a_separate_file_system_the_folder_is_used_and_the_reason_given(
 
 
 def test_arguments_are_checked_before_anything_is_measured():
-    with pytest.raises(ValueError, match="no section speed; there are resident, limit"):
+    with pytest.raises(ValueError, match="no section speed; there are resident, few_bits, limit"):
         engine.run(["speed"])
     with pytest.raises(ValueError, match="ENGINE=INTERPRETER"):
         engine.run(["memory"], python=["/usr/bin/python"])
