@@ -5,28 +5,30 @@ all of them, whichever is longer, after what comes before. Everything follows fr
 weights are needed and nothing is downloaded but the config. Every time here is *modelled*, and a lower limit: this
 engine's measured decode steps took 1.1 to 1.3 times theirs (`python -m moelab bench scale`).
 
-Left out: huffman and the other codecs that are decoded before they are multiplied, since what decoding costs must be
-measured (`python -m moelab profile`); prefetching, which hides reads behind other work but reads no fewer bytes.
+With `simulate`, each way of storing the experts is also played by the simulator (`moelab.offloading.planner`), with a
+cache, queues and a Huffman code's pools; then its order counts. Left out: codecs other than Huffman that are decoded
+before they are multiplied; prefetching, which hides reads behind other work but reads no fewer bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from moelab import registry
-from moelab.advice.machine import Machine
-from moelab.arguments import whole
+from moelab.advice.machine import here
+from moelab.arguments import number, whole
 from moelab.cards import load_card, load_device, load_model
 from moelab.configs import spec_from_config
-from moelab.offloading.budget import RESERVE, available, parse_budget
-from moelab.offloading.limits import kv_bytes, uniform_hit_rate
-from moelab.specs import DTYPE_BYTES, MoESpec
-from moelab.table import text_table
+from moelab.offloading.budget import RESERVE, parse_budget
+from moelab.offloading.limits import MachineRates, kv_bytes, uniform_hit_rate
+from moelab.specs import DTYPE_BYTES, DeviceSpec, MoESpec
+from moelab.table import percent, text_table
 
 #: how bf16 experts may be stored → (bits a weight, whether lossless): `moelab.store.bf12`, `moelab.store.fewbit`
 FORMS = {"bf12": (12, True), "int8": (8.5, False), "fp8": (8.002, False), "int4": (4.5, False),
@@ -90,21 +92,23 @@ class Way:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer: `ways` that fit, fastest first; `best` among those that lose no more than was allowed."""
+    """The answer: `ways` that fit, best first; `more`: (what would give more, and then); `simulated`: what
+    `planner.rank_stored` found."""
 
     model: Model
-    machine: Machine
+    device: DeviceSpec
     memory: int
     context: int
     batch: int
     lossy: bool
     ways: tuple[Way, ...]
     more: tuple[tuple[str, Way], ...] = field(repr=False)
-    popularity: str = "uniform"
-    kind: str = "modelled"
+    popularity: str = "equally"
+    simulated: tuple[Any, ...] = ()
 
     @property
     def best(self) -> Way:
+        """The first that loses no more than was allowed."""
         return next(way for way in self.ways if way.lossless or self.lossy)
 
     @property
@@ -135,80 +139,104 @@ class Advice:
         return f"moelab.open_model({', '.join([repr(source), *(f'{k}={v!r}' for k, v in given.items())])})"
 
     def __str__(self) -> str:
-        way, spec = self.best, self.model.spec
+        way, spec, device = self.best, self.model.spec, self.device
         where = "all of them in memory" if way.resident else \
             f"{way.budget / 1e9:.3g} of their {way.experts / 1e9:.3g} GB in memory, the others on disk"
-        stored = {"as it is": "Leave the checkpoint as it is"}.get(way.form, f"Store the experts as {way.form}")
-        loss = "lossless" if way.lossless else \
-            "its loss is unknown: python -m moelab evaluate measures it"
-        lines = [
+        stored = "Leave the checkpoint as it is" if way.form == "as it is" else f"Store the experts as {way.form}"
+        loss = "lossless" if way.lossless else "its loss is unknown: python -m moelab evaluate measures it"
+        rates = MachineRates.of(device)
+        more = "; ".join(f"{what}: {other.tpot:.3g} s ({way.tpot / other.tpot:.3g}×)" for what, other in self.more)
+        rows = [way.row(self.batch) for way in self.ways]
+        return "\n".join([
             f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
             f"{spec.experts_bytes / 1e9:.3g} GB, other weights {self.model.others / 1e9:.3g} GB ({self.model.how}), "
             f"KV cache {kv_bytes(spec, self.context * self.batch) / 1e9:.3g} GB, process {RESERVE / 1e9:.2g} GB",
-            f"{self.machine.name}: memory {self.machine.memory_rate / 1e9:.3g} GB/s, disk "
-            f"{self.machine.disk_rate / 1e9:.3g} GB/s; {self.memory / 1e9:.3g} GB may be used",
+            f"{device.name}: memory {rates.memory / 1e9:.3g} GB/s, experts arrive at {rates.read / 1e9:.3g} GB/s; "
+            f"{self.memory / 1e9:.3g} GB may be used",
             "",
             f"Do: {stored} ({loss}), {where}.",
             f"Gives: at least {way.tpot:.3g} s a token ({self.batch / way.tpot:.3g} tokens/s at most), "
-            f"{way.ttft:.3g} s to the first, of {self.context:,} tokens; {self.kind}, limited by the {way.limited_by}; "
+            f"{way.ttft:.3g} s to the first, of {self.context:,} tokens; modelled, limited by the {way.limited_by}; "
             f"experts chosen {self.popularity} often.",
-            "More: " + ("; ".join(f"{what}: {other.tpot:.3g} s ({way.tpot / other.tpot:.3g}×)"
-                                  for what, other in self.more) or "nothing that was tried here") + ".",
-            "", *(f"  {command}" for command in self.commands), f"  {self.python}", ""]
-        rows = [way.row(self.batch) for way in self.ways]
-        return "\n".join(lines) + "\n" + text_table(list(rows[0]), [list(row.values()) for row in rows])
+            f"More: {more or 'nothing that was tried here'}.",
+            "", *(f"  {command}" for command in self.commands), f"  {self.python}", "",
+            text_table(list(rows[0]), [list(row.values()) for row in rows]), *self._simulated()])
+
+    def _simulated(self) -> list[str]:
+        if not self.simulated:
+            return []
+        head = ["stored as", "lossless", "on disk, GB", "pools F/C/S/E", "hits, any state", "TPOT, s", "kind"]
+        return ["", "By simulation, in the same memory for experts, each token's experts drawn independently:",
+                text_table(head, [[row.name, row.lossless, row.disk_bytes / 1e9, "/".join(map(str, row.pools)),
+                                   percent(row.hit_rate), row.tpot, row.kind] for row in self.simulated])]
 
     def _repr_markdown_(self) -> str:
         return f"```text\n{self}\n```"
 
 
 def advise(model: str | Path | None = None, memory: str | float | int = "auto", *, context: int = 4096,
-           batch: int = 1, lossy: bool = False, device: str | Path | None = None,
-           calibration: str | Path | None = None) -> Advice:
+           batch: int = 1, lossy: bool = False, device: str | Path | DeviceSpec | None = None,
+           calibration: str | Path | None = None, simulate: bool = False, decompress_gbs: float | None = None
+           ) -> Advice:
     """What to do with a model in so much memory, from its config alone; `print` it, or look at it in a notebook.
 
     model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder or a store; None is the small model.
     memory : bytes, "8GB" or "auto", for the whole process: experts, other weights, KV cache, interpreter.
     context : tokens of a sequence, of which all but few are the prompt.    batch : sequences at a time.
     lossy : whether few-bit experts may be advised, whose loss nobody has measured here.
-    device : a card's name or your own .toml; without one, this machine is measured for a second.
+    device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured for a second.
     calibration : file of `moelab calibrate`, whose counts say how popular experts are; else all are taken as equally
         popular, the worst case for a cache.
+    simulate : play each way of storing the experts, too; it takes up to a minute, for one sequence of bf16 experts.
+    decompress_gbs : exponents that a thread decodes, GB/s, for Huffman in `simulate`, if the card does not say it.
 
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; a memory in which not even
-    the model without its experts fits; another model's calibration.
+    the model without its experts fits; another model's calibration; what cannot be simulated.
     """
     found = find_model(model)
-    machine = Machine.of(load_device(device)) if device is not None else Machine.here(found.folder)
+    spec = found.spec
+    if device is None:
+        device = here(found.folder)
+    elif not isinstance(device, DeviceSpec):
+        device = load_device(device)
     if memory == "auto":
-        if machine.memory is None:
-            raise ValueError(f"the card of {machine.name} does not say how much memory it has; give memory (--memory)")
-        memory = machine.memory
+        memory = device["memory_gb"] * 1e9
     elif isinstance(memory, str) and memory.strip().endswith("%"):
         raise ValueError(f"memory is {memory!r}; it is of the whole process, so it must be bytes, such as '8GB', or "
                          f"'auto'")
-    nbytes = parse_budget(memory, 0, 0)
-    hits = _hit_rates(found.spec, calibration)
-    ways = possible(found, machine, nbytes, context, batch, hits)
-    if not any(way.lossless or lossy for way in ways):
-        least = _least(found.spec, found.others, context, batch)
-        few = f"; with lossy (--lossy), {ways[0].form} would fit" if ways else ""
-        raise ValueError(f"{found.spec.name} does not fit {nbytes / 1e9:.3g} GB: its other weights, a KV cache of "
-                         f"{context} tokens, the process and a layer's experts take {least / 1e9:.3g} GB{few}. Give "
-                         f"more memory, or a smaller context or batch")
-    best = next(way for way in ways if way.lossless or lossy)
+    if simulate and (batch > 1 or spec.dtype != "bfloat16" or found.stored is not None):
+        raise ValueError("simulate compares ways of storing the bf16 experts of a checkpoint or a card, one sequence "
+                         f"at a time; {found.source} has {found.stored or spec.dtype} experts, the batch is {batch}")
+    nbytes, rates = parse_budget(memory, 0, 0), MachineRates.of(device)
+    counted = None if calibration is None else _load(calibration, spec)
+    hits = _hit_rates(spec, counted)
 
-    def best_of(machine: Machine, nbytes: int, lossy: bool = lossy) -> Way:
-        return next(way for way in possible(found, machine, nbytes, context, batch, hits) if way.lossless or lossy)
-    faster = Machine(machine.name, machine.memory_rate, 2 * machine.disk_rate, machine.flops, None, ())
-    options = [(f"{1.5 * nbytes / 1e9:.3g} GB of memory", best_of(machine, nbytes * 3 // 2)),
-               ("a disk twice as fast", best_of(faster, nbytes))]
+    def best_of(rates: MachineRates, nbytes: int, lossy: bool = lossy) -> Way:
+        return next(way for way in possible(found, rates, nbytes, context, batch, hits) if way.lossless or lossy)
+    ways = possible(found, rates, nbytes, context, batch, hits)
+    if not any(way.lossless or lossy for way in ways):
+        least = _least(spec, found.others, context, batch)
+        few = f"; with lossy (--lossy), {ways[0].form} would fit" if ways else ""
+        raise ValueError(f"{spec.name} does not fit {nbytes / 1e9:.3g} GB: its other weights, a KV cache of {context} "
+                         f"tokens, the process and a layer's experts take {least / 1e9:.3g} GB{few}. Give more memory, "
+                         f"or a smaller context or batch")
+    simulated: tuple[Any, ...] = ()
+    if simulate:
+        from moelab.offloading.planner import rank_stored, shares_of
+        room = nbytes - found.others - kv_bytes(spec, context) - RESERVE
+        simulated = tuple(rank_stored(spec, device, room, None if counted is None else shares_of(counted),
+                                      dense_bytes=_dense(found), decompress_gbs=decompress_gbs))
+        place = {"as it is" if one.name == "raw" else one.name: i for i, one in enumerate(simulated)}
+        ways.sort(key=lambda way: place.get(way.form, len(place)))
+    best = next(way for way in ways if way.lossless or lossy)
+    options = [(f"{1.5 * nbytes / 1e9:.3g} GB of memory", best_of(rates, nbytes * 3 // 2)),
+               ("a disk twice as fast", best_of(replace(rates, read=2 * rates.read), nbytes))]
     if not lossy:
-        few = best_of(machine, nbytes, True)
+        few = best_of(rates, nbytes, True)
         options.append((f"{few.form} experts, of unknown loss", few))
     more = sorted((one for one in options if one[1].tpot < 0.98 * best.tpot), key=lambda one: one[1].tpot)
-    return Advice(found, machine, nbytes, context, batch, lossy, tuple(ways), tuple(more),
-                  "equally" if calibration is None else "as the calibration counted")
+    return Advice(found, device, nbytes, context, batch, lossy, tuple(ways), tuple(more),
+                  "equally" if calibration is None else "as the calibration counted", simulated)
 
 
 def find_model(model: str | Path | None) -> Model:
@@ -263,17 +291,28 @@ def _others(spec: MoESpec) -> int:
     return round(weights * max(DTYPE_BYTES[spec.dtype], 2.0))
 
 
-def _hit_rates(spec: MoESpec, calibration: str | Path | None) -> Any:
-    """Kept experts (of all L·E) → share of a token's experts among them: of the most popular, or of any."""
-    if calibration is None:
-        return lambda kept: uniform_hit_rate(spec, kept)
+def _load(calibration: str | Path, spec: MoESpec) -> Any:
+    """A calibration. ValueError: of another geometry."""
     from moelab.calibration import Calibration
     found = Calibration.load(calibration)
     if found.spec.fingerprint() != spec.fingerprint():
         raise ValueError(f"{calibration} was counted on {found.spec.name}, whose geometry is another than "
                          f"{spec.name}'s; calibrate this model: python -m moelab calibrate MODEL FILE")
-    shares = (found.counts().double() / found.counts().sum()).flatten().sort(descending=True).values.cumsum(0)
+    return found
+
+
+def _hit_rates(spec: MoESpec, calibration: Any) -> Callable[[int], float]:
+    """Kept experts (of all L·E) → share of a token's experts among them: of the most popular, or of any."""
+    if calibration is None:
+        return lambda kept: uniform_hit_rate(spec, kept)
+    counts = calibration.counts().double().flatten().sort(descending=True).values
+    shares = (counts / counts.sum()).cumsum(0)
     return lambda kept: float(shares[kept - 1]) if 0 < kept < len(shares) else float(kept > 0)
+
+
+def _dense(model: Model) -> int:
+    """Bytes of other weights that a token needs: of the embedding one row, but all of the head."""
+    return max(model.others - model.spec.vocab * model.spec.H * 2, 0)
 
 
 def _least(spec: MoESpec, others: int, context: int, batch: int) -> int:
@@ -281,12 +320,13 @@ def _least(spec: MoESpec, others: int, context: int, batch: int) -> int:
     return others + kv_bytes(spec, context * batch) + RESERVE + (STAGING + spec.K) * spec.expert_bytes
 
 
-def possible(model: Model, machine: Machine, memory: int, context: int, batch: int, hits: Any) -> list[Way]:
+def possible(model: Model, rates: MachineRates, memory: int, context: int, batch: int,
+             hits: Callable[[int], float]) -> list[Way]:
     """All ways that fit `memory`, the fastest first; of equally fast ones, the lossless first."""
     spec, ways = model.spec, []
     kv, count = kv_bytes(spec, context * batch), spec.L * spec.E
     visits = spec.L * spec.E * (1 - (1 - spec.K / spec.E) ** batch)        # experts of a step, if chosen at random
-    dense = max(model.others - spec.vocab * spec.H * 2, 0)                  # of the embedding, a token needs one row
+    dense = _dense(model)
     for form, (bits, lossless) in model.forms().items():
         expert = round(spec.expert_params * bits / 8)
         experts = count * expert
@@ -295,12 +335,12 @@ def possible(model: Model, machine: Machine, memory: int, context: int, batch: i
             continue
         kept = count if budget >= experts else max(budget // expert - STAGING, 0)
         hit, touched = hits(kept), visits * expert
-        parts = {"memory": touched / machine.memory_rate, "disk": touched * (1 - hit) / machine.disk_rate}
+        parts = {"memory": touched / rates.memory, "disk": touched * (1 - hit) / rates.read}
         weights = spec.L * spec.K * spec.expert_params + dense / 2              # that each token multiplies
-        prompt = ((dense + experts) / machine.memory_rate, (count - kept) * expert / machine.disk_rate,
-                  2 * context * batch * weights / machine.flops)
+        prompt = ((dense + experts) / rates.memory, (count - kept) * expert / rates.read,
+                  2 * context * batch * weights / rates.flops)
         ways.append(Way(form, lossless, experts, budget, model.others + kv + RESERVE + budget, hit,
-                        touched * (1 - hit), (dense + kv) / machine.memory_rate + max(parts.values()),
+                        touched * (1 - hit), (dense + kv) / rates.memory + max(parts.values()),
                         max(prompt), max(parts, key=parts.get)))
     return sorted(ways, key=lambda way: (way.tpot, not way.lossless))
 
@@ -315,9 +355,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lossy", action="store_true", help="advise few-bit experts as well, whose loss is unknown")
     parser.add_argument("--device", help="a device card's name or a .toml instead of this machine")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
+    parser.add_argument("--simulate", action="store_true", help="play each way of storing the experts, too")
+    parser.add_argument("--decompress-gbs", type=number(above=0), metavar="GB/S", help="exponents that one thread puts "
+                        "out, for Huffman with --simulate, where the card does not say it")
 
 
 def main(args: argparse.Namespace) -> int:
     print(advise(args.model, args.memory, context=args.context, batch=args.batch, lossy=args.lossy,
-                 device=args.device, calibration=args.calibration))
+                 device=args.device, calibration=args.calibration, simulate=args.simulate,
+                 decompress_gbs=args.decompress_gbs))
     return 0

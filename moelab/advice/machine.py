@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from moelab.offloading.budget import available
-from moelab.specs import DeviceSpec
+from moelab.specs import DeviceSpec, Figure
 
 #: bytes of a read: about an expert, of which disks deliver several thousand a second
 READ = 4 << 20
@@ -27,32 +26,17 @@ READ = 4 << 20
 PROBE = 64 << 20
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Rates in bytes/s and FLOP/s, memory in bytes (None if unknown), and where each comes from, in words."""
+def here(folder: str | Path | None = None) -> DeviceSpec:
+    """A card of this machine, measured; the disk where `folder` is, or else the system's temporary folder."""
+    disk, how = disk_rate(folder)
 
-    name: str
-    memory_rate: float
-    disk_rate: float
-    flops: float
-    memory: int | None
-    sources: tuple[str, ...]
-
-    @classmethod
-    def here(cls, folder: str | Path | None = None) -> Machine:
-        """This machine, measured; the disk where `folder` is, or else the system's temporary folder."""
-        cores = os.cpu_count() or 1
-        rate, (disk, how) = memory_rate(), disk_rate(folder)
-        return cls(f"this machine ({cores} cores)", rate, disk, flops(), available(),
-                   ("memory: the best of reading 128 MB, measured", f"disk: {how}", "arithmetic: a product in fp32"))
-
-    @classmethod
-    def of(cls, device: DeviceSpec) -> Machine:
-        """A card's machine. ValueError: the card lacks a rate."""
-        from moelab.offloading.simulator import MachineRates
-        rates = MachineRates.of(device)
-        memory = int(device["memory_gb"] * 1e9) if "memory_gb" in device.figures else None
-        return cls(device.name, rates.memory, rates.read, rates.flops, memory, ("rates: the card's figures",))
+    def figure(value: float, unit: str, how: str) -> Figure:
+        return Figure(value / (1e12 if unit == "TFLOPS" else 1e9), unit, "measured", how)
+    return DeviceSpec(f"this machine ({os.cpu_count()} cores)", {
+        "memory_bandwidth_gbs": figure(memory_rate(), "GB/s", "the best of reading 128 MB by all cores"),
+        "storage_read_gbs": figure(disk, "GB/s", how),
+        "fp32_tflops": figure(flops(), "TFLOPS", "the best of a product by numpy"),
+        "memory_gb": figure(available(), "GB", "available now")})
 
 
 def _best(act: Callable[[], object], tries: int = 3) -> float:
@@ -88,13 +72,13 @@ def disk_rate(folder: str | Path | None = None, requests: int = 1, total: int = 
     if files:
         file = max(files, key=lambda path: path.stat().st_size)
         rate, way = _read(file, requests, total)
-        return rate, f"{way} of {file.name}, measured"
+        return rate, f"{way} of {file.name}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         (file := Path(temporary) / "probe").write_bytes(os.urandom(1 << 20) * (PROBE >> 20))
         with open(file, "rb") as f:
             os.fsync(f.fileno())
         rate, way = _read(file, requests, total)
-    return rate, f"{way} of a new file in {Path(temporary).parent}, measured"
+    return rate, f"{way} of a new file in {Path(temporary).parent}"
 
 
 def _read(file: Path, requests: int, total: int) -> tuple[float, str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from moelab.specs import Event, MoESpec
+from moelab.specs import DeviceSpec, Event, MoESpec
 
 
 def lru_cliff(spec: MoESpec) -> int:
@@ -72,3 +73,24 @@ def on_demand_limit(records: Iterable[LayerRecord], read_rate: float, steps: int
                          f"got {read_rate} bytes/s, {steps} steps, {workers} workers")
     return sum(record.other_s + max(record.bytes / read_rate, record.decompress_s / workers, record.expert_s)
                for record in records) / steps
+
+
+@dataclass(frozen=True)
+class MachineRates:
+    """How fast experts arrive (bytes/s), memory is read (bytes/s) and numbers are multiplied (FLOP/s)."""
+
+    read: float
+    memory: float
+    flops: float
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> MachineRates:
+        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit arithmetic. ValueError
+        if there is none."""
+        arrival = [device[key] for key in ("link_bandwidth_gbs", "storage_read_gbs") if key in device.figures]
+        compute = [device[key] for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops") if key in device.figures]
+        if not arrival or not compute:
+            lacks = ("host link and no disk (link_bandwidth_gbs, storage_read_gbs)" if not arrival else
+                     "TFLOPS (fp32_tflops, …)")
+            raise ValueError(f"{device.name}: the card has no {lacks}; add the figure with its source")
+        return cls(arrival[0] * 1e9, device["memory_bandwidth_gbs"] * 1e9, compute[0] * 1e12)

@@ -21,13 +21,13 @@ from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
 from moelab.models import identity, opening, plug
 from moelab.models.direct import CheckpointStore
-from moelab.offloading.budget import divide, parse_budget
+from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.microbenchmarks import quick_delays, same_bits_on_one_thread
 from moelab.offloading.planner import TIMED, WARM, best_pools, drawn, shares_of
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
-from moelab.offloading.slots import Sizes, Slots, every_one_is_multiplied, has_few_bits, slot_counts
+from moelab.offloading.slots import Sizes, Slots, divide, every_one_is_multiplied, has_few_bits, slot_counts
 from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.store.headers import NAMES

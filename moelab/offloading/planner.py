@@ -15,7 +15,6 @@ Shapes: shares [L, E] of tokens that need each expert, their sum in a layer K.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable
 from copy import deepcopy
@@ -25,23 +24,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab import cards
-from moelab.arguments import number, whole
 from moelab.cache import selection
 from moelab.cache.planning import plan
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.cache.pools import HIERARCHY, Pools
+from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
-from moelab.offloading.budget import divide, parse_budget
-from moelab.offloading.profile import Profile
-from moelab.offloading.simulator import Linear, MachineRates, Steps, delays_of, flat, simulate
-from moelab.offloading.slots import Sizes
+from moelab.offloading.budget import parse_budget
+from moelab.offloading.limits import MachineRates
+from moelab.offloading.simulator import Linear, Steps, delays_of, flat, simulate
+from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, MoESpec
 from moelab.store import fewbit
-from moelab.table import percent, text_table
 from moelab.trace import DECODE
 
 #: tokens that are played to fill the cache, and then to be timed
@@ -171,52 +167,3 @@ def ways(spec: MoESpec, rho: float | None) -> Iterable[tuple[str, int, int, int]
         for name in fewbit.FORMATS:
             wide, back = fewbit.nbytes(name, (spec.I, spec.H)), fewbit.nbytes(name, (spec.H, spec.I))
             yield name, (1 + spec.gated) * wide + back, 0, 0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a model card, a checkpoint folder, a store or a hub id; no weights are read")
-    parser.add_argument("--memory", required=True, metavar="SIZE", help="for routed experts: 8GB, 50%% of them in bf16")
-    parser.add_argument("--device", default="jetson-agx-orin-32gb", metavar="CARD",
-                        help="a device card, or the path of your own .toml (default: %(default)s)")
-    parser.add_argument("--profile", metavar="FILE", help="of `moelab profile --output`, in place of a card")
-    parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate` (default: all equally popular)")
-    parser.add_argument("--decompress-gbs", type=number(above=0), metavar="GB/S", help="exponents that one thread puts "
-                        "out, where the card does not say it: an assumption; without, Huffman is left out")
-    parser.add_argument("--rho", type=number(above=0, most=1), default=RHO, metavar="R",
-                        help="compressed ÷ raw exponents (default: %(default).3f, ZipMoE Fig. 2)")
-    parser.add_argument("--workers", type=whole(1), default=1, metavar="L", help="decode workers (%(default)s)")
-    parser.add_argument("--seed", type=whole(), default=0, help="of the tokens that are drawn (%(default)s)")
-
-
-def main(args: argparse.Namespace) -> int:
-    spec, dense = _spec(args.model)
-    device = Profile.load(args.profile).to_device() if args.profile else cards.load_device(args.device)
-    shares = None
-    if args.calibration:
-        calibration = Calibration.load(args.calibration)
-        calibration.require(calibration.model_id, spec)
-        shares = shares_of(calibration)
-    rows = rank_stored(spec, device, args.memory, shares, workers=args.workers, rho=args.rho,
-                       decompress_gbs=args.decompress_gbs, dense_bytes=dense, seed=args.seed)
-    print(f"{spec.name} on {device.name}, {args.memory} for experts; {TIMED} tokens after {WARM} that fill the cache, "
-          f"experts drawn independently, " + (f"as popular as in {args.calibration}" if args.calibration else
-                                               "all equally popular (a cache's worst case)"))
-    if not dense:
-        print("attention, router and head are not in it: their weights are not known without opening the model")
-    print(text_table(["stored as", "lossless", "on disk, GB", "pools F/C/S/E", "hits, any state", "TPOT, ms", "kind"], [
-        [row.name, row.lossless, row.disk_bytes / 1e9, "/".join(str(row.pools[state]) for state in HIERARCHY),
-         percent(row.hit_rate), 1e3 * row.tpot, row.kind] for row in rows]))
-    if not any(row.name == "huffman" for row in rows):
-        print("Huffman is left out: how fast a thread decompresses is not known; give --decompress-gbs")
-    return 0
-
-
-def _spec(model: str) -> tuple[MoESpec, float]:
-    """The spec of a card or of a checkpoint, and bytes of what else a token needs where a card says them, or 0."""
-    from moelab.models import opening
-    if model not in cards.MODELS:
-        return opening.examine(model).spec, 0.0
-    spec, figures = cards.load_model(model).with_dtype("bfloat16"), cards.load_card(model)["figures"]
-    if "total_params" not in figures:
-        return spec, 0.0
-    return spec, 2.0 * (figures["total_params"]["value"] - spec.vocab * spec.H - spec.experts_bytes // 2)

@@ -25,6 +25,7 @@ from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.progress import progress
+from moelab.offloading.limits import MachineRates
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.run import EngineRun, EngineSettings
@@ -254,27 +255,6 @@ def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:
     """The steps of all forwards as one list, which `Belady` and `moelab.cache.optimum` take."""
     return [step for forward in steps for step in forward]
-
-
-@dataclass(frozen=True)
-class MachineRates:
-    """How fast experts arrive (bytes/s), memory is read (bytes/s) and numbers are multiplied (FLOP/s)."""
-
-    read: float
-    memory: float
-    flops: float
-
-    @classmethod
-    def of(cls, device: DeviceSpec) -> MachineRates:
-        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit arithmetic. ValueError
-        if there is none."""
-        arrival = [device[key] for key in ("link_bandwidth_gbs", "storage_read_gbs") if key in device.figures]
-        compute = [device[key] for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops") if key in device.figures]
-        if not arrival or not compute:
-            lacks = ("host link and no disk (link_bandwidth_gbs, storage_read_gbs)" if not arrival else
-                     "TFLOPS (fp32_tflops, …)")
-            raise ValueError(f"{device.name}: the card has no {lacks}; add the figure with its source")
-        return cls(arrival[0] * 1e9, device["memory_bandwidth_gbs"] * 1e9, compute[0] * 1e12)
 
 
 def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float, decompress_gbs: float | None = None

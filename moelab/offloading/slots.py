@@ -202,3 +202,18 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
 
 def _view(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
     return memory[:entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope: str, workers: int,
+           staging: int | None) -> tuple[Pools, int]:
+    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes."""
+    if staging is None:
+        staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
+    room, copies = budget - staging * sizes.in_flight, L if scope == "layer" else 1
+    if plan is None:
+        return Pools(F=min(E * L, room // sizes.full) // copies), staging
+    needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)
+    if needed > room:
+        raise ValueError(f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "
+                         f"{room / 1e6:,.1f} MB are left beside {staging} in-flight loads")
+    return plan, staging

@@ -13,13 +13,12 @@ from moelab import advise, names, open_model
 from moelab.__main__ import build_parser
 from moelab.advice.advise import FORMS, Model, find_model, possible
 from moelab.advice.doctor import findings
-from moelab.advice.machine import Machine
 from moelab.offloading.budget import RESERVE
-from moelab.offloading.limits import kv_bytes, uniform_hit_rate
+from moelab.offloading.limits import MachineRates, kv_bytes, uniform_hit_rate
 from moelab.specs import MoESpec
 from tests.models import tiny
 
-MACHINE = Machine("a board", 20e9, 1e9, 1e12, 32 * 10**9, ())
+RATES = MachineRates(read=1e9, memory=20e9, flops=1e12)
 specs = st.builds(
     lambda L, E, K, H, I, vocab: MoESpec("drawn", "qwen3_moe", L, tuple(range(L)), E, min(K, E), 64 * H, 32 * I,
                                          vocab=vocab, heads=4, kv_heads=2, head_dim=64),
@@ -27,9 +26,9 @@ specs = st.builds(
     st.integers(0, 10_000))
 
 
-def ways(spec, memory, machine=MACHINE, others=10**7, context=64, batch=1, hits=None):
+def ways(spec, memory, rates=RATES, others=10**7, context=64, batch=1, hits=None):
     hits = hits or (lambda kept: uniform_hit_rate(spec, kept))
-    return possible(Model("drawn", spec, others, "drawn"), machine, memory, context, batch, hits)
+    return possible(Model("drawn", spec, others, "drawn"), rates, memory, context, batch, hits)
 
 
 @given(specs, st.integers(RESERVE, RESERVE + 2 * 10**9), st.sampled_from([1, 3]))
@@ -54,7 +53,7 @@ def test_times_are_a_naive_count_of_bytes(spec, memory, batch):
 @given(specs, st.integers(RESERVE, RESERVE + 10**9), st.integers(0, 10**9))
 @settings(max_examples=60, deadline=None)
 def test_more_memory_or_a_faster_disk_is_never_slower(spec, memory, more):
-    faster = Machine("a board", 20e9, 2e9, 1e12, None, ())
+    faster = MachineRates(read=2e9, memory=20e9, flops=1e12)
     richer, quicker = ({way.form: way for way in found} for found in (
         ways(spec, memory + more), ways(spec, memory, faster)))
     for way in ways(spec, memory):
@@ -121,6 +120,18 @@ def test_a_calibration_says_how_popular_experts_are(tmp_path):
     assert found.best.hit_rate > 0.999 and "as the calibration counted" in str(found)
     with pytest.raises(ValueError, match="another than"):
         advise("Mixtral-8x7B", "60GB", device="m2-max", calibration=tmp_path / "c.safetensors")
+
+
+def test_each_way_is_simulated():
+    found = advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True, decompress_gbs=1.0)
+    assert {one.name for one in found.simulated} == {"raw", "bf12", "huffman", "int8", "fp8", "mxfp4", "int4"}
+    assert [one.tpot for one in found.simulated] == sorted(one.tpot for one in found.simulated)
+    token = found.model.spec.L * found.model.spec.K / (found.model.spec.L * found.model.spec.E)
+    assert all(one.tpot > token * way.experts / 400e9 for one in found.simulated for way in found.ways
+               if way.form == one.name)                             # the least that memory allows
+    assert "By simulation" in str(found) and found.best.lossless
+    with pytest.raises(ValueError, match="one sequence at a time"):
+        advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True)
 
 
 def test_the_doctor_names_what_a_machine_has(tmp_path):

@@ -40,6 +40,14 @@ def eager(place):
     return peers.run("eager", options(place))
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Engines run in this process: starting one takes longer than all that these tests measure."""
+    def run(interpreter, *words):
+        return subprocess.CompletedProcess(words, 0, json.dumps(peers.run(words[2], json.loads(words[3]))), "")
+    monkeypatch.setattr(harness, "_python", run)
+
+
 def test_eager_is_what_transformers_computes(place, eager):
     """The oracle feeds each whole prefix to a model of its own, without a cache of keys and values."""
     import torch
@@ -171,7 +179,7 @@ def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
     assert not made.aims
 
 
-def test_times_are_compared_with_those_of_the_same_forwards(place, monkeypatch):
+def test_times_are_compared_with_those_of_the_same_forwards(place, here, monkeypatch):
     """A simulated TTFT is the median of both prompts, so the measured one is, too."""
     monkeypatch.setattr(engine, "SIMULATED", ("raw",))
     monkeypatch.setattr(engine, "BUDGETS", (0.5,))
@@ -281,7 +289,7 @@ def test_gguf_in_few_bits_holds_the_checkpoint_rounded(place, tmp_path, kind, bi
         assert (np.abs(weights.reshape(-1, 32) - blocks) <= 1.01 * step).all()
 
 
-def test_a_model_in_several_forms_beside_its_limit(tmp_path):
+def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
     """One arm by itself, then the others beside it."""
     how = {"prompt": 5, "decode": 3, "executor": "exact"}
     alone = scale.run(SPEC, ("huffman",), "60%", str(tmp_path / "here"), **how)
@@ -323,7 +331,7 @@ def test_an_arm_that_fails_takes_the_place_of_its_earlier_result(tmp_path, monke
     assert rows["int4"] == arm and rows["bf12"]["result"] == "failed: killed" and not any(others)
 
 
-def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_path, monkeypatch):
+def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_path, here, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     scale.run(SPEC, ("int4",), "60%", None, prompt=5, decode=3, executor="exact")
     assert not any(tmp_path.iterdir())

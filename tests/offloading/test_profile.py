@@ -45,6 +45,11 @@ def measured(store):
     return profile(store, seconds=0, mode="buffered")
 
 
+@pytest.fixture
+def one_round(monkeypatch):
+    monkeypatch.setattr(profiling, "MINIMUM", 1)
+
+
 def test_everything_is_measured_as_often(measured, store):
     names = {"read both", "read E", "read SM", "decompress", "recover", "decode", "copy", "matmul float32",
              "matmul bfloat16", *(f"expert {n}" for n in EXPERT_TOKENS), *(f"{part} {n}" for n in FORWARD_TOKENS
@@ -61,7 +66,7 @@ def test_everything_is_measured_as_often(measured, store):
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf12"])
-def test_what_is_read_in_place_is_only_checked(codec, tmp_path):
+def test_what_is_read_in_place_is_only_checked(codec, tmp_path, one_round):
     source = None if codec == "bf12" else tiny.save("qwen3_moe", tmp_path / "m", torch.bfloat16)    # tiny rows are short
     raw = convert(source, tmp_path / "s", codec=codec)
     found = profile(raw, seconds=0, mode="buffered", workers=2)
@@ -77,7 +82,7 @@ def test_what_is_read_in_place_is_only_checked(codec, tmp_path):
             assert all(torch.equal(held[name], tensor) for name, tensor in source(*key).items())
 
 
-def test_reads_are_those_of_the_given_disk(store):
+def test_reads_are_those_of_the_given_disk(store, one_round):
     """At 1 MB a second a read of n bytes cannot take less than n / 1 MB."""
     slow = profile(store, seconds=0, mode="buffered", bandwidth=1e6)
     for part in ("E", "SM"):
@@ -87,7 +92,7 @@ def test_reads_are_those_of_the_given_disk(store):
 
 @pytest.mark.parametrize("how", [{"codec": "bf12"}, {"quantize": "int4"}], ids=["bf12", "int4"])
 @pytest.mark.parametrize("executor", [None, "fast"])
-def test_what_is_computed_is_an_expert_by_the_executor(how, executor, tmp_path):
+def test_what_is_computed_is_an_expert_by_the_executor(how, executor, tmp_path, one_round):
     store, compact = convert(None, tmp_path / "s", **how), executor == "fast"
     found = profile(store, seconds=0, mode="buffered", executor=executor, compact=compact)
     assert found.nbytes["full"] == Sizes.of(store, None if compact or "codec" in how else False).full
@@ -141,7 +146,7 @@ def test_contention_is_the_ratio_to_what_the_same_takes_alone_in_that_round():
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"])
-def test_a_model_is_left_as_it_was(name, tmp_path):
+def test_a_model_is_left_as_it_was(name, tmp_path, one_round):
     source = tiny.save(name, tmp_path / "m", torch.bfloat16)
     store = convert(source, tmp_path / "s", "zstd-huffman")
     model = open_store(store, mode="buffered")
@@ -256,7 +261,7 @@ def test_errors_say_what_to_do(measured, store, tmp_path):
         profile(store, workers=0)
 
 
-def test_the_command_prints_and_keeps(store, tmp_path, capsys):
+def test_the_command_prints_and_keeps(store, tmp_path, capsys, one_round):
     parser = argparse.ArgumentParser()
     profiling.add_arguments(parser)
     arguments = [str(store.folder), "--seconds", "0.001", "--output", str(tmp_path / "p")]
