@@ -35,7 +35,7 @@ DIRECTIONS = {
     "schedule": {"trace"},
     "speculate": {"models", "store", "trace", "recording"},
     "offloading": {"models", "trace", "calibration", "store", "cache", "schedule", "speculate", "experts"},
-    "advice": {"models", "offloading", "calibration"},
+    "advice": {"models", "offloading", "calibration", "cache"},
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
     "ane": {"models", "trace", "calibration", "experts"},

@@ -23,6 +23,7 @@ from typing import Any
 from moelab import registry
 from moelab.advice.machine import here
 from moelab.arguments import number, whole
+from moelab.cache.pools import HIERARCHY
 from moelab.cards import load_card, load_device, load_model
 from moelab.configs import spec_from_config
 from moelab.offloading.budget import RESERVE, parse_budget
@@ -166,9 +167,12 @@ class Advice:
         if not self.simulated:
             return []
         head = ["stored as", "lossless", "on disk, GB", "pools F/C/S/E", "hits, any state", "TPOT, s", "kind"]
+        rows = [[row.name, row.lossless, row.disk_bytes / 1e9, "/".join(str(row.pools[state]) for state in HIERARCHY),
+                 percent(row.hit_rate), row.tpot, row.kind] for row in self.simulated]
+        left_out = [] if any(row.name == "huffman" for row in self.simulated) else \
+            ["Huffman is left out: how fast a thread decodes is not known; give decompress_gbs (--decompress-gbs)"]
         return ["", "By simulation, in the same memory for experts, each token's experts drawn independently:",
-                text_table(head, [[row.name, row.lossless, row.disk_bytes / 1e9, "/".join(map(str, row.pools)),
-                                   percent(row.hit_rate), row.tpot, row.kind] for row in self.simulated])]
+                text_table(head, rows), *left_out]
 
     def _repr_markdown_(self) -> str:
         return f"```text\n{self}\n```"

@@ -129,7 +129,8 @@ def test_each_way_is_simulated():
     token = found.model.spec.L * found.model.spec.K / (found.model.spec.L * found.model.spec.E)
     assert all(one.tpot > token * way.experts / 400e9 for one in found.simulated for way in found.ways
                if way.form == one.name)                             # the least that memory allows
-    assert "By simulation" in str(found) and found.best.lossless
+    assert "By simulation" in str(found) and "left out" not in str(found) and found.best.lossless
+    assert "Huffman is left out" in str(advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True))
     with pytest.raises(ValueError, match="one sequence at a time"):
         advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True)
 

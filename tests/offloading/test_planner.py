@@ -95,19 +95,6 @@ def test_ways_of_storing_by_hand():
         rank_stored(SPEC, CARD, 1000)
 
 
-def test_the_command_says_what_it_assumes(capsys, tmp_path):
-    counts = torch.zeros(2, 16, 64, dtype=torch.int64)
-    counts[1, :, :8] = 10
-    spec = MoESpec("m", "m", 16, tuple(range(16)), 64, 8, 2048, 1024)
-    file = Calibration(counts, (0, 10), spec, "id").save(tmp_path / "c.safetensors")
-    line = ["plan", "Mixtral-8x7B", "--memory", "50%"]
-    assert main([*line, "--calibration", str(file)]) == 2 and "geometry" in capsys.readouterr().err
-    assert main(line) == 0
-    said = capsys.readouterr().out
-    assert "all equally popular (a cache's worst case)" in said and "Huffman is left out" in said
-    assert said.count("simulated") == 6 and "bf12" in said
-
-
 # ------------------------------------------------------------------------------------------------------- in the engine
 
 def test_an_automatic_plan_is_the_fastest_in_simulation_and_changes_no_bit(tmp_path):
