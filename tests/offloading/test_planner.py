@@ -12,7 +12,6 @@ from moelab import calibrate, convert, open_model, record
 from moelab.__main__ import main
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.calibration import Calibration
 from moelab.offloading.offload import offload
 from moelab.offloading.planner import best_pools, drawn, rank_stored, shares_of
 from moelab.offloading.simulator import flat, simulate
