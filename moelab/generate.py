@@ -65,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default: all in memory)")
     parser.add_argument("--cache", choices=CACHES, default=DEFAULT_POLICY, metavar="NAME",
                         help="with --memory, who is evicted (default: %(default)s)")
+    parser.add_argument("--plan", choices=["auto"], help="with --memory and --calibration, of a compressed store: what "
+                        "to keep in which state, chosen by simulation (default: whole experts)")
     parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
@@ -75,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "of fewer bits, made when it is opened; bf12 is lossless, the others round")
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
                         help="round the experts, once, to a store in ~/.cache/moelab, and run that")
-    parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with capacities")
+    parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with "
+                        "capacities and for --plan auto")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
                         f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "
                         f"in blocks (default: {DEFAULT})")
@@ -111,7 +114,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         calibration = Calibration.load(args.calibration) if args.calibration else None
         result = generate(**options, memory=args.memory, cache=args.cache, prefetch=args.prefetch,
-                          workers=args.workers, calibration=calibration, dense=args.dense, quantize=args.quantize)
+                          workers=args.workers, calibration=calibration, dense=args.dense, quantize=args.quantize,
+                          **({"plan": args.plan} if args.plan else {}))
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result), ensure_ascii=False) if args.json else _told(result))
     return 0
@@ -123,7 +127,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
     stream : print the prompt and the text as it comes; only the first rank does.
-    opening : memory, cache, prefetch, workers, calibration, dense, quantize of `moelab.open_model`.
+    opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize of `moelab.open_model`.
 
     Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or an executor that does
     not fit; and what `moelab.open_model` raises. PeerLost: another rank died.

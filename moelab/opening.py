@@ -52,7 +52,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         norms, routers and linear layers of single tokens in kernels of its own, too.
     prefetch : with `memory`, which experts of the next layer are loaded ahead: a name of `moelab.names("predictor")`, a
         predictor, or what makes one of the model. No bit of the output changes.
-    calibration : counts of this very model, for executors with static capacities.
+    calibration : counts of this very model, for executors with static capacities and for plan="auto".
     dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's); where to, or the CPU.
     workers : with `memory`, threads that decompress.
     dense : with the executor "fast", multiplies all other linear layers and the head by copies of fewer bits a weight,
@@ -103,7 +103,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         ahead = options.pop("ahead", None if prefetch is not None else 0)
         options = {"compact": "kernels" if executor in ("fast", "gemv") else False} | options
         model = offload(source, memory, policy=cache, workers=workers, ahead=ahead, dtype=dtype,
-                        device=device or "cpu", **options)
+                        device=device or "cpu", calibration=calibration, **options)
     with ExitStack() as unless_open:
         unless_open.callback(model.moelab.close)
         if calibration is not None:

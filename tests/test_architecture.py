@@ -34,7 +34,7 @@ DIRECTIONS = {
     "cache": {"trace"},
     "schedule": {"trace"},
     "speculate": {"models", "store", "trace", "recording"},
-    "offloading": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
+    "offloading": {"models", "trace", "calibration", "store", "cache", "schedule", "speculate", "experts"},
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
     "ane": {"models", "trace", "calibration", "experts"},

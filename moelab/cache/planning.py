@@ -28,11 +28,17 @@ if TYPE_CHECKING:
 Estimate = Callable[[np.ndarray, int, "Delays", int], np.ndarray]
 
 
+def reading(hits: np.ndarray, k: int, delays: Delays) -> np.ndarray:
+    """What a layer's step reads, as engine and simulator do it (`Delays.miss_read`): [n, 4] → seconds [n]."""
+    _, _, S, E = hits.T
+    return (k - hits.sum(1)) * delays.miss_read + S * delays.e_read + E * delays.sm_read
+
+
 def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
     """The makespan of a layer as ZipMoE estimates it (Algorithm 3): [n, 4] → seconds [n].
 
     The paper's delays are those of one chunk and multiply with chunks an expert (u·n, v·nK, c·nK); ours are an
-    expert's. Recovery and the experts' computation are not part of it.
+    expert's. Recovery and the experts' computation are not part of it, and a miss is two reads.
     """
     F, C, S, E = hits.T
     reading_e = (k - F - C - E) * delays.e_read                                             # lines 5–6, n_E · v
@@ -43,13 +49,14 @@ def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.nd
 def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
     """A layer's time when reading, decoding and computing overlap, beyond the paper: [n, 4] → seconds [n].
 
-    The longest of three lower bounds of any schedule: all reads, then recovery and computation of the last expert; all
-    decoding, then computation of the last; all computations, after the first decoding if nothing is ready.
+    The longest of three lower bounds of any schedule: all reads, then what is left to do of the last expert; all
+    decoding, then computation of the last; all computations, after the first decoding if nothing is ready. What comes
+    after the last read is its decoding, or only recovery if its exponents were there before.
     """
-    F, C, S, E = hits.T
-    compute, decode = delays.expert(1), (delays.decompress + delays.recover) / workers
-    reading = (k - F - C - S) * delays.sm_read + (k - F - C - E) * delays.e_read
-    disk = reading + np.where(F + C < k, delays.recover / workers + compute, 0)
+    F, C, _, E = hits.T
+    compute, decode = delays.expert(1), delays.decode_at_once / workers
+    last = np.where(delays.by_expert & (E == 0), decode, delays.recover / workers)
+    disk = reading(hits, k, delays) + np.where(F + C < k, last + compute, 0)
     work = (k - F) * decode + np.where(F < k, compute, 0)
     return np.maximum(np.maximum(disk, work), k * compute + np.where(F == 0, decode, 0))
 

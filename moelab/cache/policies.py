@@ -9,6 +9,7 @@ A policy of your own is a class with the two methods of `CachePolicy` and a line
     forget(key)      told that a key left the cache or was not kept
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
+    cascade=False    whom a pool refuses is not offered to the next pool
 """
 
 from __future__ import annotations
@@ -206,6 +207,12 @@ class FewestTokens(_ByPriority):
         self.put(key, int(self._scores[key]))
 
 
+class AsPrinted(FewestTokens):
+    """ZipMoE's own, to the letter of §3.4: whom the pool of its rank refuses is in none, and the next ranks neither."""
+
+    cascade = False
+
+
 class Belady(_ByPriority):
     """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer included.
 
@@ -238,6 +245,7 @@ DEFAULT_POLICY = "lrfu"
 POLICIES: dict[str, type | Entry] = {
     "fifo": FIFO, "lru": LRU, "lfu": LFU, "lrfu": LRFU, "marking": Marking, "least-stale": LeastStale,
     "zipmoe": FewestTokens,
+    "zipmoe-printed": Entry(AsPrinted, "ZipMoE's own to the letter: a refused expert is offered to no other pool", True),
     "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True),
 }
 

@@ -4,6 +4,10 @@ An expert that is used goes to the first pool whose threshold its rank passes, w
 got more tokens so far; a full pool evicts the victim of its policy; beyond all thresholds an expert leaves as soon as
 it has run. All is decided when a layer's step begins, never from timing, so engine and simulator decide the same.
 
+A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves, so the δ ranks past
+the first pool, which are that pool's by their threshold, are in none. A policy with `cascade = False` does as §3.4 says
+(`policies.AsPrinted`).
+
     tokens   {expert: tokens routed to it}, one layer of one forward
     scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
 """
@@ -11,6 +15,7 @@ it has run. All is decided when a layer's step begins, never from timing, so eng
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -159,7 +164,7 @@ class Residency:
             return dict(zip(keys, before)), []
         used = set(keys)
         found = {key for key, state in zip(keys, before) if state is not State.MISSED}
-        keep, evicted, leaving, moves = {}, [], [], []                         # moves: (key, its better pool)
+        keep, evicted, leaving, moves = {}, [], [], []                         # moves: (key, a better pool)
         for key, state, goal in zip(keys, before, goals):
             if goal is State.MISSED:
                 keep[key] = goal
@@ -174,24 +179,31 @@ class Residency:
                 group[state].policy.touch(key, self._now)
         if not math.isinf(self.margin):
             moves.sort(key=lambda move: -self._scores[move[0]])               # the best ranks choose first
-        for key, goal in moves:
+        moves, below = deque(moves), dict(zip(group, [*group][1:]))
+        while moves:
+            key, goal = moves.popleft()
             pool = group[goal]
             left = pool.make_room(key, found, used)
             if left is key:                                                    # no room, or the policy refused it
                 pool.forget(key)
+            else:
+                if left is not None:
+                    del self._state[left]
+                    if left in keep:                                           # a newcomer of this step after all
+                        keep[left] = State.MISSED
+                    else:
+                        evicted.append((left, goal))
+                pool.keys[key] = None
                 if keep[key] is not State.MISSED:
-                    group[keep[key]].policy.touch(key, self._now)
-                continue
-            if left is not None:
-                del self._state[left]
-                if left in keep:                                               # a newcomer of this step after all
-                    keep[left] = State.MISSED
-                else:
-                    evicted.append((left, goal))
-            pool.keys[key] = None
-            if keep[key] is not State.MISSED:
-                leaving.append((key, keep[key]))
-            keep[key] = self._state[key] = goal
+                    leaving.append((key, keep[key]))
+                keep[key] = self._state[key] = goal
+            if left in keep:                                                   # refused: what of the next pool?
+                stays, lower = keep[left], below.get(goal) if getattr(pool.policy, "cascade", True) else None
+                if lower not in (None, stays):
+                    group[lower].policy.touch(left, self._now)
+                    moves.appendleft((left, lower))
+                elif stays is not State.MISSED:
+                    group[stays].policy.touch(left, self._now)
         # A place in a lower pool is free only after the step: its chunks are needed until they are decoded.
         for key, state in leaving:
             stays = group[keep[key]].policy if keep[key] is not State.MISSED else None

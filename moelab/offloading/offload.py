@@ -18,10 +18,12 @@ from moelab.cache.planning import CachePlan
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.models import opening, plug
+from moelab.calibration import Calibration
+from moelab.models import identity, opening, plug
 from moelab.models.direct import CheckpointStore
-from moelab.offloading.budget import parse_budget
+from moelab.offloading.budget import divide, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
+from moelab.offloading.planner import TIMED, WARM, best_pools, drawn, shares_of
 from moelab.offloading.profile import quick_delays, same_bits_on_one_thread
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
@@ -34,17 +36,18 @@ from moelab.store.reader import Reader
 
 
 def offload(store: ExpertStore | str | Path | None, budget: str | float | int = "auto", *, policy: Any = DEFAULT_POLICY,
-            plan: Pools | CachePlan | None = None, scope: str = "model", margin: float | None = None, workers: int = 1,
-            staging: int | None = None, ahead: int | None = 0, delays: Delays | None = None,
+            plan: Pools | CachePlan | str | None = None, scope: str = "model", margin: float | None = None,
+            workers: int = 1, staging: int | None = None, ahead: int | None = 0, delays: Delays | None = None,
             device: str | torch.device = "cpu", dtype: torch.dtype | str = "auto", executor: Any = None,
-            compact: bool | str = False, **reading: Any) -> Any:
+            compact: bool | str = False, calibration: Calibration | None = None, **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
     store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts are then read from
         (`moelab.models.direct`); None for the small model.
     budget : memory for experts, see `parse_budget`; allocated at once and never exceeded.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
-    plan : how the budget is divided into pools; None keeps whole experts only. `moelab.cache.planning.plan` makes one.
+    plan : how the budget is divided into pools; None keeps whole experts only, "auto" chooses by simulation where
+        experts are compressed (`moelab.offloading.planner`), and keeps whole ones where they are not.
     workers : threads that decompress.
     staging : loads in flight beyond the experts that are kept; by default workers + 2, fewer if the budget is small.
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's, in decode those that
@@ -56,6 +59,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None: bit for bit.
     compact : keep experts of few bits as they are, for kernels that multiply them so; other executors unpack them at
         each use, where they are otherwise unpacked once a load. "kernels": only if kernels multiply all of them.
+    calibration : of this very model; "auto" takes popularity from it.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`, `close()`.
@@ -69,7 +73,10 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     if ahead is not None and ahead < 0:
         raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
-    pools = getattr(plan, "pools", plan)
+    if isinstance(plan, str) and plan != "auto":
+        raise ValueError(f"the plan is {plan!r}; it must be pools, what `moelab.cache.planning.plan` makes, or 'auto'")
+    auto = isinstance(plan, str)
+    pools = None if auto else getattr(plan, "pools", plan)
     # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
     whole_only = pools is None or not (pools.C or pools.S or pools.E)
     compact = every_one_is_multiplied(store) if compact == "kernels" else compact
@@ -85,14 +92,22 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         raise ValueError(f"the budget is {room:,} bytes; {least:,} bytes are the least "
                          f"that works: {staging or 1} in-flight expert(s), read and decoded"
                          + f", and {ahead} prefetched" * bool(ahead))
-    pools, staging = divide(room - ahead * sizes.in_flight - store.scratch, sizes, L, E, pools, scope, workers, staging)
-    count = slot_counts(pools, L if scope == "layer" else 1, staging + ahead)
-    residency = Residency(L, E, pools, policy, scope, margin)
+    if (auto := auto and sizes.sm > 0) and calibration is None:
+        raise ValueError("plan='auto' divides the memory by how popular experts are: give calibration=, which "
+                         "`python -m moelab calibrate MODEL FILE` makes")
+    kept = room - ahead * sizes.in_flight - store.scratch
+    pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging)
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)
         model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
         delays = delays or quick_delays(store, model, sizes.in_place, compact)
+        if auto:
+            shares = shares_of(calibration.require(identity(model), store.spec))
+            pools = best_pools(shares, drawn(shares, WARM + TIMED), kept - staging * sizes.in_flight, sizes, delays,
+                               workers=workers, staging=staging, policy=policy, scope=scope, margin=margin)[0].pools
+        count = slot_counts(pools, L if scope == "layer" else 1, staging + ahead)
+        residency = Residency(L, E, pools, policy, scope, margin)
         settings = EngineSettings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
                                   store.weights_bytes)
         run = EngineRun(settings, residency)
@@ -106,18 +121,3 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         Session(model, engine, source, store, room)
         unless_open.pop_all()
     return model
-
-
-def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope: str, workers: int,
-           staging: int | None) -> tuple[Pools, int]:
-    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes."""
-    if staging is None:
-        staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
-    room, copies = budget - staging * sizes.in_flight, L if scope == "layer" else 1
-    if plan is None:
-        return Pools(F=min(E * L, room // sizes.full) // copies), staging
-    needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)
-    if needed > room:
-        raise ValueError(f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "
-                         f"{room / 1e6:,.1f} MB are left beside {staging} in-flight loads")
-    return plan, staging

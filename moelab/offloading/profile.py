@@ -130,7 +130,7 @@ class Profile:
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
             token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
             self.experts_bytes, tuple(self.points("expert").items()),
-            self.median("one thread") if "one thread" in self.seconds else None, beside)
+            self.median("one thread") if "one thread" in self.seconds else None, beside, self.median("read both"))
 
     def to_device(self) -> DeviceSpec:
         """A device card of this machine, its figures "measured", with when and how in their source."""
@@ -144,6 +144,10 @@ class Profile:
             "memory_bandwidth_gbs": figure(
                 2 * COPY / min(copies) / 1e9, "GB/s",
                 f"a copy of {COPY >> 20} MiB, read and written, the fastest of {len(copies)}, {self.threads} threads")}
+        if self.nbytes["sm"]:
+            figures["decompress_gbs"] = figure(
+                self.nbytes["full"] / 2 / self.median("decompress") / 1e9, "GB/s",
+                f"exponents out of one thread, {self.codec}, median of {len(self.seconds['decompress'])}")
         for dtype, name in (("bfloat16", "bf16_tflops"), ("float16", "fp16_tflops"), ("float32", "fp32_tflops")):
             if samples := self.seconds.get(f"matmul {dtype}"):
                 figures[name] = figure(2 * MATMUL ** 3 / min(samples) / 1e12, "TFLOPS", f"a product of {MATMUL} × "
@@ -495,9 +499,11 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     out, took, unpack = None, {}, in_place and packed and not compact
     timed = partial(_timed, took)
     with Reader(store) as reader, torch.inference_mode():
-        buffers = {part: reader.buffer(part) for part in ("E", "SM")}
+        buffers, last = {part: reader.buffer(part) for part in ("E", "SM", "both")}, len(store.layers) - 1
         for i in range(5):
-            e, sm = (timed(part, reader.read, 0, tried[i % len(tried)], part, buffers[part]) for part in buffers)
+            e, sm = (timed(part, reader.read, 0, tried[i % len(tried)], part, buffers[part]) for part in ("E", "SM"))
+            expert = i % len(store.layers[last].experts)        # of another layer: the system may have cached this one
+            timed("both", reader.read, last, expert, "both", buffers["both"])
             out = out or empty_tensors(e.entries)
             timed("decompress", _decompress, e, sm, out)
             timed("recover", _recover, e, sm, {name: tensor for name, tensor in out.items() if separable(e, name)})
@@ -510,10 +516,10 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     token = max(0.0, (seconds["16"] - seconds["1"]) / 15)
     every = experts_bytes(store)
     e_bytes, sm_bytes = (round(statistics.fmean(every[0][i][part] for i in tried)) for part in (0, 1))
-    return Delays(e_read=seconds["E"], sm_read=seconds["SM"], decompress=seconds["decompress"],
+    return Delays(e_read=seconds["E"], sm_read=seconds["SM"] * (sm_bytes > 0), decompress=seconds["decompress"],
                   recover=seconds["recover"], expert_base=max(0.0, seconds["1"] - token), expert_token=token,
                   N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes, decode=seconds["decode"],
-                  experts_bytes=every)
+                  experts_bytes=every, read_both=seconds["both"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -72,7 +72,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
              staging: int | None = None, other: Linear = (0.0, 0.0), head: Linear = (0.0, 0.0), start: float = 0.0,
              scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order,
              predictions: Predictions | None = None, ahead: int = 0, distance: int = 1,
-             gate: PrefetchGate | None = None, predict: float = 0.0, across: CrossToken | None = None) -> Simulation:
+             gate: PrefetchGate | None = None, predict: float = 0.0, across: CrossToken | None = None,
+             quiet: bool = False) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : a run's, or those of a trace (`steps_of`).
@@ -89,6 +90,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     gate : throttles prefetching and learns; None for a new one.
     predict : seconds that a prediction takes.
     across : predicts the first layer's experts at the end of the token before; None: nobody does.
+    quiet : without a progress bar.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert that the residency
     doesn't have, and a distance or staging below 1.
@@ -112,8 +114,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
     machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
 
-    for forward, (tokens, phase), predicted in progress(list(zip(steps, kinds, predictions or [()] * len(steps))),
-                                                      "simulating"):
+    passes = list(zip(steps, kinds, predictions or [()] * len(steps)))
+    for forward, (tokens, phase), predicted in passes if quiet else progress(passes, "simulating"):
         begun, announced = machine.now, dict(predicted) if ahead else {}
         gate.begin(phase)
         across.begin(phase)

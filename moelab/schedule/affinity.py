@@ -71,9 +71,8 @@ def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Or
 
 
 def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
-    """`order` where decompressing takes longer than reading SM-chunks, so that reading E-chunks first pays for two
-    requests and two passes over the weights, which Algorithm 1 assumes to be free; else by expert."""
-    return (order if delays.decompress > delays.sm_read else order_by_expert)(requests, delays, workers)
+    """`order_by_expert` where `Delays.by_expert` says so, else `order`."""
+    return (order_by_expert if delays.by_expert else order)(requests, delays, workers)
 
 
 def naive_order(requests: Iterable[Any], delays: Delays | None = None, workers: int = 1) -> Order:

@@ -105,7 +105,8 @@ class _Work:
 class SimulatedMachine:
     """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
 
-    Compute runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run`
+    Workers take tensors, as the engine's do, so an expert's N are decoded side by side; of equal size, here. Compute
+    runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run`
     and `spend` only, and what is under way goes on from layer to layer. Whoever works beside others is slowed down as
     `Delays.beside` says, as long as they do. Left out: threads' handshakes.
 
@@ -121,9 +122,12 @@ class SimulatedMachine:
         number = {kind: count() for kind in KINDS}
         held = {key: {kind: next(number[kind]) for kind in HOLDS[state]} for key, state in resident
                 if state is not State.MISSED}
-        self.delays, self.workers, self.queue = delays, workers, LoadQueue(slots, ahead, held=held)
+        tensors = range(delays.N if delays.decode_at_once else 1)
+        self.delays, self.workers = delays, workers
+        self.queue = LoadQueue(slots, ahead, held=held, tensors=lambda key: tensors)
         self.now, self.needed, self.waited = start, start, 0.0
-        self._seconds = {"decompress": delays.decompress, "recover": delays.recover, "decode": delays.decode_at_once}
+        self._seconds = {kind: seconds / len(tensors) for kind, seconds in (
+            ("decompress", delays.decompress), ("recover", delays.recover), ("decode", delays.decode_at_once))}
         self._events: list[Event] = []
         self._running: dict[int, _Work] = {}                    # −1 disk, workers, compute
         self._idle, self._disk_free, self._compute_free, self._computed_until = list(range(workers)), True, True, start

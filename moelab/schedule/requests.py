@@ -7,8 +7,9 @@ tensors of an expert are recovered, it runs. What is in memory already need not 
     read E 1 → decompress 1 ┼→ recover → expert
                     read SM ┘
 
-The letters K, N, u, v, c, p are the paper's, in this package only. That concurrent reads, decompression and computation
-slow each other down is left out of the paper's graph, and of `Task`; it is in `Delays.beside`.
+The letters K, N, u, v, c, p are the paper's, in this package only. Left out of the paper's graph, and of `Task`, is that
+concurrent reads, decompression and computation slow each other down (`Delays.beside`), and that a miss may be one read
+of both chunks, which is faster than two (`Delays.read_both`).
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Delays:
     decode : decompressing and joining in one go, which may be faster than one after the other; None for their sum.
     one_thread : one token's expert on one thread, which the engine leaves computing while others are loaded; None if
         it does not.
+    read_both : reading all chunks of an expert in one request; None for the sum of the two.
     beside : how many times as long a "read", a "decode" (or a part of it) or an "expert" takes while another of the
         three runs, by "expert beside decode" and so on; beside two, both factors count.
     """
@@ -108,6 +110,7 @@ class Delays:
     computed: Sequence[tuple[int, float]] = ()
     one_thread: float | None = None
     beside: Mapping[str, float] = field(default_factory=dict)
+    read_both: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -120,9 +123,23 @@ class Delays:
         """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both, in proportion to its own bytes."""
         mean = self.e_bytes, self.sm_bytes
         own = self.experts_bytes[key.layer][key.expert] if self.experts_bytes else mean
-        parts = [(seconds * (n / usual if usual else 1), n) for seconds, n, usual, wanted in zip(
-            (self.e_read, self.sm_read), own, mean, (e, sm)) if wanted]
-        return sum(seconds for seconds, _ in parts), sum(n for _, n in parts)
+        parts = [(self.e_read, own[0], mean[0])] * e + [(self.sm_read, own[1], mean[1])] * sm
+        if e and sm and self.read_both is not None:
+            parts = [(self.read_both, sum(own), sum(mean))]
+        return sum(seconds * (n / usual if usual else 1) for seconds, n, usual in parts), sum(n for _, n, _ in parts)
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether the chunks of a miss had better be one request: reading all E-chunks first, as Algorithm 1 does, pays
+        for two requests and two passes over the weights only where decompressing takes longer than reading SM-chunks.
+        Experts that are read in place have none."""
+        return self.decompress <= self.sm_read or not self.sm_read
+
+    @property
+    def miss_read(self) -> float:
+        """Seconds of reading a missed expert, in one request or two."""
+        at_once = self.by_expert and self.read_both is not None
+        return self.read_both if at_once else self.e_read + self.sm_read
 
     @property
     def decode_at_once(self) -> float:

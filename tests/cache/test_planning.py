@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.cache.planning import algorithm_3, hit_patterns, interval_hits, makespan, pattern_probabilities, plan
+from moelab.cache.planning import (
+    algorithm_3, hit_patterns, interval_hits, makespan, pattern_probabilities, plan, reading)
 from moelab.cache.pools import Pools
+from moelab.cache.residency import Request
 from moelab.cache.selection import selection_probabilities
+from moelab.schedule.affinity import default_order
+from moelab.schedule.execution import execute
+from moelab.schedule.requests import Delays
+from moelab.specs import ExpertKey, State
 
 SIZES = (12, 6, 2)              # bytes of full tensors, SM-chunks, E-chunks
 
 
-@dataclass(frozen=True)
-class Seconds:
-    e_read: float = 1.0
-    sm_read: float = 3.0
-    decompress: float = 2.0
-    recover: float = 0.5
-    compute: float = 1.5
-
-    def expert(self, tokens):
-        return self.compute * tokens
+def Seconds(e_read=1.0, sm_read=3.0, decompress=2.0, recover=0.5, compute=1.5, read_both=None):
+    return Delays(e_read, sm_read, decompress, recover, 0.0, compute, read_both=read_both)
 
 
 @st.composite
@@ -41,7 +38,7 @@ def layers(draw, most=7):
 
 # nothing, or a millisecond and more: beside the tolerances less is nothing, and then a tie is a matter of opinion
 seconds = st.just(0.0) | st.floats(1e-3, 10)
-delays = st.builds(Seconds, seconds, seconds, seconds, seconds, seconds)
+delays = st.builds(Seconds, seconds, seconds, seconds, seconds, seconds, st.none() | seconds)
 
 
 # ------------------------------------------------------------------------------------ the paper's loops, literally
@@ -140,7 +137,7 @@ def scheduled(h, k, d, workers):
     for order in set(itertools.permutations(states)):
         disk, free, ready = 0.0, [0.0] * workers, []
         for state in order:
-            disk += (state in "SM") * d.e_read + (state in "EM") * d.sm_read
+            disk += {"S": d.e_read, "E": d.sm_read, "M": d.miss_read}.get(state, 0.0)
             if state == "F":
                 ready.append(0.0)
                 continue
@@ -162,12 +159,41 @@ def test_the_makespan_is_never_above_the_best_schedule(seconds, workers, h):
 
 
 def test_the_makespan_of_plain_cases():
-    d = Seconds()
-    for h, expected in (((4, 0, 0, 0), 4 * 1.5),                            # computing is all there is
-                        ((0, 4, 0, 0), 1.25 + 4 * 1.5),                     # both workers begin with one expert
-                        ((3, 0, 0, 0), max(4 + 0.25 + 1.5, 4 * 1.5)),       # computing, in spite of the disk
-                        ((0, 0, 0, 0), 16 + 0.25 + 1.5)):                   # the disk, then one recovery and expert
+    d, slow, busy = Seconds(), Seconds(decompress=3.5), Seconds(compute=3.0)
+    for h, d, expected in (((4, 0, 0, 0), d, 4 * 1.5),                      # computing is all there is
+                           ((0, 4, 0, 0), d, 1.25 + 4 * 1.5),               # both workers begin with one expert
+                           ((3, 0, 0, 0), busy, 4 * 3),                     # computing, in spite of the disk
+                           ((0, 0, 0, 0), d, 16 + 1.25 + 1.5),              # the disk, then one decoding and expert
+                           ((0, 0, 0, 1), d, 15 + 0.25 + 1.5),              # or recovery: the exponents were there
+                           ((0, 0, 0, 0), slow, 16 + 0.25 + 1.5)):          # or were read before all SM-chunks
         assert makespan(np.array([h]), 4, d, 2)[0] == expected
+
+
+# ------------------------------------------------------------------------------------- planned against simulated
+
+def simulated(states, d, workers):
+    asked = [Request(ExpertKey(0, i), 1, State(s), State.MISSED) for i, s in enumerate(states)]
+    events, end = execute(asked, default_order(asked, d, workers), d, workers)
+    return sum(event.end - event.start for event in events if event.resource == "disk"), end
+
+
+def test_a_plan_charges_what_the_simulator_charges_by_hand():
+    """Two misses, each one read of 3.5 s, and one read of 1 s beside exponents; then 0.75 s of decoding and an expert.
+    Two reads a miss would be 9 s of reading."""
+    d = Seconds(decompress=0.5, recover=0.25, compute=1.0, read_both=3.5)
+    hits = np.array([[0, 0, 1, 0]])
+    assert reading(hits, 3, d)[0] == 8.0 and makespan(hits, 3, d, 1)[0] == 9.75
+    assert simulated("MMS", d, 1) == (8.0, 9.75)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text("FCSEM", max_size=6), delays, st.integers(1, 3))
+def test_reading_equals_the_simulators_and_no_schedule_of_it_is_shorter(states, d, workers):
+    hits, k = np.array([[states.count(s) for s in "FCSE"]]), len(states)
+    read, end = simulated(states, d, workers)
+    if d.by_expert or d.read_both is None:                      # else a lone miss of a block is one read all the same
+        assert reading(hits, k, d)[0] == pytest.approx(read)
+        assert k == 0 or makespan(hits, k, d, workers)[0] <= end + 1e-9
 
 
 # ---------------------------------------------------------------------------------------------- whole plans

@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 from itertools import permutations
 from math import inf, prod
@@ -13,7 +14,9 @@ from moelab.schedule.requests import Delays, Task, operations
 from moelab.specs import ExpertKey, State
 from tests.schedule.instances import LOADING, Request, delays, requests, task_sets
 
-UNIT = Delays(e_read=2.0, sm_read=3.0, decompress=4.0, recover=1.0, expert_base=5.0, expert_token=1.0)
+UNIT = Delays(e_read=2.0, sm_read=3.0, decompress=4.0, recover=1.0, expert_base=5.0, expert_token=1.0, N=1)
+#: whose experts are one tensor each
+machines = delays.map(lambda machine: replace(machine, N=1))
 TINY = 1e-9
 
 
@@ -122,7 +125,7 @@ def check(events, asked, workers, start, end):
 
 
 @settings(max_examples=300, deadline=None)
-@given(requests(), delays, st.integers(1, 5), st.none() | st.integers(1, 5), st.sampled_from([0.0, 12.5]),
+@given(requests(), machines, st.integers(1, 5), st.none() | st.integers(1, 5), st.sampled_from([0.0, 12.5]),
        st.booleans())
 def test_execute_respects_the_graph(asked, machine, workers, in_flight, start, naive):
     plan = naive_order(asked) if naive else order(asked, machine, workers)
@@ -152,7 +155,7 @@ def limited(asked, plan, machine, workers, in_flight, start=0.0):
 
 
 @settings(max_examples=150, deadline=None)
-@given(requests(), delays, st.integers(1, 4), st.integers(1, 4))
+@given(requests(), machines, st.integers(1, 4), st.integers(1, 4))
 def test_slots_limit_what_is_in_flight(asked, machine, workers, in_flight):
     """Where nothing is kept and nothing is there, an expert has its slots from its first operation to its last."""
     asked = [r._replace(state=State.MISSED, keep=State.MISSED) for r in asked]
@@ -194,6 +197,27 @@ def test_one_missed_expert():
     assert end == 16
 
 
+def test_the_tensors_of_an_expert_are_decoded_side_by_side():
+    """Three tensors, of 5/3 s each after a read of 5 s: on three workers, on two, on one; then the expert."""
+    asked, machine = [request(0, "M")], replace(UNIT, N=3)
+    for workers, expected in ((4, 5 + 5 / 3 + 6), (3, 5 + 5 / 3 + 6), (2, 5 + 10 / 3 + 6), (1, 5 + 5 + 6)):
+        events, end = execute(asked, order(asked, machine, workers), machine, workers)
+        assert end == pytest.approx(expected) and sum(e.kind == "decode" for e in events) == 3
+        assert len({e.resource for e in events if e.kind == "decode"}) == min(workers, 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests(), delays, st.integers(1, 4))
+def test_workers_decode_every_tensor_once_and_never_wait_for_nothing(asked, machine, workers):
+    loads = sum(r.state is not State.FULL for r in asked)
+    events, end = execute(asked, order(asked, machine, workers), machine, workers)
+    work = [e for e in events if e.resource.startswith("worker")]
+    assert sum(e.end - e.start for e in work) == pytest.approx(loads * machine.decode_at_once)
+    kinds = Counter(e.kind for e in work)
+    assert kinds["decompress"] == kinds["recover"]
+    assert kinds["decode"] + kinds["recover"] == loads * (machine.N if machine.decode_at_once else 1)
+
+
 def test_decompression_while_the_rest_is_read():
     asked = [request(0, "E")]
     events, end = timeline(asked, order(asked, UNIT, 1))
@@ -213,7 +237,7 @@ def test_hits_run_first_and_only_run():
 
 def test_more_experts_in_a_block_than_slots_is_no_deadlock():
     asked = [request(e, "M") for e in range(4)]
-    machine = Delays(e_read=2.0, sm_read=3.0, decompress=0.5, recover=0.1, expert_base=0.5, expert_token=0.0)
+    machine = Delays(e_read=2.0, sm_read=3.0, decompress=0.5, recover=0.1, expert_base=0.5, expert_token=0.0, N=1)
     plan = order(asked, machine, 1)
     assert plan.io[:4] == [(0, "E"), (1, "E"), (2, "E"), (3, "E")]
     events, _ = limited(asked, plan, machine, 1, 1)
@@ -246,7 +270,7 @@ def test_work_beside_other_work_by_hand():
 
 
 @settings(max_examples=150, deadline=None)
-@given(requests(), delays, st.integers(1, 3), st.fixed_dictionaries({
+@given(requests(), machines, st.integers(1, 3), st.fixed_dictionaries({
     f"{a} beside {b}": st.floats(0.5, 4) for a, b in permutations(("read", "decode", "expert"), 2)}))
 def test_slowed_down_everybody_does_the_work_that_there_is(asked, machine, workers, beside):
     """The rates of each event, added up between all moments at which anything begins or ends, are its work alone."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,20 @@ def test_delays_of_a_tensor_add_up_to_those_of_the_expert():
     assert sum(task.K * task.c for task in tasks) == 24.0
     assert {task.p for task in tasks} == {7.0}
     assert DELAYS.whole(request) == Task(5, 0, State.MISSED, u=9.0, v=12.0, c=25.0, K=1, p=7.0)
+
+
+def test_one_read_of_both_chunks_has_a_time_of_its_own():
+    bytes_of = {"e_bytes": 10, "sm_bytes": 30, "experts_bytes": [[[10, 30], [20, 60]]]}
+    two = Delays(2.0, 3.0, 1.0, 1.0, 1.0, 0.0, **bytes_of)
+    one, slow = replace(two, read_both=4.0), replace(two, read_both=4.0, decompress=3.5)
+    for expert, times in ((0, 1), (1, 2)):                      # an expert of twice the bytes takes twice as long
+        key = ExpertKey(0, expert)
+        assert two.read(key, True, True) == (times * 5.0, times * 40) and one.read(key, True, True)[0] == times * 4.0
+        for delays in (one, two):
+            assert delays.read(key, True, False) == (times * 2.0, times * 10)
+            assert delays.read(key, False, True) == (times * 3.0, times * 30)
+    assert (two.miss_read, one.miss_read, slow.miss_read) == (5.0, 4.0, 5.0)
+    assert one.by_expert and not slow.by_expert and replace(slow, sm_read=0.0).by_expert
 
 
 @pytest.mark.parametrize("wrong", [{"e_read": -1.0}, {"recover": float("nan")}, {"K": 0}, {"N": 0}])
