@@ -6,7 +6,8 @@ sampling (`moelab.cache.selection`); every pattern of hits has a time, and the d
 chosen; of equally good ones, to 1e-9, that with more in F, then C, then S.
 
 Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. The order of steps does not
-count (simulate the `best` few to bring it in); an engine's buffers are not part of the budget.
+count (simulate the `best` few to bring it in, as `moelab.offloading.planner` does); an engine's buffers are not part of
+the budget, and prompts not of the time.
 """
 
 from __future__ import annotations

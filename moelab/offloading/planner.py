@@ -133,7 +133,9 @@ def rank_stored(spec: MoESpec, device: DeviceSpec, memory: str | float | int, sh
     shares : [L, E]; by default all experts are equally popular, a cache's worst case.
     dense_bytes : of the weights that every token needs.
 
-    Raises ValueError: a card without the figures, or no memory for one expert.
+    What has no room for one expert beside one that is loaded is left out.
+
+    Raises ValueError: a card without the figures, or no room for any.
     """
     spec, rates = spec.with_dtype("bfloat16"), MachineRates.of(device)
     shares = np.full((spec.L, spec.E), spec.K / spec.E) if shares is None else shares
@@ -147,12 +149,14 @@ def rank_stored(spec: MoESpec, device: DeviceSpec, memory: str | float | int, sh
             delays = replace(delays, e_read=full / rates.read, sm_read=0.0, recover=0.0, e_bytes=full, sm_bytes=0,
                              expert_base=full / rates.memory)
         if budget < sizes.in_flight + full:
-            raise ValueError(f"{budget:,} bytes hold no expert beside one that is loaded; {sizes.in_flight + full:,} "
-                             f"are the least for {name}")
+            continue
         _, staging = divide(budget, sizes, spec.L, spec.E, None, "model", workers, None)
         best = best_pools(shares, steps, budget - staging * sizes.in_flight, sizes, delays, workers=workers,
                           staging=staging, policy=policy, other=other)[0]
         found.append(Stored(name, not fewbit.is_format(name), spec.L * spec.E * (e + sm or full), *best))
+    if not found:
+        raise ValueError(f"{budget:,} bytes hold no expert beside one that is loaded, however it is stored: in bf16 "
+                         f"one has {spec.expert_bytes:,}; give more memory")
     return sorted(found, key=lambda one: one.tpot)
 
 

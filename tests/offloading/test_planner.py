@@ -84,15 +84,15 @@ def test_ways_of_storing_by_hand():
         assert rows[name].lossless == (name in ("raw", "bf12"))
     assert rows["huffman"].disk_bytes == pytest.approx(L * E * weights * (1 + 2.65 / 8), rel=1e-3)
     assert list(rows) == sorted(rows, key=lambda name: rows[name].tpot)
-    everything = {row.name: row for row in rank_stored(SPEC, CARD, 3.0 * SPEC.experts_bytes, SHARES)}
+    everything = {row.name: row for row in rank_stored(SPEC, CARD, 3.0 * SPEC.experts_bytes)}
     assert "huffman" not in everything                                      # nobody said how fast it is decoded
     for name, nbytes in size.items():
         assert everything[name].tpot == pytest.approx(L * K * nbytes / 1e9, rel=1e-3)
         assert everything[name].hit_rate == 1
     nothing = {row.name: row for row in rank_stored(SPEC, CARD, 2 * SPEC.expert_bytes, decompress_gbs=1e6)}
-    assert 1.2 < nothing["raw"].tpot / nothing["bf12"].tpot < 1.6
+    assert 1.2 < nothing["raw"].tpot / nothing["bf12"].tpot < 1.6 and "huffman" not in nothing
     with pytest.raises(ValueError, match="hold no expert beside one that is loaded"):
-        rank_stored(SPEC, CARD, 2 * SPEC.expert_bytes - 1)
+        rank_stored(SPEC, CARD, 1000)
 
 
 def test_the_command_says_what_it_assumes(capsys, tmp_path):
@@ -116,20 +116,17 @@ def test_an_automatic_plan_is_the_fastest_in_simulation_and_changes_no_bit(tmp_p
     reference = open_model(checkpoint)
     ids = torch.randint(3, 96, (4, 6), generator=torch.Generator().manual_seed(0))
     calibration = calibrate(record(reference, ids.tolist(), max_new_tokens=8, min_new_tokens=8))
-    delays = Delays(3e-4, 9e-4, 1e-5, 1e-5, 1e-5, 0.0, read_both=1e-3)     # a slow disk: compressed experts pay
+    delays = Delays(3e-4, 9e-4, 1e-5, 1e-5, 1e-5, 0.0, read_both=1e-3)
     with pytest.raises(ValueError, match="moelab calibrate"):
         offload(store, 0.5, plan="auto", delays=delays)
     with pytest.raises(ValueError, match="the plan is 'best'"):
         offload(store, 0.5, plan="best", delays=delays)
     with open_model(store, memory=0.5, plan="auto", calibration=calibration, delays=delays) as lm:
-        settings, sizes = lm.moelab.run.settings, Sizes.of(store)
-        shares = shares_of(calibration)
-        room = lm.moelab.engine.pipeline.slots.nbytes - settings.staging * sizes.in_flight
-        assert settings.pools.C + settings.pools.S + settings.pools.E > 0
-        assert settings.pools.nbytes(sizes.full, sizes.sm, sizes.e) <= room + sizes.in_flight
+        pools = lm.moelab.run.settings.pools
+        assert pools.C + pools.S + pools.E > 0                              # a slow disk: compressed experts pay
         wanted = reference.generate(ids[:1], max_new_tokens=6, do_sample=False)
         assert torch.equal(lm.generate(ids[:1], max_new_tokens=6, do_sample=False), wanted)
-        assert shares.sum(1) == pytest.approx([lm.spec.K] * lm.spec.L)
+        assert shares_of(calibration).sum(1) == pytest.approx([lm.spec.K] * lm.spec.L)
     with open_model(raw, memory=0.5, plan="auto") as lm:
         pools = lm.moelab.run.settings.pools
         assert pools.F == pools.capacity > 0
