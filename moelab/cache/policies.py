@@ -245,7 +245,7 @@ DEFAULT_POLICY = "lrfu"
 POLICIES: dict[str, type | Entry] = {
     "fifo": FIFO, "lru": LRU, "lfu": LFU, "lrfu": LRFU, "marking": Marking, "least-stale": LeastStale,
     "zipmoe": FewestTokens,
-    "zipmoe-printed": Entry(AsPrinted, "ZipMoE's own to the letter: a refused expert is offered to no other pool", True),
+    "zipmoe-printed": Entry(AsPrinted, "ZipMoE's own to the letter: who is refused is offered to no other pool", True),
     "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True),
 }
 

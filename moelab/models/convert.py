@@ -37,7 +37,7 @@ from moelab.store.writer import StoreWriter
 
 
 def convert(source: str | Path | None, destination: str | Path, codec: str = codecs.DEFAULT, *,
-            shards: int = 4, quantize: str | None = None) -> ExpertStore:
+            shards: int = codecs.SHARDS, quantize: str | None = None) -> ExpertStore:
     """Convert a checkpoint to an expert store, or resume a conversion that was interrupted.
 
     source : a checkpoint folder or a hub id; None for the shipped small model.
@@ -149,7 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
                         help="round the experts to " + ", ".join(
                             f"{name} ({purpose})" for name, (purpose, _) in registry.describe("format").items()))
-    parser.add_argument("--shards", type=whole(1), default=4, metavar="N", help="exponent shards a tensor (default: 4)")
+    parser.add_argument("--shards", type=whole(1), default=codecs.SHARDS, metavar="N",
+                        help="exponent shards a tensor (default: %(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:

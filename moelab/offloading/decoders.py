@@ -24,7 +24,8 @@ class CpuDecoder:
     def __init__(self) -> None:
         self._scratch = np.empty(0, np.uint8)
 
-    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor) -> None:
+    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, shard: int | None = None
+                 ) -> None:
         """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged chunk."""
         if kind == "decompress":
             decompress(chunks["e"], name, out)
@@ -33,7 +34,7 @@ class CpuDecoder:
         else:
             if len(self._scratch) < out.numel():
                 self._scratch = np.empty(out.numel(), np.uint8)
-            decode_tensor(chunks["e"], chunks["sm"], name, out, self._scratch)
+            decode_tensor(chunks["e"], chunks["sm"], name, out, self._scratch, shard)
 
 
 class CudaDecoder:
@@ -44,7 +45,7 @@ class CudaDecoder:
     def __init__(self, device: torch.device) -> None:
         self._stream, self._host, self._there = torch.cuda.Stream(device), None, None
 
-    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor) -> None:
+    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, shard: None = None) -> None:
         e, sm, size = chunks["e"], chunks["sm"], out.nbytes
         if self._host is None or self._host.numel() < size:
             self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)

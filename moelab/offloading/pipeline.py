@@ -23,7 +23,7 @@ from moelab.offloading.slots import Slots
 from moelab.schedule.load_queue import PIECE, USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
 from moelab.specs import Event, ExpertKey
 from moelab.store.reader import Chunks, Reader
-from moelab.store.stages import separable
+from moelab.store.stages import separable, shards
 
 clock = time.perf_counter
 NICE = 5                    # of the workers' threads
@@ -77,7 +77,8 @@ class Pipeline:
         self.queue = LoadQueue(
             slots.count, ahead, held=held, counts=counts, tensors=lambda key: reader.store.layers[key.layer].tensors,
             separable=lambda load, name: two_stages and separable(self.chunks["e", load.slots["e"]], name),
-            in_place=slots.sizes.in_place, check=reader.verify)
+            in_place=slots.sizes.in_place, check=reader.verify, workers=workers,
+            shards=lambda load, name: shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1)
         self._lock, self._io, self._work = threading.Lock(), Bell(1), Bell(workers)
         self._ready: Ready = SimpleQueue()                      # the running layer's
         self._living: set[int] = set()                          # threads that run, whatever `threading` says
@@ -227,17 +228,19 @@ class Pipeline:
         step_back()
         decode = decoder(self.slots.device)
         while (found := self._next(self._work, self._next_decode)) is not None:
-            load, name, operation, chunks = found
+            load, tensor, operation, chunks = found
             start, error = clock(), None
+            name, shard = tensor if isinstance(tensor, tuple) else (tensor, None)
             try:
                 # Checked here and not when they were read: the disk goes on meanwhile, and decoding finds them cached.
                 for kind in chunks if self.reader.verify else ():
                     if kind in load.lacks:
-                        self.reader.check(chunks[kind], name)
+                        self.reader.check(chunks[kind], name, shard)
                 if operation != "check":
-                    decode(operation, chunks, name, self.slots.tensors(load.slots["full"], load.key.layer)[name])
+                    out = self.slots.tensors(load.slots["full"], load.key.layer)[name]
+                    decode(operation, chunks, name, out, shard)
             except BaseException as caught:
                 error = caught
             else:
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
-            self.change(self.queue.decode_done, load, name, operation, error)
+            self.change(self.queue.decode_done, load, tensor, operation, error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from statistics import fmean
@@ -128,7 +128,7 @@ def rank_stored(spec: MoESpec, device: DeviceSpec, memory: str | float | int, sh
     """Raw, bf12, Huffman and few-bit experts on a machine, by simulated TPOT, fastest first.
 
     device : a card, or `Profile.to_device()`. Kernels multiply bf12 and few bits as they lie, at the rate of memory.
-    memory : for experts, see `parse_budget`; a share is one of the experts in bf16, "auto" what is left on this machine.
+    memory : for experts, see `parse_budget`; a share is one of the experts in bf16, "auto" what this machine has left.
     rho, decompress_gbs : as of `delays_of`; where nobody says how fast a thread decompresses, Huffman is left out.
     shares : [L, E]; by default all experts are equally popular, a cache's worst case.
     dense_bytes : of the weights that every token needs.
@@ -184,7 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "out, where the card does not say it: an assumption; without, Huffman is left out")
     parser.add_argument("--rho", type=number(above=0, most=1), default=RHO, metavar="R",
                         help="compressed ÷ raw exponents (default: %(default).3f, ZipMoE Fig. 2)")
-    parser.add_argument("--workers", type=whole(1), default=1, metavar="L", help="threads that decompress (%(default)s)")
+    parser.add_argument("--workers", type=whole(1), default=1, metavar="L", help="decode workers (%(default)s)")
     parser.add_argument("--seed", type=whole(), default=0, help="of the tokens that are drawn (%(default)s)")
 
 

@@ -35,6 +35,7 @@ from moelab.schedule.execution import SimulatedMachine
 from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, MoESpec, State
+from moelab.store.codecs import SHARDS, shard_count
 from moelab.trace import PREFILL, RoutingTrace
 
 #: forwards, each a list of (layer, {expert: tokens})
@@ -304,6 +305,7 @@ def delays_of(device: DeviceSpec, spec: MoESpec, rho: float, dense_bytes: float,
     delays = Delays(
         e_read=rho * half / rates.read, sm_read=half / rates.read, decompress=half / (decompress_gbs * 1e9),
         recover=4 * half / rates.memory, expert_base=2 * half / rates.memory, expert_token=flops / rates.flops,
-        N=3 if spec.gated else 2, e_bytes=round(rho * half), sm_bytes=round(half))
+        K=shard_count(spec.H * spec.I, SHARDS), N=3 if spec.gated else 2, e_bytes=round(rho * half),
+        sm_bytes=round(half))
     dense = dense_bytes / spec.L
     return delays, (dense / rates.memory, dense / rates.flops)

@@ -105,10 +105,10 @@ class _Work:
 class SimulatedMachine:
     """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
 
-    Workers take tensors, as the engine's do, so an expert's N are decoded side by side; of equal size, here. Compute
-    runs the experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run`
-    and `spend` only, and what is under way goes on from layer to layer. Whoever works beside others is slowed down as
-    `Delays.beside` says, as long as they do. Left out: threads' handshakes.
+    Workers take tensors, or shards of the last ones, as the engine's do; here all are of equal size. Compute runs the
+    experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run` and `spend` only,
+    and what is under way goes on from layer to layer. Whoever works beside others is slowed down as `Delays.beside`
+    says, as long as they do. Left out: threads' handshakes.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
     prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
@@ -124,7 +124,8 @@ class SimulatedMachine:
                 if state is not State.MISSED}
         tensors = range(delays.N if delays.decode_at_once else 1)
         self.delays, self.workers = delays, workers
-        self.queue = LoadQueue(slots, ahead, held=held, tensors=lambda key: tensors)
+        self.queue = LoadQueue(slots, ahead, held=held, tensors=lambda key: tensors, workers=workers,
+                               shards=lambda load, tensor: delays.K)
         self.now, self.needed, self.waited = start, start, 0.0
         self._seconds = {kind: seconds / len(tensors) for kind, seconds in (
             ("decompress", delays.decompress), ("recover", delays.recover), ("decode", delays.decode_at_once))}
@@ -227,13 +228,14 @@ class SimulatedMachine:
         took = seconds * (now / nbytes if nbytes else 1)
         self._begin("disk", -1, read_name(kinds), *load.key, self.now + took, end, now)
 
-    def _decode(self, load: Load, tensor: str, operation: str) -> None:
-        worker = heappop(self._idle)
+    def _decode(self, load: Load, tensor: Any, operation: str) -> None:
+        worker, part = heappop(self._idle), self.delays.K if isinstance(tensor, tuple) else 1
 
         def end() -> None:
             heappush(self._idle, worker)
             self.queue.decode_done(load, tensor, operation)
-        self._begin(f"worker {worker}", worker, operation, *load.key, self.now + self._seconds[operation], end)
+        self._begin(f"worker {worker}", worker, operation, *load.key, self.now + self._seconds[operation] / part,
+                    end)
 
     def _compute(self, kind: str, layer: int, expert: int, until: float) -> None:
         self._compute_free = False

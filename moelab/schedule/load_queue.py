@@ -74,7 +74,8 @@ class Load:
 
     keep : the state in which it will stay; None while it is prefetched.
     slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
-    todo : tensor → what is left: "check", "decode", "recover", or "decompressing" while that is under way.
+    todo : tensor, or (tensor, shard), → what is left: "check", "decode", "recover", or "decompressing" while that is
+        under way.
     busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
     """
 
@@ -86,6 +87,11 @@ class Load:
         self.lacks = [kind for kind in kinds if kind not in slots]
         self.reads = {kind for kind in self.lacks if kind != "full" or len(kinds) == 1}
         self.phase, self.busy, self.nbytes, self.ahead, self.error = Phase.WAITING, 0, 0, False, None
+
+    @property
+    def decodable(self) -> bool:
+        """Whether something of it could be decoded now, or at least decompressed."""
+        return bool(self.phase is Phase.LOADING and self.todo and not ("e" in self.reads or "full" in self.reads))
 
 
 class Batch:
@@ -115,6 +121,8 @@ class LoadQueue:
     held : slots of the experts that are in memory already.
     tensors : of an expert, which are decoded one by one; by default it is decoded as one.
     separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
+    workers : that decode; where there are more of them than tensors to decode, a tensor's shards are decoded apart.
+    shards : how many there are of a tensor of a load.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     check : whether an expert that was read in place has its checksums compared.
     admitted : how many loads have got their slots so far: when it grows, there may be something new to do.
@@ -125,11 +133,13 @@ class LoadQueue:
                  counts: PrefetchCounts | None = None,
                  tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
                  separable: Callable[[Load, str], bool] = lambda load, tensor: True, in_place: bool = False,
-                 check: bool = True) -> None:
+                 check: bool = True, workers: int = 1, shards: Callable[[Load, str], int] = lambda load, tensor: 1
+                 ) -> None:
         if ahead < 0:
             raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
         self.tensors, self.separable, self.in_place, self.check = tensors, separable, in_place, check
+        self.workers, self.shards = workers, shards
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS}
         self.running = Batch()
@@ -213,14 +223,18 @@ class LoadQueue:
                     return load, kinds
         return None
 
-    def next_decode(self) -> tuple[Load, str, str] | None:
-        """The most urgent (load, tensor, operation of `USES`) that can begin. `decode_done` must follow."""
+    def next_decode(self) -> tuple[Load, Any, str] | None:
+        """The most urgent (load, tensor or one of its shards, operation of `USES`) that can begin. `decode_done` must
+        follow."""
         for batch in self._batches():
             for load in batch.loads.values():
-                if load.phase is Phase.LOADING and load.todo and not ("e" in load.reads or "full" in load.reads):
+                if load.decodable:
                     for tensor, stage in load.todo.items():
                         if stage != "decompressing" and "sm" not in load.reads:
                             del load.todo[tensor]
+                            if stage == "decode" and (apart := self._apart(batch, load, tensor)):
+                                load.todo |= dict.fromkeys(apart[1:], stage)
+                                tensor = apart[0]
                             load.busy += 1
                             return load, tensor, stage
                         if stage == "decode" and "sm" in load.reads and self.separable(load, tensor):
@@ -228,6 +242,17 @@ class LoadQueue:
                             load.busy += 1
                             return load, tensor, "decompress"
         return None
+
+    def _apart(self, batch: Batch, load: Load, tensor: Any) -> list[tuple[Any, int]]:
+        """The shards of a tensor that is about to be decoded, if there is not enough for all workers without."""
+        if isinstance(tensor, tuple) or (n := self.shards(load, tensor)) == 1:
+            return []
+        left = 1
+        for other in batch.loads.values():
+            left += len(other.todo) if other.decodable else 0
+            if left >= self.workers:
+                return []
+        return [(tensor, shard) for shard in range(n)]
 
     def read_done(self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None,
                   seconds: float = 0.0) -> None:
@@ -241,7 +266,7 @@ class LoadQueue:
                 self.reads = Reads(*(a + b for a, b in zip(self.reads, (1, seconds, nbytes))))
         self._done(load, error)
 
-    def decode_done(self, load: Load, tensor: str, operation: str, error: BaseException | None = None) -> None:
+    def decode_done(self, load: Load, tensor: Any, operation: str, error: BaseException | None = None) -> None:
         if operation == "decompress":
             load.todo[tensor] = "recover"
         self._done(load, error)

@@ -7,7 +7,7 @@ tensors of an expert are recovered, it runs. What is in memory already need not 
     read E 1 → decompress 1 ┼→ recover → expert
                     read SM ┘
 
-The letters K, N, u, v, c, p are the paper's, in this package only. Left out of the paper's graph, and of `Task`, is that
+The letters K, N, u, v, c, p are the paper's, in this package only. Left out of the paper's graph and of `Task` is that
 concurrent reads, decompression and computation slow each other down (`Delays.beside`), and that a miss may be one read
 of both chunks, which is faster than two (`Delays.read_both`).
 """

@@ -130,6 +130,8 @@ CODECS: dict[str, Entry] = {
     "huffman": Entry(Codec(_huffman_compress, huffman.decompress_into), "table Huffman of our own, the fastest"),
 }
 DEFAULT = "huffman"
+#: of a tensor's exponents, if they are large enough
+SHARDS = 4
 #: codecs of a whole tensor, which is read in place: to where it is computed from
 IN_PLACE = ("raw", "bf12")
 
@@ -178,7 +180,7 @@ def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
     return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(shards)]
 
 
-def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = 4) -> PackedTensor:
+def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = SHARDS) -> PackedTensor:
     """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
 
     weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into byte planes unless
@@ -197,10 +199,11 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = 4) -> Pack
                                               for i, plane in enumerate(planes)))
 
 
-def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None) -> None:
+def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None, shard: int | None = None) -> None:
     """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size.
 
     scratch : a writable buffer of n bytes or more; saves an allocation.
+    shard : of 16-bit weights only those of this shard, which leaves the others to other threads.
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
@@ -216,7 +219,8 @@ def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None) -> No
         room = np.empty(n, np.uint8) if scratch is None else as_bytes(scratch, writable=True)
         words, sign_mantissa = target.view(np.uint16), plane_bytes(rest, n)
         decode = find_codec(exponents.codec).decompress
-        for (begin, end), blob in zip(shard_bounds(n, len(exponents.shards)), exponents.shards):
+        pieces = [*zip(shard_bounds(n, len(exponents.shards)), exponents.shards)]
+        for (begin, end), blob in pieces if shard is None else pieces[shard:shard + 1]:
             decode(blob, room[:end - begin])
             bits.join(room[:end - begin], sign_mantissa[begin:end], words[begin:end])
     else:

@@ -225,8 +225,9 @@ class Reader:
                 self._files[key] = fd
             return self._files[key]
 
-    def check(self, chunks: Chunks, only: str | None = None) -> None:
-        """Raise StoreError unless the chunks, or those of the tensor `only`, match their checksums."""
+    def check(self, chunks: Chunks, only: str | None = None, part: int | None = None) -> None:
+        """Raise StoreError unless the chunks, or those of the tensor `only`, or its chunks number `part` of each plane,
+        match their checksums."""
         if self.store.checksum is None:
             return
         for name, entry in chunks.entries.items() if only is None else [(only, chunks.entries[only])]:
@@ -234,7 +235,7 @@ class Reader:
                 if chunks.part != "both" and (i == 0) != (chunks.part == "E"):
                     continue
                 for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
-                    if self.store.checksum(data) != chunk.checksum:
+                    if part in (None, shard) and self.store.checksum(data) != chunk.checksum:
                         file = self.store.folder / self.store.layers[chunks.layer].file
                         raise StoreError(
                             f"{file} is damaged: chunk {chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert "
@@ -293,12 +294,13 @@ def decode(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor] | None = None,
     return out
 
 
-def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor, scratch: np.ndarray | None = None) -> None:
-    """One tensor of an expert into `out`, as `decode` does with all of them."""
+def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor, scratch: np.ndarray | None = None,
+                  shard: int | None = None) -> None:
+    """One tensor of an expert, or one shard of it, into `out`, as `decode` does with all of them."""
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
     try:
-        decompress_tensor(PackedTensor(entry.nbytes // len(planes), planes), out, scratch)
+        decompress_tensor(PackedTensor(entry.nbytes // len(planes), planes), out, scratch, shard)
     except ValueError as error:
         raise damaged(e, name, error) from error
 

@@ -27,6 +27,13 @@ def separable(chunks: Chunks, name: str) -> bool:
     return len(planes) == 2 and planes[0][0] != "raw"
 
 
+def shards(chunks: Chunks, name: str) -> int:
+    """Into how many shards that can be decoded one by one the exponents of a tensor of 16-bit weights are divided."""
+    planes = chunks.entries[name].planes
+    apart = len(planes) == 2 and planes[1][0] == "raw" and len(planes[1][1]) == 1
+    return len(planes[0][1]) if apart else 1
+
+
 def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
     """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError if damaged."""
     exponents_of(e, name, as_bytes(out, writable=True)[out.numel():])

@@ -49,7 +49,7 @@ class StoreWriter:
     """
 
     def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
-                 codec: str = codecs.DEFAULT, shards: int = 4, quantized: str | None = None) -> None:
+                 codec: str = codecs.DEFAULT, shards: int = codecs.SHARDS, quantized: str | None = None) -> None:
         self.destination = Path(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         if os.path.lexists(self.destination):

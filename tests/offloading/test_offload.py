@@ -1,9 +1,10 @@
-"""An offloaded model against transformers' own eager experts, bit for bit; what goes wrong, and what is left after it."""
+"""An offloaded model against transformers' own eager experts, bit for bit; what goes wrong, what is left after it."""
 
 import gc
 import random
 import threading
 import time
+from collections import Counter
 from functools import lru_cache
 
 import pytest
@@ -21,6 +22,7 @@ from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.schedule.requests import Delays
 from moelab.specs import State
+from moelab.store import codecs
 from moelab.store.layout import ExpertStore, StoreError
 from tests.models import tiny
 from tests.timelines import check
@@ -103,6 +105,17 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, plan, tmp_pa
         offloaded = offload(store, "10MB", plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS)
         assert_equal(offloaded, eager, new=8)
         offloaded.moelab.close()
+
+
+def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypatch, tmp_path):
+    monkeypatch.setattr(codecs, "MIN_SHARD", 128)
+    reference = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64))
+    offloaded = offload(convert(tmp_path / "model", tmp_path / "store"), 0.5, workers=13, delays=DELAYS)
+    with offloaded.moelab as offloading:
+        assert_equal(offloaded, reference, batch=1)
+        kinds = Counter(event.kind for event in offloading.timeline)
+        assert kinds["decode"] + kinds["recover"] > 3 * offloading.residency.counters.misses > 0
+        assert check(offloading.timeline) == []
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])

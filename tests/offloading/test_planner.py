@@ -1,4 +1,4 @@
-"""What is chosen by simulation, against every choice simulated by itself, a clock by hand and counts of what is drawn."""
+"""What is chosen by simulation, against each choice simulated by itself, a clock by hand and counts of what is drawn."""
 
 from statistics import fmean
 

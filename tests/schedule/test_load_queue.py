@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -24,13 +25,14 @@ BYTES = {"full": 11, "e": 3, "sm": 8}
 class Driver:
     """Plays steps on a `LoadQueue` in a random order of events, and keeps its own account of everything."""
 
-    def __init__(self, chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages):
+    def __init__(self, chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, shards):
         self.chance, self.pools, self.workers = chance, pools, workers
         self.count = slot_counts(pools, 1, in_flight + ahead)
         self.queue = LoadQueue(self.count, ahead, tensors=lambda key: tensors, in_place=in_place,
-                               separable=lambda load, tensor: two_stages)
+                               separable=lambda load, tensor: two_stages, workers=workers,
+                               shards=lambda load, tensor: shards)
         self.residency = Residency(L, E, pools, "lfu")
-        self.kinds, self.tensors = ("full",) if in_place else KINDS, tensors
+        self.kinds, self.tensors, self.shards = ("full",) if in_place else KINDS, tensors, shards
         self.reading, self.working, self.ready = [], [], []        # reading: what was overtaken, and what overtook it
         self.dropped = []                                   # prefetched loads that nobody wanted, still busy
         self.expected = SimpleNamespace(begun=0, used=0, early=0, nbytes=0, wasted=0)
@@ -86,7 +88,7 @@ class Driver:
             self.queue.read_done(load, kinds, nbytes)
         else:
             load, tensor, operation = self.working.pop(i)
-            self.decoded[load] += operation != "decompress"
+            self.decoded[load] += Fraction(operation != "decompress", self.shards if isinstance(tensor, tuple) else 1)
             self.queue.decode_done(load, tensor, operation)
         self.check()
         return True
@@ -137,10 +139,10 @@ class Driver:
 @given(st.integers(0, 1 << 40).map(random.Random), st.sampled_from([Pools(F=5), Pools(2, 2, 1, 2), Pools(0, 0, 4, 2),
                                                                     Pools(C=6), Pools()]),
        st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), st.booleans(), st.sampled_from([("",), ("up", "down")]),
-       st.booleans(), st.integers(1, 2))
-def test_any_order_of_events(chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, distance):
+       st.booleans(), st.integers(1, 2), st.integers(1, 3))
+def test_any_order_of_events(chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, distance, shards):
     in_place &= pools == Pools(F=pools.F)
-    driver = Driver(chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages)
+    driver = Driver(chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, shards)
     for _ in range(6):
         for layer in range(L):
             driver.step(layer, chance.sample(range(E), chance.randint(0, E)), chance.sample(range(E), 4), distance)
