@@ -30,7 +30,7 @@ from moelab.store.layout import ExpertStore
 
 #: further options with `memory`: those of `offload` and of `Reader`
 OPTIONS = ("plan", "scope", "margin", "staging", "ahead", "delays", "mode", "bandwidth", "verify",
-           "compact")
+           "compact", "scheduler")
 
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4

@@ -23,7 +23,7 @@ from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
-from moelab.schedule.affinity import default_order, given_order
+from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
@@ -49,6 +49,7 @@ class Engine:
     run : records what happens.
     ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
+    scheduler : orders reads and decoding, see `moelab.schedule.affinity`.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
     cancelled : asked before every expert whether to end this thread's forward pass with `Cancelled`.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
@@ -57,7 +58,8 @@ class Engine:
 
     def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, run: EngineRun,
                  workers: int = 1, ahead: int = 0, executor: Callable[..., Tensor] | None = None,
-                 one_thread: bool = False) -> None:
+                 one_thread: bool = False, scheduler: Callable[..., Order] = default_order) -> None:
+        self.scheduler = scheduler
         self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
         self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
         self._mark, self.closed = None, False   # since when the model does something else than experts, in a forward
@@ -265,7 +267,7 @@ class Engine:
             return step, Ready()
         ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
-            pipeline.change(queue.demand, left, default_order(left, self.delays, self.workers))
+            pipeline.change(queue.demand, left, self.scheduler(left, self.delays, self.workers))
             self._demanded = len(left) if len(left) == len(loads) else 0
         if last:
             self._predict_next_token()

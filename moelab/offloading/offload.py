@@ -39,7 +39,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
             plan: Pools | CachePlan | str | None = None, scope: str = "model", margin: float | None = None,
             workers: int = 1, staging: int | None = None, ahead: int | None = 0, delays: Delays | None = None,
             device: str | torch.device = "cpu", dtype: torch.dtype | str = "auto", executor: Any = None,
-            compact: bool | str = False, calibration: Calibration | None = None, **reading: Any) -> Any:
+            compact: bool | str = False, calibration: Calibration | None = None, scheduler: Any = "default",
+            **reading: Any) -> Any:
     """Open the model of a store with its experts offloaded; its output is that of transformers' `eager`, bit for bit.
 
     store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts are then read from
@@ -59,6 +60,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None: bit for bit.
     compact : keep experts of few bits as they are, for kernels that multiply them so; other executors unpack them at
         each use, where they are otherwise unpacked once a load. "kernels": only if kernels multiply all of them.
+    scheduler : orders reads and decoding: a registered name or your own; no bit of the output changes.
     calibration : of this very model; "auto" takes popularity from it.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
@@ -69,6 +71,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
     if not isinstance(store, ExpertStore):
         store = model.checkpoint.store or CheckpointStore(model, model.dtype(dtype))
+    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     if ahead is not None and ahead < 0:
@@ -109,11 +112,11 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         count = slot_counts(pools, L if scope == "layer" else 1, staging + ahead)
         residency = Residency(L, E, pools, policy, scope, margin)
         settings = EngineSettings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
-                                  store.weights_bytes)
+                                  store.weights_bytes, scheduler)
         run = EngineRun(settings, residency)
         engine = Engine(residency, Slots(store, count, sizes, device), reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,
-                        same_bits_on_one_thread(store, model))
+                        same_bits_on_one_thread(store, model), order)
         unless_open.callback(engine.close)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
         source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})

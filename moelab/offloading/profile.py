@@ -213,10 +213,10 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
                 while measured.done < MINIMUM or time.perf_counter() - start < seconds:
                     measured.once()
                     bar.update()
-        first, every = store.entries(0, 0), experts_bytes(store)
+        every = experts_bytes(store)
         e, sm = (round(statistics.fmean(pair[part] for layer in every for pair in layer)) for part in (0, 1))
         return Profile(
-            seconds=measured.seconds, K=max(len(entry.planes[0][1]) for entry in first.values()), N=len(first),
+            seconds=measured.seconds, K=shards_of(store), N=len(store.entries(0, 0)),
             model=store.spec.name, codec=store.codec, dtype=str(model.dtype).removeprefix("torch."),
             nbytes={"full": measured.slots.sizes.full, "e": e, "sm": sm}, experts_bytes=every,
             mode=reader.mode, workers=workers, threads=torch.get_num_threads(), when=time.strftime("%Y-%m-%d %H:%M"),
@@ -487,6 +487,10 @@ def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
             for i, layer in enumerate(store.layers)]
 
 
+def shards_of(store: ExpertStore) -> int:
+    return max(len(entry.planes[0][1]) for entry in store.entries(0, 0).values())
+
+
 def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool = False) -> Delays:
     """Medians of five reads, decodings and computations of the store's first experts: the scheduler that orders reads
     by them needs their ratios, not their last digit.
@@ -518,8 +522,8 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     e_bytes, sm_bytes = (round(statistics.fmean(every[0][i][part] for i in tried)) for part in (0, 1))
     return Delays(e_read=seconds["E"], sm_read=seconds["SM"] * (sm_bytes > 0), decompress=seconds["decompress"],
                   recover=seconds["recover"], expert_base=max(0.0, seconds["1"] - token), expert_token=token,
-                  N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes, decode=seconds["decode"],
-                  experts_bytes=every, read_both=seconds["both"])
+                  K=shards_of(store), N=len(store.entries(0, 0)), e_bytes=e_bytes, sm_bytes=sm_bytes,
+                  decode=seconds["decode"], experts_bytes=every, read_both=seconds["both"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

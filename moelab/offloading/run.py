@@ -34,6 +34,7 @@ class EngineSettings:
     staging, ahead : loads in flight beyond what is kept, and of those prefetched.
     delays : of one expert on this machine; None for a resident model.
     dense_bytes : of all weights but the routed experts.
+    scheduler : what orders its reads and decoding.
     """
 
     spec: MoESpec
@@ -46,6 +47,7 @@ class EngineSettings:
     ahead: int
     delays: Delays | None
     dense_bytes: int
+    scheduler: Any = "default"
 
 
 class Timeline:

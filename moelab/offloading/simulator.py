@@ -29,7 +29,7 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
-from moelab.registry import find
+from moelab.registry import make
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine
 from moelab.schedule.load_queue import PrefetchCounts
@@ -151,14 +151,14 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
 
 def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
            pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
-           scheduler: Any = "default", decompress_gbs: float | None = None) -> Simulation:
+           scheduler: Any = None, decompress_gbs: float | None = None) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's future.
     device : a card, its name or the path of your own, whose figures replace what was measured (`delays_of`).
-    pools, workers, staging : in place of the run's.
-    scheduler : what orders reads and decoding: a name of `moelab.names("scheduler")`, or a function of your own.
+    pools, workers, staging, scheduler : in place of the run's; the last is what orders reads and decoding: a name of
+        `moelab.names("scheduler")`, or a function of your own.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that
@@ -182,7 +182,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     if device is not None:
         device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
-    scheduler = find("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
+    scheduler = make("scheduler", order) if isinstance(order := scheduler or settings.scheduler, str) else order
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
                     predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
