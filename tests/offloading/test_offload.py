@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from moelab import convert, open_model
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
-from moelab.registry import make
+from moelab.registry import make, names
 from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
+from moelab.offloading.simulator import replay
 from moelab.offloading.slots import Sizes
 from moelab.schedule.requests import Delays
 from moelab.specs import State
@@ -127,6 +128,17 @@ def test_every_policy(qwen, eager, policy, scope):
     counters = offloaded.moelab.residency.counters
     assert counters.misses and counters.hits[State.FULL]
     offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("scheduler", names("scheduler"))
+def test_no_scheduler_changes_a_bit_and_the_simulator_takes_the_runs(qwen, eager, scheduler):
+    offloaded = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 4), staging=3, workers=2, scheduler=scheduler, delays=DELAYS)
+    with offloaded.moelab as offloading:
+        assert_equal(offloaded, eager)
+        run = offloading.run
+    assert replay(run).events == replay(run, scheduler=scheduler).events
+    assert sorted((e.layer, e.expert, e.kind) for e in replay(run).events if e.resource == "disk") == sorted(
+        (e.layer, e.expert, e.kind) for e in run.timeline if e.resource == "disk")
 
 
 @pytest.mark.parametrize("batch, prompt", [(1, 1), (1, 2), (1, 600), (4, 37), (16, 5)])
