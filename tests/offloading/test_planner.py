@@ -23,7 +23,7 @@ from tests.models import tiny
 
 L, E, K = 2, 8, 2
 SHARES = np.array([[0.9, 0.5, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05], [0.1, 0.1, 0.05, 0.05, 0.1, 0.2, 0.5, 0.9]])
-STEPS = drawn(SHARES, 24)
+STEPS = drawn(SHARES, 14)
 DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 0.0, read_both=7e-4)
 
 
@@ -45,7 +45,7 @@ def played(pools, delays, scope, policy, warm):
     return fmean(forward.end - forward.start for forward in run.forwards)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 200), st.sampled_from(["model", "layer"]), st.sampled_from(["lru", "zipmoe"]),
        st.builds(Delays, *[st.floats(1e-5, 1e-3)] * 6, read_both=st.floats(1e-5, 1e-3)))
 def test_never_slower_than_the_best_single_state(room, scope, policy, delays):
@@ -57,12 +57,12 @@ def test_never_slower_than_the_best_single_state(room, scope, policy, delays):
     assert found[0].tpot <= min(alone.values()) * (1 + 1e-9)
     for one in found:
         assert copies * one.pools.nbytes(12, 6, 2) <= room and found[0].tpot <= one.tpot
-        assert one.tpot == pytest.approx(played(one.pools, delays, scope, policy, 8))
+    assert found[0].tpot == pytest.approx(played(found[0].pools, delays, scope, policy, 8))
 
 
 def test_what_lies_as_it_is_computed_is_simply_kept_whole():
     for sizes in (Sizes(12, 0, 0, True), Sizes(12, 8, 0)):
-        (only,) = best_pools(SHARES, STEPS, 40, sizes, DELAYS, workers=1, staging=1)
+        (only,) = best_pools(SHARES, STEPS, 40, sizes, DELAYS, workers=1, staging=1, warm=8)
         assert only.pools == Pools(F=3)
 
 
@@ -98,9 +98,9 @@ def test_ways_of_storing_by_hand():
 def test_the_command_says_what_it_assumes(capsys, tmp_path):
     counts = torch.zeros(2, 16, 64, dtype=torch.int64)
     counts[1, :, :8] = 10
-    spec = MoESpec("OLMoE-1B-7B", "olmoe", 16, tuple(range(16)), 64, 8, 2048, 1024)
+    spec = MoESpec("m", "m", 16, tuple(range(16)), 64, 8, 2048, 1024)
     file = Calibration(counts, (0, 10), spec, "id").save(tmp_path / "c.safetensors")
-    line = ["plan", "OLMoE-1B-7B", "--memory", "50%"]
+    line = ["plan", "Mixtral-8x7B", "--memory", "50%"]
     assert main([*line, "--calibration", str(file)]) == 2 and "geometry" in capsys.readouterr().err
     assert main(line) == 0
     said = capsys.readouterr().out
