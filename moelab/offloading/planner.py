@@ -107,7 +107,7 @@ def best_pools(shares: np.ndarray, steps: Steps, room: int, sizes: Sizes, delays
     if len(pools) > 1 and each >= layers * min(sm, e):
         pools += [found.pools for found in plan(f, each, (full, sm, e), k, delays, workers, layers=layers).best(10)]
     tried = []
-    for one in progress(list(dict.fromkeys(pools)), "choosing pools"):
+    for one in progress(list(dict.fromkeys(pools)), "choosing pools") if len(pools) > 1 else pools:
         residency = Residency(L, E, one, deepcopy(policy), scope, margin)
         for step in flat(steps[:warm]):
             residency.begin(*step)

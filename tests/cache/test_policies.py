@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moelab.cache.policies import LRFU, POLICIES, Belady, CachePolicy, Marking, make_policy
 from moelab.cache.residency import Pools, Residency
+from moelab.registry import find
 from moelab.specs import ExpertKey, State
 
 L, E = 3, 6
@@ -227,7 +228,7 @@ def test_one_instance_for_all_layers_decides_like_one_each(name):
     """Priorities don't depend on what else a policy has seen; Marking's phases do."""
     draw = random.Random(6)
     steps = [(n % L, {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)}) for n in range(300)]
-    shared = Belady(steps) if name == "belady" else POLICIES[name]()
+    shared = Belady(steps) if name == "belady" else find("cache", name)()
     alone = Belady(steps) if name == "belady" else name
     one, many = (Residency(L, E, Pools(F=3), policy, "layer") for policy in (shared, alone))
     assert [one.begin(*step) for step in steps] == [many.begin(*step) for step in steps]
