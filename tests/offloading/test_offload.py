@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import convert, open_model
-from moelab.cache.policies import POLICIES
+from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.registry import make
 from moelab.models.seam import discover
@@ -106,7 +106,7 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, plan, tmp_pa
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"belady"}))
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(NEEDS)))
 def test_every_policy(qwen, eager, policy, scope):
     offloaded = offload(qwen[1], 0.4, policy=policy, scope=scope, delays=DELAYS)
     for seed in range(3):
