@@ -60,11 +60,12 @@ def misses(trace: RoutingTrace, policy: Any, scope: str, share: float) -> np.nda
     return found
 
 
-def compare(calibration: RoutingTrace, trace: RoutingTrace, share: float) -> dict[tuple[str, str], np.ndarray]:
-    """(policy, scope) → misses in each sequence of `trace`, of all policies."""
+def compare(calibration: RoutingTrace, trace: RoutingTrace, share: float,
+            arms: Sequence[tuple[str, str]] = ()) -> dict[tuple[str, str], np.ndarray]:
+    """(policy, scope) → misses in each sequence of `trace`; of all policies unless `arms` says of which."""
     fitted, future = fit(calibration), [step[1:] for step in steps(trace)]
     made = {"next-token": lambda: NextTokenPolicy(fitted), "belady": lambda: Belady(future)}
-    arms = [(name, scope) for name in POLICIES for scope in SCOPES if (name, scope) == CEILING or name != "belady"]
+    arms = arms or [(name, scope) for name in POLICIES for scope in SCOPES if (name, scope) == CEILING or name != "belady"]
     return {(name, scope): misses(trace, made.get(name, lambda name=name: name)(), scope, share)
             for name, scope in progress(arms, f"{share:.0%} of the experts", unit="policy")}
 

@@ -62,15 +62,15 @@ class Spent(NamedTuple):
     other: float
 
 
-def by_layer(taken: Taken) -> dict[int, Spent]:
-    """What a token's layers took. Idle time counts as computing: it can hide copying just as well."""
-    layers, before = {}, taken.forward.start
+def by_layer(taken: Taken) -> list[Spent]:
+    """What a token's layers took, in their order. Idle time counts as computing: it can hide copying just as well."""
+    layers, before = [], taken.forward.start
     for layer in sorted({event.layer for event in taken.events if event.layer >= 0}):
         mine = [event for event in taken.events if event.layer == layer]
         disk, wait = (sum(e.end - e.start for e in mine if kind in (e.resource, e.kind)) for kind in ("disk", "wait"))
         routed = max((e.end for e in mine if e.kind == "other"), default=before)
         done = max((e.end for e in mine if e.kind == "expert"), default=routed + wait)
-        layers[layer] = Spent(disk, wait, done - routed - wait, routed - before)
+        layers.append(Spent(disk, wait, done - routed - wait, routed - before))
         before = done
     return layers
 
@@ -103,7 +103,7 @@ def eq1(layers: Sequence[Spent]) -> float:
 
 def copy_and_compute(found: Sequence[Taken]) -> tuple[float, float]:
     """Seconds a token of copying, and of computing."""
-    layers = [layer for taken in found for layer in by_layer(taken).values()]
+    layers = [layer for taken in found for layer in by_layer(taken)]
     return (sum(copy for copy, _, _ in layers) / len(found),
             sum(expert + other for _, expert, other in layers) / len(found))
 
@@ -121,7 +121,7 @@ def gains(samples: Sequence[Mapping[str, Sequence[Taken]]], way: str, against: s
     for sample in samples:
         serial, slow, fast = (fmean(taken.seconds for taken in sample[arm]) for arm in (ARMS[0], against, way))
         found.append(Gain(slow - fast, slow - serial + fmean(
-            hideable(list(by_layer(taken).values())) for taken in sample[ARMS[0]])))
+            hideable(by_layer(taken)) for taken in sample[ARMS[0]])))
     return found
 
 
@@ -211,7 +211,7 @@ def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float
     return rows, {
         "copied at GB/s": rate / 1e9, "copy ÷ compute, wanted": ratio, "copy ÷ compute, found": copy / compute,
         "gain s": fmean(one.seconds for one in over_serial), "bound s": fmean(one.bound for one in over_serial),
-        "eq. (1) s": fmean(eq1(list(by_layer(taken).values())) for taken in found[ARMS[0]]),
+        "eq. (1) s": fmean(eq1(by_layer(taken)) for taken in found[ARMS[0]]),
         "gain ÷ bound": share, "95 % from": low, "to": high,
         "gain over on demand s": fmean(one.seconds for one in over_demand),
         "left of it s": fmean(one.bound for one in over_demand),

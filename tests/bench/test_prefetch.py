@@ -65,7 +65,7 @@ def token(*layers: Spent, idle: float = 0.0, tail: float = 0.0) -> Taken:
 
 def test_idle_time_counts_as_computing():
     found = by_layer(token(Spent(2, 2, 1.5, 1), Spent(1, 1, 0.5, 3), idle=0.25, tail=7))
-    assert found == {0: Spent(2, 2, 1.5, 1.25), 1: Spent(1, 1, 0.5, 3.25)}
+    assert found == [Spent(2, 2, 1.5, 1.25), Spent(1, 1, 0.5, 3.25)]
 
 
 @given(serial, st.floats(0, 2), st.floats(0, 2))
