@@ -75,19 +75,19 @@ def by_layer(taken: Taken) -> list[Spent]:
     return layers
 
 
-def least(layers: Sequence[Spent], ahead: int = 1) -> float:
-    """Seconds that a token's layers take at the least if experts are predicted `ahead` layers before their own.
+def least(layers: Sequence[Spent]) -> float:
+    """Seconds that a token's layers take at the least if experts are predicted one layer before their own.
 
     Eq. (1) as a bound. It sums min(copy, compute) over all layers; but the copy of layer l + 1 is hidden by what comes
     after layer l's router, the experts of l and all else of l + 1, and the first layer's by nothing before. Copies
     follow each other. An engine may compute experts as they come, which Algorithm 1 does not: allowed here, too.
     """
     copied = done = 0.0
-    routed: list[float] = []
-    for layer, (copy, _, expert, other) in enumerate(layers):
-        routed.append(done + other)
-        copied = max(copied, routed[layer - ahead if layer >= ahead else layer]) + copy
-        done = max(routed[layer] + expert, copied)
+    predicted = None                            # when this layer's experts were: the router before it had run
+    for copy, _, expert, other in layers:
+        routed = done + other
+        copied = max(copied, routed if predicted is None else predicted) + copy
+        done, predicted = max(routed + expert, copied), routed
     return done
 
 
