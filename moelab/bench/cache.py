@@ -27,7 +27,7 @@ from moelab.intervals import ratio
 from moelab.models.opening import spec_of
 from moelab.progress import progress
 from moelab.recording import record
-from moelab.speculate.next_token import fit
+from moelab.speculate.next_token import NextToken, fit
 from moelab.specs import State
 from moelab.trace import RoutingTrace
 
@@ -60,10 +60,10 @@ def misses(trace: RoutingTrace, policy: Any, scope: str, share: float) -> np.nda
     return found
 
 
-def compare(calibration: RoutingTrace, trace: RoutingTrace, share: float,
+def compare(fitted: NextToken, trace: RoutingTrace, share: float,
             arms: Sequence[tuple[str, str]] = ()) -> dict[tuple[str, str], np.ndarray]:
-    """(policy, scope) → misses in each sequence of `trace`; of all policies unless `arms` says of which."""
-    fitted, future = fit(calibration), [step[1:] for step in steps(trace)]
+    """(policy, scope) → misses in each sequence of `trace`; of all policies unless `arms` says which."""
+    future = [step[1:] for step in steps(trace)]
     made = {"next-token": lambda: NextTokenPolicy(fitted), "belady": lambda: Belady(future)}
     arms = arms or [(name, scope) for name in POLICIES for scope in SCOPES if (name, scope) == CEILING or name != "belady"]
     return {(name, scope): misses(trace, made.get(name, lambda name=name: name)(), scope, share)
@@ -108,9 +108,9 @@ def run(prompts_each: int = 4, calibrated: int = 16, tokens: int = 256, budgets:
     small, sections = open_model(), {}
     for name, model in (("small model", small), ("untrained model of another shape", untrained(small, seed))):
         calibration, test = traces(model, prompts_each, calibrated, tokens, seed)
-        spec, requests = spec_of(model), int((test.ids != test.spec.E).sum())
+        spec, fitted, requests = spec_of(model), fit(calibration), int((test.ids != test.spec.E).sum())
         for share in budgets:
-            found = compare(calibration, test, share)
+            found = compare(fitted, test, share)
             sections[f"{name} (L {spec.L}, E {spec.E}, K {spec.K}), {share:.0%} of the experts (exact counts)"] = \
                 table(found, requests)
     return sections

@@ -104,8 +104,8 @@ def eq1(layers: Sequence[Spent]) -> float:
 def copy_and_compute(found: Sequence[Taken]) -> tuple[float, float]:
     """Seconds a token of copying, and of computing."""
     layers = [layer for taken in found for layer in by_layer(taken)]
-    return (sum(copy for copy, _, _ in layers) / len(found),
-            sum(expert + other for _, expert, other in layers) / len(found))
+    return (sum(layer.copy for layer in layers) / len(found),
+            sum(layer.expert + layer.other for layer in layers) / len(found))
 
 
 class Gain(NamedTuple):
