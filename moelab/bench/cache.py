@@ -1,8 +1,8 @@
 """Eviction policies on recorded routing: misses of each beside the default's, Belady's, and prediction across tokens.
 
 Prompts of the test split are decoded token by token, one after another, with a cache for a share of the experts that is
-never emptied; every policy of the registry decides about the same steps, once for the whole model and once with a pool
-for each layer. "next-token" is fitted to prompts of the train split (`moelab.speculate.next_token`). Misses are exact
+never emptied; every policy of the registry decides about the same steps, those of `BY_LAYER` with a pool for each layer,
+too. "next-token" is fitted to prompts of the train split (`moelab.speculate.next_token`). Misses are exact
 counts; ratios to the default's have 95 % intervals over prompts. Two models: the small one, and an untrained one of
 another shape, in which neighbouring tokens choose nearly alike: the recent past says almost all there.
 """
@@ -19,7 +19,7 @@ import torch
 from moelab import open_model
 from moelab.arguments import number, several, whole
 from moelab.cache.next_token import NextTokenPolicy
-from moelab.cache.policies import DEFAULT_POLICY, NEEDS, POLICIES, Belady
+from moelab.cache.policies import DEFAULT_POLICY, POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import SCOPES, Residency
 from moelab.datasets import prompts, token_count
@@ -35,6 +35,7 @@ SOURCES = ("code", "prose", "needle_multikey", "lookup")
 BUDGETS = (0.25, 0.5, 0.75)
 #: of the untrained model, beside what is the small one's
 OTHER = {"num_hidden_layers": 10, "num_local_experts": 64, "num_experts": 64, "num_experts_per_tok": 6}
+BY_LAYER = ("lru", "lfu", "lrfu")
 #: rows are (policy, scope)
 DEFAULT, OURS, CEILING = (DEFAULT_POLICY, "model"), ("next-token", "model"), ("belady", "model")
 
@@ -65,14 +66,9 @@ def compare(fitted: NextToken, trace: RoutingTrace, share: float,
     """(policy, scope) → misses in each sequence of `trace`; of all policies unless `arms` says which."""
     future = [step[1:] for step in steps(trace)]
     made = {"next-token": lambda: NextTokenPolicy(fitted), "belady": lambda: Belady(future)}
-    arms = arms or [(name, scope) for name in POLICIES for scope in SCOPES if (name, scope) == CEILING or name != "belady"]
+    arms = arms or [(name, scope) for name in POLICIES for scope in SCOPES if scope == "model" or name in BY_LAYER]
     return {(name, scope): misses(trace, made.get(name, lambda name=name: name)(), scope, share)
             for name, scope in progress(arms, f"{share:.0%} of the experts", unit="policy")}
-
-
-def best(found: dict[tuple[str, str], np.ndarray]) -> tuple[str, str]:
-    """The (policy, scope) with the fewest misses of those that need no more than a name."""
-    return min((arm for arm in found if arm[0] not in NEEDS), key=lambda arm: found[arm].sum())
 
 
 def table(found: dict[tuple[str, str], np.ndarray], requests: int) -> dict[str, dict[str, float]]:
