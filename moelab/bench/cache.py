@@ -1,8 +1,8 @@
 """Eviction policies on recorded routing: misses of each beside the default's, Belady's, and prediction across tokens.
 
 Prompts of the test split are decoded token by token, one after another, with a cache for a share of the experts that is
-never emptied; every policy of the registry decides about the same steps, those of `BY_LAYER` with a pool for each layer,
-too. "next-token" is fitted to prompts of the train split (`moelab.speculate.next_token`). Misses are exact
+never emptied; every policy of the registry decides about the same steps, those of `BY_LAYER` with a pool for each
+layer, too. "next-token" is fitted to prompts of the train split (`moelab.speculate.next_token`). Misses are exact
 counts; ratios to the default's have 95 % intervals over prompts. Two models: the small one, and an untrained one of
 another shape, in which neighbouring tokens choose nearly alike: the recent past says almost all there.
 """
@@ -113,5 +113,5 @@ def run(prompts_each: int = 4, calibrated: int = 16, tokens: int = 256, budgets:
 
 
 OPTIONS = {"prompts_each": (whole(2), "test prompts of each source"), "calibrated": (whole(2), "train prompts of each"),
-           "tokens": (whole(8), "of a prompt, about"), "budgets": (several(number(above=0)), "shares of the experts"),
+           "tokens": (whole(64), "of a prompt, about"), "budgets": (several(number(above=0)), "shares of the experts"),
            "seed": (whole(), "picks the prompts, and the untrained model's weights")}

@@ -23,7 +23,7 @@ def test_misses_are_what_a_list_counts():
 
 
 def test_the_bench_runs():
-    sections = bench.run(prompts_each=2, calibrated=2, tokens=16, budgets=[0.5])
+    sections = bench.run(prompts_each=2, calibrated=2, tokens=64, budgets=[0.5])
     assert len(sections) == 2
     for rows in sections.values():
         assert len(rows) == len(POLICIES) + len(bench.BY_LAYER)
