@@ -233,7 +233,8 @@ class Belady(_ByPriority):
         self.put(key, -uses[after] if after < len(uses) else -float("inf"))
 
 
-#: of all these, the one with more hits than LRU at every budget, with prose and with code
+#: of all that a name makes, the one with more hits than LRU at every budget, with prose and with code. Pools for each
+#: layer make it better on the small model and much worse on an untrained one of another shape (`moelab bench cache`).
 DEFAULT_POLICY = "lrfu"
 #: name → policy, a class or an `Entry`; another one is a class and a line here
 POLICIES: dict[str, type | Entry] = {
