@@ -36,7 +36,7 @@ from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CACHES = [name for name in registry.names("cache") if name != "belady"]         # which needs the future
+CACHES = [name for name in registry.names("cache") if name not in ("belady", "next-token")]    # which need more
 
 
 @dataclass(frozen=True)

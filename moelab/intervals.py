@@ -51,3 +51,12 @@ def interval(values: Sequence[float] | np.ndarray) -> Interval:
     mean = float(np.mean(values))
     half = t95(len(values) - 1) * standard_error(values) if len(values) > 1 else math.nan
     return mean, mean - half, mean + half
+
+
+def ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarray) -> Interval:
+    """Σ above ÷ Σ below of paired samples [n], with the 95 % interval of the ratio estimator; nan ends if n is 1."""
+    above, below, n = np.asarray(above, float), np.asarray(below, float), len(above)
+    value = float(above.sum() / below.sum())
+    rest = np.square(above - value * below).sum()
+    half = t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum())) if n > 1 else math.nan
+    return value, value - half, value + half

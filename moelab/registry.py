@@ -28,6 +28,7 @@ KINDS = {
     "executor": "moelab.experts:EXECUTORS",
     "cache": "moelab.cache.policies:POLICIES",
     "predictor": "moelab.speculate.predictors:PREDICTORS",
+    "estimator": "moelab.speculate.estimator:ESTIMATORS",
     "codec": "moelab.store.codecs:CODECS",
     "format": "moelab.store.fewbit:FORMATS",
     "scheduler": "moelab.schedule.affinity:SCHEDULERS",

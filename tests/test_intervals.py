@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.intervals import interval, standard_error, t95
+from moelab.intervals import interval, ratio, standard_error, t95
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
@@ -37,3 +37,14 @@ def test_it_holds_the_truth_in_95_of_100_cases(n):
 def test_one_value_has_no_spread():
     mean, low, high = interval([0.3])
     assert mean == 0.3 and math.isnan(low) and math.isnan(high) and math.isnan(t95(0))
+
+
+@pytest.mark.parametrize("n", [9, 24])
+def test_the_ratio_of_sums_is_held_in_95_of_100_cases(n):
+    rng, draws, held = np.random.default_rng(n), 4000, 0
+    for _ in range(draws):
+        below = rng.uniform(1, 3, n)
+        value, low, high = ratio(0.7 * below + rng.normal(0, 0.5, n), below)
+        assert low <= value <= high
+        held += low <= 0.7 <= high
+    assert 0.92 < held / draws < 0.965              # an approximation: a little short of 95 % with few samples

@@ -8,6 +8,7 @@ A policy of your own is a class with the two methods of `CachePolicy` and a line
 
     forget(key)      told that a key left the cache or was not kept
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
+    see(layer, s)    told before each step of a layer what its router saw, float32 [T, H] of the tokens that go on
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
     cascade=False    whom a pool refuses is not offered to the next pool
 """
@@ -239,24 +240,33 @@ class Belady(_ByPriority):
         self.put(key, -uses[after] if after < len(uses) else -float("inf"))
 
 
-#: of all these, the one with more hits than LRU at every budget, with prose and with code
+#: of all that a name makes, the one with more hits than LRU at every budget, with prose and with code. Pools for each
+#: layer make it better on the small model and much worse on an untrained one of another shape (`moelab bench cache`).
 DEFAULT_POLICY = "lrfu"
 #: name → policy, a class or an `Entry`; another one is a class and a line here
 POLICIES: dict[str, type | Entry] = {
     "fifo": FIFO, "lru": LRU, "lfu": LFU, "lrfu": LRFU, "marking": Marking, "least-stale": LeastStale,
     "zipmoe": FewestTokens,
     "zipmoe-printed": Entry(AsPrinted, "ZipMoE's own to the letter: who is refused is offered to no other pool", True),
+    "next-token": Entry("moelab.cache.next_token:NextTokenPolicy", "evicts what a fitted regression says that the next "
+                        "tokens will hardly choose"),
     "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True),
 }
+#: policies for which a name is not enough → why, and what to do
+NEEDS = {
+    "next-token": "must be fitted to your model: cache=NextTokenPolicy(moelab.speculate.next_token.fit(trace)), from "
+                  "moelab.cache.next_token and a trace recorded with hidden=True",
+    "belady": "needs the future, so it is for a run that has been: moelab.simulate(run, cache=\"belady\"), or "
+              "Belady(steps) with the steps of a run"}
 
 
 def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
     """A maker of policies, one for each pool: of a name of `POLICIES`, a class, or an instance (shared by all)."""
-    if isinstance(policy, str):
-        policy = find("cache", policy)
-    if policy is Belady:
-        raise ValueError('"belady" needs the future, so it is for a run that has been: moelab.simulate(run, '
-                         'cache="belady"), or Belady(steps) with the steps of a run')
+    name = "belady" if policy is Belady else policy
+    if isinstance(name, str):
+        policy = find("cache", name)
+        if name in NEEDS:
+            raise ValueError(f'"{name}" {NEEDS[name]}')
     if not all(callable(getattr(policy, name, None)) for name in ("touch", "victim")):
         raise ValueError(f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)")
     return policy if isinstance(policy, type) else lambda: policy

@@ -126,6 +126,12 @@ class Residency:
         return Step(layer, [Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)],
                     evicted)
 
+    def see(self, layer: int, s: np.ndarray) -> None:
+        """Tell the policies what a layer's router saw, float32 [T, H], before its step; only needed if `sees`."""
+        for pool in self._pools[layer].values():
+            if hasattr(pool.policy, "see"):
+                pool.policy.see(layer, s)
+
     def forget(self, keys: Iterable[ExpertKey]) -> None:
         """Mark experts as missed, whatever was decided: their load was interrupted or failed."""
         for key in keys:
@@ -142,6 +148,7 @@ class Residency:
             if hasattr(pool.policy, "follow"):
                 pool.policy.follow(self._scores)
         self._pools = groups if self.scope == "layer" else groups * self.L      # layer → state → pool
+        self.sees = any(hasattr(pool.policy, "see") for group in groups for pool in group.values())
 
     def state(self, key: ExpertKey) -> State:
         return self._state.get(key, State.MISSED)

@@ -67,7 +67,7 @@ class Engine:
         self.pipeline = Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched)
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
         self.cancelled: Callable[[], bool] | None = None
-        self.serial = False
+        self.serial = self._decode = False
         self.gate, self._announced = PrefetchGate(), None       # (layer, experts)
         self.across = CrossToken(residency.E)
         self._asked: float | None = None                        # since when there has been a predictor at work
@@ -87,6 +87,8 @@ class Engine:
         self._asked, tokens = None, counts(ids, experts.num_experts)
         if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
+        if self.residency.sees:
+            self.residency.see(experts.layer, (x if self._decode else x[-1:]).float().cpu().numpy())
         self._other(clock(), experts.layer)
         compute = self._expert_by_expert if self.executor is None else self._with_executor
         try:
@@ -184,6 +186,7 @@ class Engine:
         self._drop_prefetched()                 # what one that was interrupted has left
         self.gate.begin(phase)
         self.across.begin(phase)
+        self._decode = phase == "decode"
         self._mark = clock()
         return self._mark
 
@@ -223,7 +226,7 @@ class Engine:
     def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
                        step: Step, ready: Ready) -> Tensor:
         """The layer by `executor`: experts in memory together, then each as it is loaded; [T, H]."""
-        E, (there, loads) = experts.num_experts, _split(step)
+        E, (there, loads) = experts.num_experts, self._split(step, ready)
         if there:
             self._check()
             start, chosen = clock(), ids
@@ -281,17 +284,21 @@ class Engine:
 
     def _as_ready(self, ready: Ready, step: Step) -> Iterator[Request]:
         """The step's requests as they can be computed: hits first, in ascending order."""
-        there, loads = _split(step)
+        there, loads = self._split(step, ready)
+        for request in there:
+            self._check()
+            yield request
+        while loads:
+            yield loads.pop(self.pipeline.next_ready(ready, self._check))
+
+    def _split(self, step: Step, ready: Ready) -> tuple[list[Request], dict[ExpertKey, Request]]:
+        """The requests for experts that are FULL, and the others by their key; `serial`, they are waited for first."""
+        loads = {request.key: request for request in step.requests if request.state is not State.FULL}
         if self.serial and not self.pipeline.queue.running.waiting:     # all have slots, so all of them will come
             while loads:
                 loads.pop(self.pipeline.next_ready(ready, self._check))
-            yield from step.requests
-        else:
-            for request in there:
-                self._check()
-                yield request
-        while loads:
-            yield loads.pop(self.pipeline.next_ready(ready, self._check))
+            return step.requests, loads
+        return [request for request in step.requests if request.state is State.FULL], loads
 
     def _check(self) -> None:
         if self.closed:
@@ -336,12 +343,6 @@ def counts(ids: Tensor, E: int) -> dict[int, int]:
         return once
     counts = torch.bincount(ids.flatten(), minlength=E).tolist()
     return {expert: n for expert, n in enumerate(counts[:E]) if n}
-
-
-def _split(step: Step) -> tuple[list[Request], dict[ExpertKey, Request]]:
-    """The requests for experts that are FULL, and the others by their key."""
-    return ([request for request in step.requests if request.state is State.FULL],
-            {request.key: request for request in step.requests if request.state is not State.FULL})
 
 
 def _parts(ids: Tensor, E: int) -> dict[int, tuple[Tensor, Tensor]]:

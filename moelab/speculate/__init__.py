@@ -6,9 +6,10 @@ Source: Speculating Experts (§3, §4, §6, §8) and dataset-free prefetching (G
 
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.execution import MODES, Speculation
+from moelab.speculate.next_token import NextToken
 from moelab.speculate.predictors import INGREDIENTS, PREDICTORS, Predictor, takes
 from moelab.speculate.signals import DefaultVectors, default_vectors
 from moelab.speculate.training import train
 
-__all__ = ["INGREDIENTS", "MODES", "PREDICTORS", "DefaultVectors", "Estimator", "Predictor", "Speculation",
-           "default_vectors", "takes", "train"]
+__all__ = ["INGREDIENTS", "MODES", "PREDICTORS", "DefaultVectors", "Estimator", "NextToken", "Predictor",
+           "Speculation", "default_vectors", "takes", "train"]

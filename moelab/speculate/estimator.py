@@ -5,6 +5,9 @@ the next router's linear layer; what follows that (softmax, groups, renormalisat
 
     x = A q + p_l        x = x + C silu(B x)        θ = W_head LayerNorm(x)
 
+Ours, and the default, is the residual kind: θ is added to the next router's own logits on q, and W_head starts at zero.
+Untrained it is that router, bit for bit, so that training begins where the paper's kind arrives after many tokens.
+
 Shapes: q [T, H], x [T, w], B [n·w, w], θ [T, E]. The paper gives parameter counts but neither w nor n; `sized` finds w.
 """
 
@@ -13,22 +16,29 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.files import load_tensors, save_tensors
+from moelab.registry import find
 from moelab.speculate.signals import check_model
 
-FORMAT = "moelab.estimator/1"
+FORMAT = "moelab.estimator/2"
 
 
 class Estimator(nn.Module):
-    """Predicts the router logits of layer l + ahead from the quasi-hidden state at layer l.
+    """In the place of the next router, from nothing: the paper's.
+
+    Predicts the router logits of layer l + ahead from the quasi-hidden state at layer l.
 
     width, expansion : w, the latent width, and n, how many times wider the residual block is inside.
     model_id : identity of the model it was trained for; "" for none yet.
     """
+
+    #: whether what it gives is to be added to the next router's own logits on q (`predictors.estimated`)
+    residual = False
 
     def __init__(self, H: int, E: int, L: int, width: int, expansion: int = 4, ahead: int = 1,
                  model_id: str = "") -> None:
@@ -45,7 +55,7 @@ class Estimator(nn.Module):
         self.head = nn.Linear(width, E)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
-        """Router logits of layer + ahead, float32 [T, E]; `layer` is one for all rows of q, or [T]."""
+        """Router logits of layer + ahead, or what is added to them, float32 [T, E]; `layer` is one for all, or [T]."""
         x = self.A(q.float()) + self.layer.weight[layer]
         x = x + self.C(F.silu(self.B(x)))
         return self.head(self.norm(x))
@@ -68,15 +78,33 @@ class Estimator(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def save(self, path: str | Path) -> Path:
-        about = {"format": FORMAT, "model_id": self.model_id, "config": json.dumps(self.config)}
+        kind = next(name for name, known in ESTIMATORS.items() if known is type(self))
+        about = {"format": FORMAT, "kind": kind, "model_id": self.model_id, "config": json.dumps(self.config)}
         return save_tensors(path, self.state_dict(), about)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
-        """Read the estimator of `model`, onto its device; ValueError if it is not readable or another model's."""
+        """Read an estimator of `model`, of the kind that was saved, onto its device; ValueError if it is not readable,
+        another model's, or of a kind that is not registered."""
         tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
         check_model(model, about["model_id"], f"{path} was trained for",
                     "moelab.speculate.train trains one for this model")
-        estimator = cls(**json.loads(about["config"]), model_id=about["model_id"])
+        estimator = find("estimator", about["kind"])(**json.loads(about["config"]), model_id=about["model_id"])
         estimator.load_state_dict(tensors)
         return estimator.to(getattr(model, "device", "cpu")).eval()
+
+
+class ResidualEstimator(Estimator):
+    """What the next router's logits on q lack: begins as that router (ours)."""
+
+    residual = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+
+DEFAULT_ESTIMATOR = "residual"
+#: name → estimator; a saved one says its name
+ESTIMATORS: dict[str, type[Estimator]] = {"residual": ResidualEstimator, "appendix-a": Estimator}

@@ -3,7 +3,9 @@
 Source: Speculating Experts §4, §5.1 (Algorithm 1), §6.4. At each MoE layer, before its experts run, the predictor says
 what a later layer will choose; an executor with a method `prefetch(layer, ids)` is told and can load while it computes.
 In hint mode the true experts run, so no bit of the output changes; in speculative mode the later layer executes what
-was predicted for it; router-free, its router does not run at all. Shapes: s and r [T, H], ids and weights [T, K].
+was predicted for it; router-free, its router does not run (a residual estimator asks it, but a layer early).
+
+Shapes: s and r [T, H], ids and weights [T, K].
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from moelab.trace import RoutingTrace
 
 #: (ids [T, K], weights [T, K])
 Prediction = tuple[Tensor, Tensor]
-#: (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted
+#: (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted; with a true attribute `residual`, what
+#: is added to those of its router on q
 Estimate = Callable[[Tensor, int], Tensor]
 #: what predictors are made of, as keyword arguments, and where it comes from
 INGREDIENTS = {
@@ -92,6 +93,12 @@ def teacher(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Tensor:
     """The logits, float32 [T, E], by which the true router chooses for router inputs x [T, H]; logits as of `route`."""
     output = ask(layer, x, logits)[LOGITS.get(type(layer.router).__name__, 0)]
     return output.reshape(len(x), -1).float()
+
+
+def estimated(estimator: Estimate, layer: int, target: MoELayer, q: Tensor) -> Tensor:
+    """An estimator's logits [T, E] of `target` for signals q [T, H] of the layer `layer`."""
+    logits = estimator(q, layer)
+    return teacher(target, q) + logits if getattr(estimator, "residual", False) else logits
 
 
 def check_given(layer: MoELayer, H: int) -> None:
@@ -196,8 +203,8 @@ class Hybrid(Quasi):
                 check_given(target, vectors.d.shape[-1])
 
     def predict(self, layer, s, r, ids, weights):
-        q = self.quasi(layer, r, ids, weights)
-        return route(self.targets[layer], q, self.estimator(q, layer) if self.choice[layer] else None)
+        q, target = self.quasi(layer, r, ids, weights), self.targets[layer]
+        return route(target, q, estimated(self.estimator, layer, target, q) if self.choice[layer] else None)
 
 
 class EstimatorPredictor(Hybrid):

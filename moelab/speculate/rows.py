@@ -4,7 +4,8 @@ Source: Speculating Experts §6.1. A row (R of them) is a token at a predicting 
 dropped in neither. A buffer is filled with short stretches of tokens from random places of the trace; files are read,
 not mapped, since mapped pages count as memory.
 
-    residuals [T, L, H], ids and weights [T, L, K]  →  q [R, H]      router inputs [T, L, H]  →  logits [R, E]
+    residuals [T, L, H], ids and weights [T, L, K]  →  q [R, H]  →  start [R, E], the next routers' own logits on q
+    router inputs [T, L, H]  →  logits [R, E]
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class Rows:
         return spans
 
     @torch.no_grad()
-    def read(self, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q [R, H], predicting layer [R], true logits [R, E] float32, true ids [R, K]) of stretches of tokens."""
+    def read(self, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(q [R, H], predicting layer [R], start and true logits [R, E] float32, true ids [R, K]) of stretches of
+        tokens."""
         s, r, ids, weights = (torch.cat([self.columns[name][a:b] for a, b in spans]).to(self.quasi.device)
                               for name in (*HIDDEN, "ids", "weights"))
         ids = ids.long()
@@ -79,7 +81,8 @@ class Rows:
         for l, target in sorted(self.quasi.targets.items()):
             t = (passed[:, l] & passed[:, target.index]).nonzero().flatten()
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
-            parts.append((q, torch.full_like(t, l), teacher(target, s[t, target.index]), ids[t, target.index]))
+            parts.append((q, torch.full_like(t, l), teacher(target, q), teacher(target, s[t, target.index]),
+                          ids[t, target.index]))
         return tuple(torch.cat(part) for part in zip(*parts))
 
     def fingerprint(self) -> str:

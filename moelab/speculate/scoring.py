@@ -113,10 +113,15 @@ def similarity(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, p
 
 
 def choose(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, estimator: Estimate) -> tuple[bool, ...]:
-    """For each of the L layers, whether the estimator has the better recall@K on a validation trace  (§6.3)."""
-    by_estimator = score(trace, make("predictor", "estimator", model, vectors=vectors, estimator=estimator)).recall
-    by_router = score(trace, make("predictor", "quasi", model, vectors=vectors)).recall
-    return (*(by_estimator > by_router).tolist(), False)            # the last layer predicts nothing
+    """For each of the L layers, whether the estimator has the better recall@K on a validation trace  (§6.3).
+
+    Both look as far ahead as the estimator was trained to (`ahead`, 1 if it does not say). A layer that predicts
+    nothing, such as the last, is the router's.
+    """
+    ahead = getattr(estimator, "ahead", 1)
+    by_estimator, by_router = (score(trace, make("predictor", name, model, vectors=vectors, ahead=ahead, **more)).recall
+                               for name, more in (("estimator", {"estimator": estimator}), ("quasi", {})))
+    return (*(by_estimator > by_router).tolist(), *[False] * ahead)
 
 
 def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from moelab.files import atomic
 from moelab.progress import progress
-from moelab.speculate.estimator import Estimator
+from moelab.registry import find
+from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
 from moelab.speculate.execution import found
-from moelab.speculate.predictors import route
+from moelab.speculate.predictors import estimated, route
 from moelab.speculate.rows import Rows, digest_of, seed_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
@@ -64,7 +65,8 @@ class Training:
 def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, *,
           validation: RoutingTrace | str | Path, parameters: int = 150_000, tokens: int = 300_000, batch: int = 1280,
           learning_rate: float = 2e-3, muon_rate: float = 0.05, every: int | None = None, patience: int = 5,
-          ahead: int = 1, seed: int = 0, checkpoint: str | Path | None = None) -> Training:
+          ahead: int = 1, kind: str = DEFAULT_ESTIMATOR, seed: int = 0,
+          checkpoint: str | Path | None = None) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
 
     trace : recorded with `hidden=True`; a path, or a trace whose hidden states lie on disk, is streamed.
@@ -76,6 +78,8 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     learning_rate, muon_rate : highest rates, of AdamW (embedding, norm, head, biases) and Muon (matrices A, B, C).
     every : tokens between validations and checkpoints, about; by default a twentieth of `tokens`.
     patience : validations in a row without a lower loss, after which training stops.
+    kind : a name of `moelab.names("estimator")`. The default begins as the next router on q, and is given back as that
+        if no training lowers the validation's loss.
     checkpoint : a file that is rewritten at every validation; if it exists, training resumes from it, with the same
         result as without the interruption.
 
@@ -83,7 +87,8 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     """
     data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
     settings = {"parameters": parameters, "tokens": tokens, "batch": batch, "learning_rate": learning_rate,
-                "muon_rate": muon_rate, "every": every, "patience": patience, "ahead": ahead, "seed": seed,
+                "muon_rate": muon_rate, "every": every, "patience": patience, "ahead": ahead, "kind": kind,
+                "seed": seed,
                 "model": data.model_id, "trace": data.fingerprint(), "validation": held_out.fingerprint(),
                 "vectors": digest_of([vectors.d, vectors.shared])}
     if min(tokens, batch, patience) < 1:
@@ -113,7 +118,8 @@ class _Run:
         spec, device = data.spec, data.quasi.device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings["seed"])
-            self.estimator = Estimator.sized(data.H, spec.E, spec.L, settings["parameters"], ahead=settings["ahead"])
+            self.estimator = find("estimator", settings["kind"]).sized(
+                data.H, spec.E, spec.L, settings["parameters"], ahead=settings["ahead"])
         self.estimator.model_id = data.model_id
         e = self.estimator.to(device)
         inner = [e.A.weight, e.B.weight, e.C.weight]
@@ -140,7 +146,7 @@ class _Run:
         s = self.settings
         spans = self.data.spans(self.buffers, s["seed"], s["tokens"] - self.seen)
         n = sum(b - a for a, b in spans)
-        q, layer, logits, _ = self.data.read(spans)
+        q, layer, start, logits, _ = self.data.read(spans)
         generator = torch.Generator().manual_seed(seed_of(s["seed"], "rows", self.buffers))
         order = torch.randperm(len(q), generator=generator).to(q.device)
         steps = math.ceil(len(q) / s["batch"])
@@ -148,6 +154,8 @@ class _Run:
             for optimizer, peak in zip(self.optimizers, (s["learning_rate"], s["muon_rate"])):
                 optimizer.param_groups[0]["lr"] = peak * self.rate(self.seen + n * (step + 0.5) / steps)
             predicted = self.estimator(q[rows], layer[rows])
+            if self.estimator.residual:
+                predicted = start[rows] + predicted
             divergence(logits[rows], predicted, self.data.spec.router).mean().backward()
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -220,10 +228,10 @@ def evaluate(estimator: Estimator, rows: Rows) -> tuple[float, tuple[float, ...]
     total = count = 0
     hits, requests = torch.zeros(2, rows.spec.L - rows.quasi.ahead, dtype=torch.long)
     for spans in rows.in_order():
-        q, layer, logits, true = rows.read(spans)
+        q, layer, _, logits, true = rows.read(spans)
         for l in layer.unique().tolist():
             here = layer == l
-            predicted = estimator(q[here], l)
+            predicted = estimated(estimator, l, rows.quasi.targets[l], q[here])
             total += float(divergence(logits[here], predicted, rows.spec.router).sum(dtype=torch.float64))
             count += len(predicted)
             ids, _ = route(rows.quasi.targets[l], q[here], predicted)

@@ -51,19 +51,21 @@ def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
     return finish(figure, legend=legend, height=400)
 
 
-def training(series: Mapping[str, Sequence[tuple[int, float]]], references: Mapping[str, float]) -> go.Figure:
-    """Validation hit rate against tokens seen, measured: {"mean over layers": [(tokens, 0 to 1), …]}; Fig. 9.
+def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapping[str, float]) -> go.Figure:
+    """Hit rate against tokens trained on, measured: {estimator: [(tokens, 0 to 1), …]}, with low and high or without;
+    Fig. 9.
 
     references : {name: 0 to 1}, what needs no training, drawn across.
     """
-    lines = {name: [(tokens / 1e3, 100 * rate) for tokens, rate in of] for name, of in series.items()}
+    lines = {name: [(tokens / 1e3, *(100 * rate for rate in rates)) for tokens, *rates in of]
+             for name, of in series.items()}
     figure = add_lines(go.Figure(), lines, "%{x:.1f} thousand tokens: %{y:.1f} %")
     for i, (name, value) in enumerate(sorted(references.items(), key=lambda item: item[1])):
         figure.add_hline(y=100 * value, line=DASHED, annotation_text=f"{name}: {100 * value:.1f} %",
                          annotation_position="top right" if i else "bottom right",      # neighbours may be close
                          annotation_font=NOTE, annotation_yshift=12 * max(0, i - 1))
     figure.update_xaxes(rangemode="tozero").update_yaxes(range=[0, 102])
-    return finish(figure, "training tokens seen (thousands)", "validation hit rate, recall@K (%)", "measured")
+    return finish(figure, "training tokens seen (thousands)", "hit rate, recall@K (%)", "measured")
 
 
 def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str, float], title: str) -> go.Figure:

@@ -51,7 +51,7 @@ def test_the_best_fixed_set(steps, capacity):
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "next-token"])
 @given(LARGER, st.integers(0, 8), st.sampled_from([None, 0, 3]))
 @settings(max_examples=25, deadline=None)
 def test_no_policy_is_above(name, scope, steps, capacity, margin):

@@ -212,7 +212,7 @@ def test_errors_are_for_people():
         residency.begin(0, {1: 1})
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "next-token"])
 def test_same_steps_same_decisions(name):
     draw = random.Random(5)
     steps = [(draw.randrange(L), {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)}) for _ in range(300)]
@@ -223,7 +223,7 @@ def test_same_steps_same_decisions(name):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "marking"])
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"marking", "next-token"}))
 def test_one_instance_for_all_layers_decides_like_one_each(name):
     """Priorities don't depend on what else a policy has seen; Marking's phases do."""
     draw = random.Random(6)

@@ -24,7 +24,7 @@ def contents(residency):
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "next-token"])
 @given(STEPS, POOLS, st.sampled_from([None, 0, 2, 100]), st.randoms(use_true_random=False))
 @settings(max_examples=20, deadline=None)
 def test_invariants(policy, scope, steps, pools, margin, draw):

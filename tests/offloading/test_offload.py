@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import convert, open_model
-from moelab.cache.policies import POLICIES
+from moelab.cache.next_token import NextTokenPolicy
+from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
+from moelab.recording import record
 from moelab.registry import make, names
 from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
@@ -120,7 +122,7 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"belady"}))
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(NEEDS)))
 def test_every_policy(qwen, eager, policy, scope):
     offloaded = offload(qwen[1], 0.4, policy=policy, scope=scope, delays=DELAYS)
     for seed in range(3):
@@ -363,3 +365,30 @@ def test_sampling_and_streaming_work_as_usual(qwen):
         sampled.append(one.generate(ids, max_new_tokens=8, do_sample=True, temperature=1.3))
     assert torch.equal(*sampled)
     offloaded.moelab.close()
+
+
+def test_a_policy_is_told_what_routers_see(qwen, eager):
+    """Of a prompt, its last token; of each further token, itself. What is computed stays the same."""
+    told = []
+
+    class Fitted:
+        half_life, shape = 4.0, (eager.spec.L, eager.spec.E)
+
+        def expected(self, layer, s, u):
+            return u + s.mean()
+
+    class Spy(NextTokenPolicy):
+        def see(self, layer, s):
+            told.append((layer, torch.tensor(s)))
+            super().see(layer, s)
+
+    prompt, new = [5, 9, 33, 12], dict(max_new_tokens=4, min_new_tokens=4)
+    trace = record(eager, [prompt], hidden=True, **new)
+    model = offload(qwen[1], 0.4, policy=Spy(Fitted()), delays=DELAYS)
+    with model.moelab as offloading:
+        model.generate(torch.tensor([prompt]), do_sample=False, **new)
+        assert offloading.residency.counters.evictions > 0
+    rows = trace.router_inputs[len(prompt) - 1:]
+    assert [layer for layer, _ in told] == list(range(eager.spec.L)) * len(rows)
+    for (layer, s), row in zip(told, rows.repeat_interleave(eager.spec.L, 0)):
+        assert torch.equal(s[0], row[layer].float())

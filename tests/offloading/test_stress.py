@@ -27,7 +27,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moelab.cache.policies import POLICIES
+from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab import open_model
 from moelab.progress import progress
@@ -71,7 +71,7 @@ def draw(rng: random.Random, store: ExpertStore) -> dict[str, Any]:
     """Options of `offload`, all that are allowed being about equally likely."""
     L, E = store.spec.L, store.spec.E
     workers, staging = rng.randint(1, 4), rng.choice((None, 1, 2, 5))
-    options = {"workers": workers, "staging": staging, "policy": rng.choice([p for p in POLICIES if p != "belady"]),
+    options = {"workers": workers, "staging": staging, "policy": rng.choice([p for p in POLICIES if p not in NEEDS]),
                "scope": rng.choice(("model", "layer")), "margin": rng.choice((None, 0, 1, 4)),
                "mode": rng.choice(("auto", "buffered")), "verify": rng.random() < 0.5}
     sizes, ahead = Sizes.of(store), rng.choice((0, 0, 1, 3, 8))

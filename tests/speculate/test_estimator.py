@@ -11,7 +11,10 @@ from safetensors.torch import save_file
 from moelab.cards import load_model
 from moelab import open_model
 from moelab.models import identity
-from moelab.speculate.estimator import Estimator
+from moelab.recording import record
+from moelab.registry import make, names
+from moelab.speculate import default_vectors
+from moelab.speculate.estimator import FORMAT, Estimator, ResidualEstimator
 
 from tests.models import tiny
 
@@ -67,10 +70,31 @@ def test_a_budget_that_is_too_small_and_a_layer_that_is_too_far():
         Estimator(8, 4, 3, 8, ahead=3)
 
 
-def test_saved_and_loaded_it_is_the_same(model, tmp_path):
-    estimator = Estimator(32, 4, 3, 16, expansion=2, ahead=2, model_id=identity(model))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_an_untrained_residual_estimator_is_the_next_router_bit_for_bit(name, dtype, tmp_path):
+    model = open_model(tiny.save(name, tmp_path, dtype))
+    trace, vectors = record(model, [[5, 9, 33, 12, 60]], hidden=True), default_vectors(model, [[5, 9, 33]])
+    spec, q = model.spec, torch.randn(5, trace.residuals.shape[-1])
+    estimator = ResidualEstimator(q.shape[-1], spec.E, spec.L, 16)
+    assert not estimator(q, 0).any()
+    by_router = make("predictor", "quasi", model, vectors=vectors)
+    by_estimator = make("predictor", "estimator", model, vectors=vectors, estimator=estimator)
+    with torch.no_grad():
+        for layer in by_router.targets:
+            seen = (trace.router_inputs[:, layer], trace.residuals[:, layer], trace.ids[:, layer].long(),
+                    trace.weights[:, layer])
+            for one, other in zip(by_router.predict(layer, *seen), by_estimator.predict(layer, *seen)):
+                assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", names("estimator"))
+def test_saved_and_loaded_it_is_the_same(model, tmp_path, kind):
+    estimator = make("estimator", kind, 32, 4, 3, 16, expansion=2, ahead=2, model_id=identity(model))
+    torch.nn.init.normal_(estimator.head.weight)
     loaded = Estimator.load(estimator.save(tmp_path / "new" / "e.safetensors"), model)
     q = torch.randn(5, 32)
+    assert type(loaded) is type(estimator)
     assert loaded.config == estimator.config and not loaded.training
     assert torch.equal(loaded(q, 0), estimator(q, 0))
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["e.safetensors"]
@@ -82,6 +106,14 @@ def test_loading_refuses_what_is_not_this_models_estimator(model, tmp_path):
         Estimator.load(path, model)
     with pytest.raises(FileNotFoundError, match="no estimator"):
         Estimator.load(tmp_path / "none.safetensors", model)
+    for about in ({"format": "moelab.estimator/1"}, {}):                # the first did not say of which kind it is
+        save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors", about)
+        with pytest.raises(ValueError, match="no estimator"):
+            Estimator.load(tmp_path / "x.safetensors", model)
+    save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors",
+              {"format": FORMAT, "kind": "mine", "model_id": identity(model), "config": "{}"})
+    with pytest.raises(ValueError, match="there is no estimator 'mine'"):
+        Estimator.load(tmp_path / "x.safetensors", model)
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match="no estimator"):
         Estimator.load(tmp_path / "x.safetensors", model)

@@ -168,6 +168,24 @@ def test_the_hybrids_choice_is_the_better_recall(tiny_model):
     assert choose(trace, model, vectors, estimator) == (False, True, False)
 
 
+def test_the_choice_is_made_at_the_distance_of_the_estimator(tiny_model):
+    """One that knows the truth two layers on is chosen at the only layer that has one there."""
+    model = tiny_model("mixtral")
+    vectors, trace = default_vectors(model, PROMPTS), recorded(model, batch_size=1)
+    d = vectors.layer_default(0, trace.ids[:, 0].long(), trace.weights[:, 0])
+    known = streams(model)[2].norm(trace.residuals[:, 0] + d).detach()
+
+    class Knows:
+        ahead = 2
+
+        def __call__(self, q, layer):
+            rows = torch.cdist(q, known).argmin(1)
+            return torch.zeros(len(q), model.spec.E).scatter(1, trace.ids[rows, layer + 2].long(), 5.0)
+
+    assert float(score(trace, make("quasi", model, vectors=vectors, ahead=2)).recall[0]) < 1
+    assert choose(trace, model, vectors, Knows()) == (True, False, False)
+
+
 def test_a_trace_without_hidden_states_is_refused(tiny_model):
     model = tiny_model("mixtral")
     with pytest.raises(ValueError, match="hidden=True"):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import DefaultVectors, default_vectors, rows, training
+from moelab.speculate.estimator import ESTIMATORS
 from moelab.speculate.predictors import route
 from moelab.speculate.rows import Rows, teacher
 from moelab.speculate.scoring import score
@@ -60,10 +61,12 @@ def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
                 with torch.no_grad():
                     q = streams(model)[target.index].norm((d + trace.residuals[t, l])[None])[0]
                 expected.append((q, l, trace.ids[t, target.index].long()))
-    q, layer, logits, true = found.read([(0, 5), (5, len(trace))])
+    q, layer, start, logits, true = found.read([(0, 5), (5, len(trace))])
     assert len(q) == len(logits) == len(expected) > 0
     torch.testing.assert_close(q, torch.stack([e[0] for e in expected]))
     assert layer.tolist() == [e[1] for e in expected]
+    for l, target in found.quasi.targets.items():
+        assert torch.equal(start[layer == l], teacher(target, q[layer == l]))
     assert torch.equal(true, torch.stack([e[2] for e in expected]))
 
 
@@ -123,16 +126,29 @@ def test_a_sigmoid_routers_loss_adds_up_the_divergence_of_each_expert():
 
 # ----------------------------------------------------------------------------------------------------------- training
 
-def test_the_hit_rate_is_that_of_the_predictor(small):
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_hit_rate_is_that_of_the_predictor(small, kind):
     model, _, validation, vectors = small
-    trained = quick(small, tokens=300)
+    trained = quick(small, tokens=300, kind=kind)
     recall = score(validation, make("estimator", model, vectors=vectors, estimator=trained.estimator)).recall
     assert trained.best.hit_rate == pytest.approx(recall.tolist(), abs=1e-9)
 
 
+@pytest.mark.parametrize("rates", [{}, {"learning_rate": 3.0, "muon_rate": 3.0}])
+def test_no_training_makes_the_residual_kind_worse_than_the_router(small, rates):
+    """Its start is the next router on q; where training only hurts, that is what comes back."""
+    model, path, validation, vectors = small
+    trained = quick(small, **rates)
+    by_router = score(validation, make("quasi", model, vectors=vectors)).recall
+    assert trained.history[0].hit_rate == pytest.approx(by_router.tolist(), abs=1e-9)
+    assert trained.best.loss <= trained.history[0].loss
+    if rates:
+        assert trained.best == trained.history[0] and not trained.estimator.head.weight.any()
+
+
 def test_training_learns_and_returns_its_best(small):
     model, _, validation, vectors = small
-    trained = quick(small)
+    trained = quick(small, kind="appendix-a")
     assert trained.best.loss == min(point.loss for point in trained.history) < 0.8 * trained.history[0].loss
     assert trained.best.mean_hit_rate > trained.history[0].mean_hit_rate
     assert (trained.history[0].tokens, trained.history[-1].tokens) == (0, 1100)
@@ -192,6 +208,8 @@ def test_a_checkpoint_of_another_training_is_refused(small, tmp_path, tiny_model
     quick(small, tokens=200, checkpoint=file)
     other_vectors = DefaultVectors(vectors.d + 1, vectors.shared, vectors.counts, vectors.weighted, vectors.model_id)
     other_trace = record(model, PROMPTS[5:], hidden=True)
+    with pytest.raises(ValueError, match="differs in kind"):
+        quick(small, tokens=200, checkpoint=file, kind="appendix-a")
     for name, what, seed in (("seed", small, 9), ("vectors", (model, path, validation, other_vectors), 0),
                              ("trace", (model, other_trace, validation, vectors), 0),
                              ("validation", (model, path, other_trace, vectors), 0)):

@@ -1,0 +1,133 @@
+"""Which experts the next tokens will choose at a layer: a ridge regression from its router input, for caches (ours).
+
+The router input s_t of a layer says what this token is about, and so, in part, what the next one will be; what the
+layer chose lately, u_t, says which experts this text uses at all. `moelab.cache.next_token` evicts by the expectation
+
+    ŷ_t = W_l [s_t, u_t, 1]  of  y_t = (1 − γ) Σ_i γ^i [chosen by token t + 1 + i]
+    u_t = [chosen by t] + 2^(−1/h) u_{t−1}
+
+W is fitted to a recorded calibration text, with the strength of the ridge that predicts its last fifth best. Left out:
+tokens of a batch apart from each other; their expectations are averaged.
+
+Shapes: s [T, H], u [E], W [L, H + E + 1, E].
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.files import load_tensors, save_tensors
+from moelab.progress import progress
+from moelab.speculate.signals import check_model
+from moelab.trace import RoutingTrace
+
+FORMAT = "moelab.next_token/1"
+#: strengths of the ridge that are tried, in mean squares of an input
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class NextToken:
+    """W of every layer, float32 [L, H + E + 1, E]; half_life, in tokens, is that of u."""
+
+    W: Tensor
+    half_life: float
+    discount: float
+    model_id: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_tables", self.W.numpy())
+
+    def expected(self, layer: int, s: np.ndarray, u: np.ndarray) -> np.ndarray:
+        """ŷ [E] of a layer, from the router inputs s [T, H] of the tokens that go on and recent uses u [E]."""
+        H, W = s.shape[-1], self._tables[layer]
+        return s.mean(0) @ W[:H] + u @ W[H:-1] + W[-1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """L, E."""
+        return len(self.W), self.W.shape[-1]
+
+    def save(self, path: str | Path) -> Path:
+        about = {"half_life": self.half_life, "discount": self.discount}
+        return save_tensors(path, {"W": self.W}, {
+            "format": FORMAT, "model_id": self.model_id, "about": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> NextToken:
+        """Read what was fitted for `model`. ValueError if it is not readable or another model's."""
+        fits = "moelab.speculate.next_token.fit(trace)"
+        tensors, about = load_tensors(path, FORMAT, "next-token regression", f"{fits}.save(path)")
+        check_model(model, about["model_id"], f"{path} was fitted to", f"{fits} fits one to a trace of this one")
+        return cls(tensors["W"], **json.loads(about["about"]), model_id=about["model_id"])
+
+
+def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> NextToken:
+    """Fit W to a trace that was recorded with `hidden=True`.
+
+    discount : γ; 0 asks for the next token's experts alone, more for those of the tokens after it, too.
+
+    Raises ValueError: a trace without router inputs, or of fewer than five prompts.
+    """
+    if trace.router_inputs is None:
+        raise ValueError("this trace has no router inputs; moelab.record(model, prompts, hidden=True) records them")
+    if trace.sequences < 5:
+        raise ValueError(f"the trace has {trace.sequences} prompts; five are the least, as one is held out")
+    spec, layers = trace.spec, []
+    order = torch.argsort(trace.sequence.long(), stable=True)
+    sequence = trace.sequence[order].long()
+    held_out = sequence >= sequence.max() * 4 // 5 + 1
+    for layer in progress(range(spec.L), "fitting", unit="layer"):
+        passed = trace.ids[order, layer, 0] != spec.E
+        rows, of = order[passed], sequence[passed]
+        chosen = chosen_of(trace.ids[rows, layer], spec.E)
+        s = trace.router_inputs[rows, layer].float()
+        x = torch.cat([s, lately(chosen, half_life), torch.ones(len(s), 1)], 1)
+        y, last = coming(chosen, of, discount)
+        layers.append(ridge(x[~last], y[~last], held_out[passed][~last]))
+    return NextToken(torch.stack(layers), half_life, discount, trace.model_id)
+
+
+def chosen_of(ids: Tensor, E: int) -> Tensor:
+    """0 or 1, float32 [T, E]: which experts each token [T, K] chose; the id E is none."""
+    return torch.zeros(len(ids), E + 1).scatter(1, ids.long(), 1.0)[:, :E]
+
+
+def lately(chosen: Tensor, half_life: float) -> Tensor:
+    """u of every token, [T, E]: uses up to its own, each counting half after `half_life` tokens."""
+    u, rows, decay = torch.zeros(chosen.shape[1]), [], 0.5 ** (1 / half_life)
+    for row in chosen:
+        rows.append(u := u * decay + row)
+    return torch.stack(rows)
+
+
+def coming(chosen: Tensor, sequence: Tensor, discount: float) -> tuple[Tensor, Tensor]:
+    """(y of every token [T, E], whether it is the last of its sequence [T], after which nothing is known)."""
+    y, last = torch.zeros_like(chosen), torch.ones(len(chosen), dtype=torch.bool)
+    last[:-1] = sequence[1:] != sequence[:-1]
+    for t in range(len(chosen) - 2, -1, -1):
+        if not last[t]:
+            # what comes after the end of a sequence is taken to go on like its last token
+            y[t] = (1 - discount) * chosen[t + 1] + discount * (chosen[t + 1] if last[t + 1] else y[t + 1])
+    return y, last
+
+
+def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
+    """W [F, E] of y ≈ x W by all rows, with the strength that predicts the rows `held_out` [T] best from the rest."""
+    def products(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return x[rows].T.double() @ x[rows].double(), x[rows].T.double() @ y[rows].double()
+
+    def solved(of: tuple[Tensor, Tensor], strength: float) -> Tensor:
+        gram, target = of
+        return torch.linalg.solve(gram + strength * gram.diagonal().mean() * torch.eye(len(gram)), target).float()
+
+    part, rest = products(~held_out), products(held_out)
+    errors = {s: float((x[held_out] @ solved(part, s) - y[held_out]).square().sum()) for s in RIDGES}
+    return solved((part[0] + rest[0], part[1] + rest[1]), min(errors, key=errors.get))

@@ -1,0 +1,31 @@
+"""The comparison of policies: its counts against a loop, and that all of it runs."""
+
+import torch
+
+from moelab.bench import cache as bench
+from moelab.cache.policies import POLICIES
+from moelab.specs import MoESpec
+from moelab.trace import DECODE, RoutingTrace
+
+
+def test_misses_are_what_a_list_counts():
+    spec = MoESpec("made", "qwen3_moe", 2, (0, 1), 6, 2, 8, 8, vocab=9, heads=1, kv_heads=1, head_dim=8)
+    ids = torch.rand(30, 2, 6, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.int16)
+    row = torch.arange(30)
+    trace = RoutingTrace(ids, torch.ones(ids.shape), torch.full((30,), DECODE), row % 3, row // 3, row, spec, "")
+    recent, missed = [], [0, 0, 0]                                      # the last used comes last
+    for t in sorted(range(30), key=lambda t: t % 3):                    # prompt after prompt
+        for layer in range(2):
+            wanted = [(layer, e) for e in sorted(ids[t, layer].tolist())]
+            missed[t % 3] += sum(key not in recent for key in wanted)
+            recent = ([key for key in recent if key not in wanted] + wanted)[-6:]
+    assert bench.misses(trace, "lru", "model", 0.5).tolist() == missed
+
+
+def test_the_bench_runs():
+    sections = bench.run(prompts_each=2, calibrated=2, tokens=64, budgets=[0.5])
+    assert len(sections) == 2
+    for rows in sections.values():
+        assert len(rows) == len(POLICIES) + len(bench.BY_LAYER)
+        assert rows["lrfu, whole model"]["misses ÷ lrfu"] == 1
+        assert max(row["hit rate"] for row in rows.values()) == rows["belady, whole model"]["hit rate"]
