@@ -8,8 +8,9 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
-from moelab.ndp.fit import CLAIMS
-from moelab.ndp.sweep import SHORT, Spread, Sweep
+from moelab.ndp.fit import CLAIMS, HALVES
+from moelab.ndp.readings import Readings
+from moelab.ndp.sweep import SHORT, Assumptions, Spread, Sweep
 from moelab.viz import theme
 from moelab.viz.figures import add_points, bars, finish, interval, line_look, lines, panels, point_look
 
@@ -86,6 +87,15 @@ def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
             add_points(figure, [(x, 1e3 * y)], name, 0, text, marker=point_look(len(names) + i, 15 - 3 * i), **at)
     return finish(figure.update_xaxes(rangemode="tozero"), legend="modelled", height=440, legend_x=0, legend_y=-0.2,
                   legend_orientation="h", margin_b=130)
+
+
+def readings(found: Readings, chosen: Assumptions) -> go.Figure:
+    """`bars` of one combination's figures; whiskers are the band of all that fit, diamonds the paper's."""
+    ours = found.at(chosen)
+    group = {half: {name: (ours[name], *found.band(name)) for name in names} for half, names in HALVES.items()}
+    paper = {half: {name: list(dict.fromkeys(CLAIMS[name].ends)) for name in names} for half, names in HALVES.items()}
+    return bars({"": group}, "speedup (×)", columns=1, paper={"": paper},
+                kind="modelled<br>whiskers: all that fit").update_layout(height=560, margin_b=170)
 
 
 def agreement(groups: Mapping[str, Mapping[str, Spread]], tolerance: float = 0.1) -> go.Figure:

@@ -9,9 +9,10 @@ from typing import Any
 from moelab.bench.dataset_free import Answer, Interval
 from moelab.bench.ndp import OneLayer
 from moelab.cards import load_model
-from moelab.ndp.fit import CLAIMS, HALVES, INCREMENTS, MISSES, error
 from moelab.ndp.costs import Costs
+from moelab.ndp.fit import CHOICES, CLAIMS, HALVES, INCREMENTS, MISSES, SOURCES, error, nulls
 from moelab.ndp.hardware import Hardware
+from moelab.ndp.readings import Readings
 from moelab.ndp.simulation import Result
 from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_needed
 from moelab.specs import MoESpec
@@ -29,6 +30,35 @@ def machine(hw: Hardware) -> str:
     return (f"times modelled; {hw.name}: link {hw.link / 1e9:.1f} GB/s, a module {hw.unit_bandwidth / 1e9:.1f} GB/s "
             f"and {2 * hw.unit_macs / 1e9:.0f} GFLOP/s, GPU {hw.gpu_bandwidth / 1e9:.0f} GB/s and "
             f"{hw.gpu_flops / 1e12:.0f} TFLOP/s")
+
+
+def assumed(chosen: Assumptions) -> list[Row]:
+    """What the paper leaves open, as chosen, with the other choices and where they come from."""
+    return [{"assumption": name, "chosen": str(getattr(chosen, name)),
+             "could be": ", ".join(str(option) for option in options if option != getattr(chosen, name)),
+             "source": SOURCES[name]} for name, options in CHOICES.items()]
+
+
+def readings(found: Readings, chosen: Assumptions) -> list[Row]:
+    """Published figures, the chosen combination's, the band of all that fit, and a predictor without a simulator."""
+    ours, null = found.at(chosen), nulls()
+    return [{"published figure": name, "used to": half, "paper": CLAIMS[name].said, "chosen": f"{ours[name]:.2f}",
+             "all that fit": "{:.2f} to {:.2f}".format(*found.band(name)),
+             "no simulator": f"{null[name]:.2f}" if name in null else "",
+             "it agrees": "" if name not in null else "yes" if CLAIMS[name].predicted else "**no**"}
+            for half, names in HALVES.items() for name in names]
+
+
+def left(found: Readings) -> list[Row]:
+    """How many of the combinations that fit make each choice."""
+    every = max(1, int(found.fits.sum()))
+    return [{"assumption": name} | {"share of the combinations that fit": ", ".join(
+        f"{choice} {n / every:.0%}" for choice, n in of.items() if n)} for name, of in found.left().items()]
+
+
+def ratios(found: Mapping[str, Mapping[str, float]], first: str) -> list[Row]:
+    """Rows of speedups: what → column → ×."""
+    return [{first: what} | {column: times(ratio) for column, ratio in of.items()} for what, of in found.items()]
 
 
 def costs(of: Mapping[str, Costs], assumptions: Assumptions) -> list[Row]:
