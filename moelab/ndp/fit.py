@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from moelab.claims import ledger
-from moelab.ndp.sweep import Assumptions, paper_sweep, quantities
 
 LEDGER = [of for of in ledger() if of.source == "gpu-ndp" and of.unit in ("×", "modules") and len(of.metric) == 2
           and of.value is not None and not of.contradicted]
@@ -108,9 +107,3 @@ def error(found: Mapping[str, Any], names: Sequence[str] = FIT) -> Any:
 def nulls(names: Sequence[str] = JUDGED) -> dict[str, float]:
     """What ratios of published numbers predict of those claims, without a simulator."""
     return {name: CLAIMS[name].predictor for name in names if CLAIMS[name].null}
-
-
-def evaluate(assumptions: Assumptions, seed: int = 0, prompt: int = 512, answer: int = 512) -> dict[str, float]:
-    """All quantities under these assumptions, by the closed form."""
-    units = sorted({2, *assumptions.averaged})
-    return quantities(paper_sweep(assumptions, units=units, seeds=(seed,), prompt=prompt, answer=answer), seed)

@@ -2,7 +2,7 @@
 
 `sweep.quantities` for all of the millions of combinations of `fit.CHOICES`: a figure is an array with an axis an
 assumption, one long where that one does not matter, and numpy's broadcasting combines them. A layer's time is the closed form
-written again for arrays, for the paper's seven systems only; a test holds it to `fit.evaluate`.
+written again for arrays, for the paper's seven systems only; a test holds it to the sweep.
 
 A prompt needs its counts [L, E]; an answer only how often each situation occurs: how many of K experts are resident,
 how many are on which module. Rates are [mapping, clock, 1] for modules, [1, 1, efficiency] for all else.
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from moelab.cards import load_model
 from moelab.ndp.balance import balance, most_on_gpu
 from moelab.ndp.costs import Costs
 from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, error

@@ -39,16 +39,6 @@ def assumed(chosen: Assumptions) -> list[Row]:
              "source": SOURCES[name]} for name, options in CHOICES.items()]
 
 
-def readings(found: Readings, chosen: Assumptions) -> list[Row]:
-    """Published figures, the chosen combination's, the band of all that fit, and a predictor without a simulator."""
-    ours, null = found.at(chosen), nulls()
-    return [{"published figure": name, "used to": half, "paper": CLAIMS[name].said, "chosen": f"{ours[name]:.2f}",
-             "all that fit": "{:.2f} to {:.2f}".format(*found.band(name)),
-             "no simulator": f"{null[name]:.2f}" if name in null else "",
-             "it agrees": "" if name not in null else "yes" if CLAIMS[name].predicted else "**no**"}
-            for half, names in HALVES.items() for name in names]
-
-
 def left(found: Readings) -> list[Row]:
     """How many of the combinations that fit make each choice."""
     every = max(1, int(found.fits.sum()))
@@ -96,11 +86,15 @@ def end_to_end(gains: Mapping[str, Mapping[tuple[str, int], float]]) -> list[Row
     return rows
 
 
-def published(found: Mapping[str, Spread]) -> list[Row]:
-    """Each published figure beside ours over the seeds."""
+def published(found: Mapping[str, Spread], combined: Readings) -> list[Row]:
+    """Each published figure, ours over the seeds, the band of all readings that fit, and a predictor of ratios."""
+    null = nulls()
     return [{"published figure": name, "where": CLAIMS[name].where, "paper": CLAIMS[name].said}
             | {head: f"{value:.3f}" for head, value in zip(("ours, mean", "least", "most"), found[name])}
-            | {"used to": half, "agrees": "yes" if CLAIMS[name].agrees(found[name][0]) else "**no**"}
+            | {"used to": half, "agrees": "yes" if CLAIMS[name].agrees(found[name][0]) else "**no**",
+               "all that fit": "{:.2f} to {:.2f}".format(*combined.band(name)),
+               "no simulator": f"{null[name]:.2f}" if name in null else "",
+               "it agrees": "" if name not in null else "yes" if CLAIMS[name].predicted else "**no**"}
             for half, names in HALVES.items() for name in names]
 
 

@@ -9,9 +9,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, SOURCES, error, evaluate, nulls
+from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, SOURCES, error, nulls
 from moelab.ndp.readings import AXES, Readings, readings
-from moelab.ndp.sweep import Assumptions
+from moelab.ndp.sweep import Assumptions, paper_sweep, quantities
 
 FEW = CHOICES | {"zipf": (0.4,), "bias": (0.6,), "mapping": ("ChRaBaRoCo", "stated"), "clock_ghz": (0.5, 1.25),
                  "efficiency": ((1.0, 1.0), (0.85, 0.8)), "averaged": ((2, 6), (2, 4))}
@@ -33,7 +33,8 @@ def drawn(seed: int) -> Assumptions:
     replace(drawn(5), monde_prefill="share", monde_relieves="busiest", monde_rounding="ceil"),
     replace(drawn(6), rounding="none", limit="memory", cached="Fiddler", eq2_tokens="prompt", monde_prefill="share")])
 def test_every_combination_is_the_sweeps(few, assumed):
-    assert few.at(assumed) == pytest.approx(evaluate(assumed, seed=3, prompt=8, answer=5), rel=1e-9)
+    sweep = paper_sweep(assumed, units=assumed.averaged, seeds=(3,), prompt=8, answer=5)
+    assert few.at(assumed) == pytest.approx(quantities(sweep, 3), rel=1e-9)
 
 
 def test_choices_have_sources_and_the_defaults_are_among_them():
