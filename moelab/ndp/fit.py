@@ -56,7 +56,7 @@ MISSES = {of.metric[1]: of.reason for of in LEDGER if of.reason}
 #: assumption → its choices
 CHOICES: dict[str, tuple[Any, ...]] = {
     "zipf": (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0),
-    "bias": (0.0, 0.15, 0.3, 0.45, 0.6),
+    "bias": (0.0, 0.3, 0.6),
     "mapping": ("RoBaRaCoCh", "MOP4CLXOR", "ChRaBaRoCo", "stated"),
     "clock_ghz": (0.5, 0.64, 0.8, 1.0, 1.25, 1.6),
     "efficiency": ((1.0, 1.0), (0.9, 0.8), (0.85, 0.8)),

@@ -25,7 +25,7 @@ from moelab.ndp.costs import Costs
 from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, error
 from moelab.ndp.prefetch import experts_that_fit, hits, most_used
 from moelab.ndp.routing import PromptRouting
-from moelab.ndp.simulation import place, simulate
+from moelab.ndp.simulation import place
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import ROUND, SHARES
 from moelab.progress import progress
@@ -147,7 +147,7 @@ class _World:
         self.choices, self.assumed, self.routing, self.spec = choices, assumed, routing, routing.spec
         self.S, self.D = len(routing.prefill), len(routing.decode)
         modules = [[self._costs(1, mapping=m, clock_ghz=c) for c in choices["clock_ghz"]] for m in choices["mapping"]]
-        others = [self._costs(1, efficiency=e) for e in choices["efficiency"]]
+        self.others = others = [self._costs(1, efficiency=e) for e in choices["efficiency"]]
         self.unit = lambda n: np.array([[c.unit(n) for c in row] for row in modules])[:, :, None]
         self.gpu = lambda n: np.array([c.gpu(n) for c in others])[None, None]
         self.T_w, self.T_a = (np.array([f(c) for c in others])[None, None] for f in (Costs.transfer,
@@ -170,18 +170,34 @@ class _World:
         return Costs(self.spec, replace(self.assumed, **changed).hardware(N))
 
     def _on_host(self) -> Cell:
-        """End to end of the two that know no modules, by the simulation itself."""
-        found = {}
-        for name, axes in (("MoE-OnDemand", ("efficiency",)), ("Fiddler", ("efficiency", "gpu_gb", "cached"))):
-            each = [replace(self.assumed, **dict(zip(axes, of))) for of in product(*(self.choices[a] for a in axes))]
-            seconds = {}                                    # memory does not matter to those that keep nothing there
-            for a in each:
-                key = (a.efficiency, a.cached, a.gpu_gb if a.cached != "none" else 0)
-                if key not in seconds:
-                    seconds[key] = simulate(a.hardware(1), a.system(name), self.routing).end_to_end
-                found.setdefault(name, []).append(seconds[key])
-            found[name] = on(np.reshape(found[name], [len(self.choices[a]) for a in axes]), *axes)
-        return found
+        """End to end of the two that know no modules."""
+        ids, K, fewest = self.routing.decode_by_popularity, self.spec.K, self.dense.reshape(-1)
+        shares = np.arange(K) < np.arange(K + 1)[:, None]                   # of K experts 0 … K resident
+
+        def end(x: int, fiddler: bool) -> np.ndarray:
+            popular = most_used(self.routing.history, x)
+            times = np.bincount(hits(popular, ids).sum(-1).ravel(), minlength=K + 1)
+            prefill = self._at_host(self.tokens, np.take_along_axis(popular, self.order, 1), self.S, fiddler).sum(-1)
+            return prefill + self._at_host(np.ones_like(shares, int), shares, 1, fiddler) @ times + fewest
+        full = [[experts_that_fit(self._costs(1, gpu_gb=gb), self.S + self.D) * (who == "Fiddler")
+                 for who in self.choices["cached"]] for gb in self.choices["gpu_gb"]]
+        of = {x: end(x, True) for x in {x for row in full for x in row}}
+        fiddler = np.array([[of[x] for x in row] for row in full])          # [memory, cached, efficiency]
+        return {"MoE-OnDemand": on(end(0, False), "efficiency"),
+                "Fiddler": on(np.moveaxis(fiddler, -1, 0), "efficiency", "gpu_gb", "cached")}
+
+    def _at_host(self, n: np.ndarray, resident: np.ndarray, S: int, fiddler: bool) -> np.ndarray:
+        """Layers whose experts of n [B, c] tokens are on the GPU or in host memory: seconds [efficiency, B]."""
+        gpu, cpu = self.gpu(n)[0, 0], np.array([c.cpu(n) for c in self.others])
+        T_w, T_a = self.T_w[0, 0, :, None], self.T_a[0, 0, :, None]
+        here = resident & (n > 0)
+        on_cpu = (n > 0) & ~here & (cpu <= T_w[..., None] + gpu) & fiddler
+        moved = (n > 0) & ~here & ~on_cpu
+        receives = np.minimum((n * on_cpu).sum(-1), S)
+        far = np.where(receives > 0, (cpu * on_cpu).sum(-1) + 2 * T_a, 0.0)
+        near = _pipeline(moved * T_w[..., None], moved * gpu, np.maximum(0, 2 * receives - 1) * T_a, 1,
+                         (here * gpu).sum(-1))
+        return np.maximum(np.maximum(far, near), 2 * receives * T_a + moved.sum(-1) * T_w)
 
     def cell(self, N: int) -> Cell:
         """Seconds by phase and system on N modules."""
@@ -298,12 +314,13 @@ class _World:
     def _monde_decode(self, N: int, placement: str) -> np.ndarray:
         K, ids = self.spec.K, self.routing.decode_by_popularity
         homes = place(self.routing.history, N, placement)[np.arange(self.spec.L)[:, None], ids].reshape(-1, K)
-        at = homes[..., None] == np.arange(N)
+        flat = homes + N * np.arange(len(homes))[:, None]
         share = np.stack([ROUND[how](self._ratio(N) * K) for how in self.choices["monde_rounding"]], -1).astype(int)
         unit, gpu, T_w, T_a = self.unit(1.0)[..., None], self.gpu(1.0), self.T_w, self.T_a
         of = {}                                                 # (which leave, how many) → seconds [m, c, e]
         for who, s in product(self.choices["monde_relieves"], np.unique(share).tolist()):
-            load, times = _patterns(at[:, s * (who == "popular"):].sum(1), K)               # [p, N], [p]
+            stay = flat[:, s * (who == "popular"):]
+            load, times = _patterns(np.bincount(stay.ravel(), minlength=homes.shape[0] * N).reshape(-1, N), K)
             for _ in range(s * (who == "busiest")):
                 load[np.arange(len(load)), load.argmax(1)] -= 1
             load = -np.sort(-load, axis=1)

@@ -57,7 +57,7 @@ def test_monde_relieves_the_busiest_module():
     step = toy.step([1] * 8, homes=[0, 0, 1, 1, 1, 1, 1, 0])
     popular, busiest = (MoNDE(relieves=who).plan(step, costs) for who in ("popular", "busiest"))
     assert popular.step.experts[popular.moved > 0].tolist() == [0, 1, 2]
-    assert busiest.step.experts[busiest.moved > 0].tolist() == [2, 3, 0]        # 5 to 3, 4 to 3, then either
+    assert busiest.step.experts[busiest.moved > 0].tolist()[:2] == [2, 3]           # 5 to 3, then either
     assert layer_seconds(busiest, costs) < layer_seconds(popular, costs)
 
 
