@@ -88,8 +88,7 @@ def searching(found: Readings, chosen: Assumptions) -> dict[str, Any]:
             "bands": {name: "{:.2f} to {:.2f}".format(*found.band(name)) for name in (*FIT, *JUDGED)},
             "choices left": {name: ", ".join(choice for choice, n in of.items() if n)
                              for name, of in found.left().items()},
-            "the least error": {name: str(value) for name, value in vars(found.best()[0][0]).items()}
-            | {"error": found.best()[0][1]}}
+            "the least errors": {f"{error:.4f}": str(assumed) for assumed, error in found.best(3)}}
 
 
 def sensitivity(found: Readings, base: Assumptions) -> dict[str, dict[str, float]]:

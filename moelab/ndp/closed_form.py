@@ -21,11 +21,10 @@ from moelab.ndp.plans import Plan
 
 def dram_seconds(plan: Plan, costs: Costs) -> np.ndarray:
     """By which each unit's work takes longer, as the link reads from its DRAM: [N]; 0 where DRAM is not shared."""
-    work, hardware = costs.unit(plan.step.tokens) @ plan.units, costs.hardware
-    if not hardware.shared_dram:
-        return np.zeros(len(work))
-    read = (plan.units.sum(0) + plan.sent) * costs.spec.expert_bytes / hardware.unit_bandwidth
-    return np.maximum(0, read - work)
+    if not costs.hardware.shared_dram:
+        return np.zeros(costs.hardware.units)
+    read = (plan.units.sum(0) + plan.sent) * costs.spec.expert_bytes / costs.hardware.unit_bandwidth
+    return np.maximum(0, read - costs.unit(plan.step.tokens) @ plan.units)
 
 
 def far_side(plan: Plan, costs: Costs) -> float:

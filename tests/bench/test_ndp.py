@@ -145,17 +145,17 @@ def test_a_cached_expert_is_not_sent():
 
 
 def test_equal_memory_helps_the_others_more():
-    found = ndp.means(ASSUMED, units=(3, 6), prompt=16, answer=8)
+    found = ndp.means(ASSUMED, units=(3,), prompt=8, answer=8)
     assert set(found) == {"MoE-OnDemand", "Fiddler", "MoNDE"}
     assert all(of["equal memory: mean"] < of["the paper: mean"] for name, of in found.items() if name != "MoNDE")
 
 
 def test_balancing_adds_nothing_where_dram_is_shared():
-    found = ndp.dram(ASSUMED, units=(2, 6), prompt=16, answer=4)
+    found = ndp.dram(ASSUMED, units=(2,), prompt=4, answer=4)
     assert found["NDP+TP+LB"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
     assert found["NDP+TP+LB, improved"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
     assert found["NDP+TP+LB"]["free"] > found["NDP+TP"]["free"] * 1.01
-    assert found["NDP+TP+LB+PRE, improved"]["shared"] > found["NDP+TP"]["shared"] * 1.1
+    assert found["NDP+TP+PRE"]["shared"] > found["NDP+TP"]["shared"] * 1.05     # what is on the GPU is not read
 
 
 def test_all_combinations_in_a_table():
