@@ -1,8 +1,8 @@
 """GPU-NDP beside its published figures: modelled speedups, the improved schedules, both engines, conservation.
 
 Speedups are modelled by the closed form under one combination of assumptions, their spread over seeds of the simulated
-routing. `--fit` tries every combination by half of the published numbers (marked "fit"; the others only judge) and gives
-the band of those that fit. Random configurations are checked for work that is repeated, lost or overlapping.
+routing. `--fit` tries every combination by half of the published numbers (marked "fit"; the others only judge), and
+gives the band of those that fit. Random configurations are checked for work that is repeated, lost or overlapping.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every combination of what the paper leaves open: which ones fit its numbers, and how far apart those lie.
 
 `sweep.quantities` for all of the millions of combinations of `fit.CHOICES`: a figure is an array with an axis an
-assumption, one long where that one does not matter, and numpy's broadcasting combines them. A layer's time is the closed form
-written again for arrays, for the paper's seven systems only; a test holds it to the sweep.
+assumption, one long where that one does not matter, and numpy's broadcasting combines them. A layer's time is the
+closed form written again for arrays, for the paper's seven systems only; a test holds it to the sweep.
 
 A prompt needs its counts [L, E]; an answer only how often each situation occurs: how many of K experts are resident,
 how many are on which module. Rates are [mapping, clock, 1] for modules, [1, 1, efficiency] for all else.

@@ -163,7 +163,8 @@ def test_all_combinations_in_a_table():
     found = readings(few, prompt=16, answer=4)
     assumed = Assumptions(**{name: options[0] for name, options in few.items()})
     told = ndp.searching(found, replace(assumed, zipf=1.0))
-    assert told["combinations"] == 2 and sum(told["judged figures that agree"].values()) == told["fit all fitted figures"]
+    assert told["combinations"] == 2
+    assert sum(told["judged figures that agree"].values()) == told["fit all fitted figures"]
     changed = ndp.sensitivity(found, assumed)
     assert set(changed) == {"as chosen", "zipf = 1.0"} and changed["zipf = 1.0"] == found.at(replace(assumed, zipf=1.0))
     assert len(tables.left(found)) == len(tables.assumed(ASSUMED)) == len(CHOICES)
