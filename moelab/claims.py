@@ -7,7 +7,8 @@ by metrics of a notebook or of a bench, or by what testing it would need. Its ve
     not testable here                   it needs hardware, weights or figures that are not here
     fitted                              it agrees, because something was chosen with this number; never counted
     follows                             it agrees as a consequence of fitted numbers, of construction, or by a
-                                        prediction without a simulator (`predictor`, within the same tolerance)
+                                        prediction without a simulator (`predictor`, within the same tolerance; where
+                                        `null` says it by other claims, it alone decides)
     reproduced                          it agrees, for the source's model and machine
     same direction                      an order holds; it agrees, but `instead` of the source's model or machine
                                         another one was looked at; or it lies on the claim's side of no effect, and
@@ -70,6 +71,7 @@ class Claim:
     fitted: str = ""
     follows: str = ""
     predictor: float | None = None
+    null: str = ""                          # a predictor of ids of the same source and numbers: "a * b / 2"
     contradicted: str = ""
     reason: str = ""                        # why it is not reproduced
 
@@ -86,21 +88,31 @@ class Claim:
             (self.combine not in ("", *COMBINE), f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}"),
             (self.either_way and not (self.neutral is not None and isinstance(self.value, (int, float))),
              "either_way goes with a number and neutral"),
-            (self.predictor is not None and not (self.follows and self.agrees(self.predictor)),
+            (self.predictor is not None and not self.null and not (self.follows and self.agrees(self.predictor)),
              "its predictor is outside the tolerance, or not explained in follows")) if wrong), None)
         if problem:
             raise ValueError(f"claim {self.source}/{self.id}: {problem}")
 
-    def agrees(self, found: float | bool | str) -> bool:
-        """Whether a value is what the claim says."""
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Of a range; a number is both."""
+        return tuple(self.value) if isinstance(self.value, list) else (self.value, self.value)
+
+    def agrees(self, found: Any) -> Any:
+        """Whether a value is what the claim says; of an array of numbers, which."""
         if self.above is not None or self.below is not None:
             return found > self.above if self.above is not None else found < self.below
         if isinstance(self.value, (bool, str)):
             return found == self.value
-        low, high = self.value if isinstance(self.value, list) else (self.value, self.value)
+        low, high = self.ends
         below, above = (min(self.tolerance * abs(end), math.inf if self.neutral is None else
                             abs(end - self.neutral) / 2) for end in (low, high))
-        return low - below <= found <= high + above
+        return (low - below <= found) & (found <= high + above)
+
+    @property
+    def predicted(self) -> bool:
+        """Whether a predictor without a simulator agrees."""
+        return self.predictor is not None and bool(self.agrees(self.predictor))
 
     def verdict(self, found: float | bool | str | None) -> str:
         """By the rules above; `found` is None where no metric answers."""
@@ -110,7 +122,7 @@ class Claim:
             return UNANSWERED if self.metric else FITTED
         if self.agrees(found):
             order = self.above is not None or self.below is not None
-            return (FITTED if self.fitted else FOLLOWS if self.follows else
+            return (FITTED if self.fitted else FOLLOWS if self.follows or self.predicted else
                     DIRECTION if order or self.instead else REPRODUCED)
         same = self.either_way and (found - self.neutral) * (self.value - self.neutral) > 0
         return DIRECTION if same else NOT_REPRODUCED
@@ -127,7 +139,8 @@ class Claim:
 
     def why(self, verdict: str) -> str:
         """What stands behind a verdict."""
-        why = {FITTED: self.fitted, FOLLOWS: self.follows, CONTRADICTED: self.contradicted, NOT_TESTABLE: self.needs,
+        why = {FITTED: self.fitted, FOLLOWS: self.follows or self.null and f"{self.null} = {self.predictor:.4g}",
+               CONTRADICTED: self.contradicted, NOT_TESTABLE: self.needs,
                NOT_REPRODUCED: self.reason or "as measured here"}.get(verdict, "")
         return f"needs {why}" if verdict == NOT_TESTABLE else "; ".join(
             filter(None, (why, f"on {self.instead}" if self.instead else "")))
@@ -159,7 +172,10 @@ def load(path: str | Path | None = None) -> list[Claim]:
     for source, claims in content.items():
         if source not in sources:
             raise ValueError(f"claims of {source!r}, which [source] does not name; it names {', '.join(sources)}")
+        values = {of.get("id"): of.get("value") for of in claims}
         for of in claims:
+            if of.get("null"):
+                of["predictor"] = _of_others(of["null"], values)
             if unknown := of.keys() - known:
                 raise ValueError(f"claim {source}/{of.get('id')}: unknown {', '.join(sorted(unknown))}")
             given = {"text": "", "id": "", "where": ""} | sources[source] | of
@@ -168,6 +184,21 @@ def load(path: str | Path | None = None) -> list[Claim]:
     if twice:
         raise ValueError(f"there are two claims {', '.join(twice)}")
     return found
+
+
+def _of_others(null: str, values: dict[str, Any]) -> float:
+    """A product and quotient of claims, by id, and of numbers; of a range its middle."""
+    numbers, words = [], null.split()
+    for word in words[::2]:
+        value = values.get(word, word)
+        try:
+            numbers.append(sum(value) / 2 if isinstance(value, list) else float(value))
+        except (TypeError, ValueError):
+            raise ValueError(f"null {null!r}: {word!r} is neither the id of a claim of this source that is a number "
+                             "nor a number") from None
+    if set(words[1::2]) - {"*", "/"} or len(words) % 2 == 0:
+        raise ValueError(f"null {null!r} must be ids and numbers with * or / between them")
+    return math.prod(numbers[:1] + [n if sign == "*" else 1 / n for sign, n in zip(words[1::2], numbers[1:])])
 
 
 @cache

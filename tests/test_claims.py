@@ -39,6 +39,7 @@ def claim(**how):
     ({"fitted": "chosen by it"}, 2.1, FITTED), ({"fitted": "chosen by it"}, 9.0, NOT_REPRODUCED),
     ({"fitted": "chosen by it", "metric": ()}, None, FITTED),
     ({"follows": "1 + 1", "predictor": 2.0}, 2.1, FOLLOWS), ({"follows": "1 + 1"}, 9.0, NOT_REPRODUCED),
+    ({"null": "a", "predictor": 2.0}, 2.1, FOLLOWS), ({"null": "a", "predictor": 3.0}, 2.1, REPRODUCED),
     ({"needs": "a Mac"}, None, NOT_TESTABLE), ({"contradicted": "Table 2 says 3"}, None, CONTRADICTED),
     ({"contradicted": "Table 2 says 3", "metric": ("n", "x")}, 2.0, CONTRADICTED)])
 def test_verdicts(how, found, verdict):
@@ -158,6 +159,21 @@ def test_a_file_that_is_wrong_is_refused(more, said, tmp_path):
     path.write_text(FILE + more)
     with pytest.raises(ValueError, match=said):
         load(path)
+
+
+def test_a_null_is_computed_from_other_claims(tmp_path):
+    path, more = tmp_path / "claims.toml", "[[a]]\nid = 'two'\nwhere = '§2'\ntext = 't'\nvalue = [2, 4]\nneeds = 'x'\n"
+    asks = FILE + more + "[[a]]\nid = 'three'\nwhere = '§3'\ntext = 't'\nvalue = 12\nmetric = ['n', 'x']\nnull = {!r}\n"
+    path.write_text(asks.format("two * 8 / two * 3 / two"))
+    of = load(path)[-1]
+    assert of.predictor == pytest.approx(8) and not of.predicted and of.verdict(12) == REPRODUCED
+    path.write_text(asks.format("8 * two / 2"))
+    of = load(path)[-1]
+    assert of.predicted and of.verdict(12) == FOLLOWS and of.why(FOLLOWS) == "8 * two / 2 = 12"
+    for wrong, said in (("four * 2", "'four' is neither"), ("two + two", "between them"), ("two *", "between them")):
+        path.write_text(asks.format(wrong))
+        with pytest.raises(ValueError, match=said):
+            load(path)
 
 
 def test_the_command(capsys, tmp_path):

@@ -1,8 +1,8 @@
 """GPU-NDP beside its published figures: modelled speedups, the improved schedules, both engines, conservation.
 
-Speedups are modelled by the closed form under one set of assumptions, which `--fit` searches again by half of the
-published numbers (marked "fit"; the others only judge); their spread is over seeds of the simulated routing. Random
-configurations are checked for work that is repeated, lost or overlapping.
+Speedups are modelled by the closed form under one combination of assumptions, their spread over seeds of the simulated
+routing. `--fit` tries every combination by half of the published numbers (marked "fit"; the others only judge), and
+gives the band of those that fit. Random configurations are checked for work that is repeated, lost or overlapping.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from moelab.arguments import whole
 from moelab.cards import load_model
 from moelab.models import plug
 from moelab.ndp.balance import balance
-from moelab.ndp.fit import CHOICES, CLAIMS, FIT, HALVES, JUDGED, error, fit, sensitivity
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.conditions import stay
 from moelab.ndp.conservation import conserve
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.event_simulation import event_seconds, simulate_layer
+from moelab.ndp.fit import CLAIMS, FIT, HALVES, JUDGED, error, nulls, off
 from moelab.ndp.hardware import VARIANTS, Hardware
 from moelab.ndp.plans import LayerStep, make_plan
+from moelab.ndp.readings import Readings, readings
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, over_seeds, paper_sweep
@@ -45,14 +46,10 @@ OURS = PAPER[4:]                                # the systems that have an impro
 TIMES = ("moe_prefill", "moe_decode", "end_to_end")
 
 
-def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, search: bool = False,
-        sensitive: bool = False) -> dict[str, dict[str, Any]]:
-    searched, assumptions = {}, Assumptions()
-    if search:
-        assumptions, trials = fit()
-        searched["the fit's best trials (modelled)"] = {
-            f"{i}. {trial['assumption']}": {"choice": str(trial["choice"]), "error": trial["error"]}
-            for i, trial in enumerate(sorted(trials, key=lambda trial: trial["error"])[:10], 1)}
+def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, search: bool = False
+        ) -> dict[str, dict[str, Any]]:
+    assumptions = Assumptions()
+    searched = {"every combination of assumptions (modelled)": searching(readings(), assumptions)} if search else {}
     began = time.process_time()
     sweep = paper_sweep(assumptions, seeds=range(seeds))
     took = time.process_time() - began
@@ -61,8 +58,11 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
         "assumptions": {name: str(value) for name, value in vars(assumptions).items()}, **searched,
         "published figures (paper, modelled)": published(found, assumptions),
         "agreement": agreement(found),
-        "improved over literal (modelled)": improved(sweep),
-        "room beyond the paper, gain over literal NDP+TP+LB+PRE (modelled)": room(assumptions),
+        "a predictor without a simulator (published ratios)": predicted(found),
+        "decode over MoNDE, DRAM shared with the link or not (modelled)": dram(assumptions),
+        "ours over each system, equal GPU memory for all or the paper's (modelled)": means(assumptions),
+        "improved over literal, DRAM shared with the link (modelled)": improved(physical(assumptions), range(seeds)),
+        "room beyond the paper, gain over literal NDP+TP+LB+PRE, DRAM shared (modelled)": room(physical(assumptions)),
         "Eq. 1's promise and the event simulation (modelled, simulated)": promises(assumptions),
         "event simulation ÷ closed form, experts only (simulated)": engines(assumptions, engine_tokens),
         "the paper's sweep (measured)": {"runs": len(sweep.cells), "CPU seconds": took}}
@@ -71,12 +71,64 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
         problems = checks.pop("problems")
         results["conservation (exact)"] = checks | {"problems": len(problems)} | (
             {"first problem": problems[0]} if problems else {})
-    if sensitive:
-        table = sensitivity(assumptions)
-        results["sensitivity (modelled)"] = {
-            name: {"error on fit": error(row), "error on judged": error(row, JUDGED), **row}
-            for name, row in table.items()}
     return results
+
+
+def physical(assumptions: Assumptions) -> Assumptions:
+    """With modules whose DRAM the link shares, as it must: what is beyond the paper is judged on those."""
+    return replace(assumptions, shared_dram=True)
+
+
+def searching(found: Readings, chosen: Assumptions) -> dict[str, Any]:
+    """All combinations: how many fit, where the chosen one is among them, and the band of every figure."""
+    own = error(found.at(chosen))
+    return {"combinations": found.fits.size, "fit all fitted figures": int(found.fits.sum()),
+            "of those a smaller error than the chosen": int((found.errors < own * (1 - 1e-9)).sum()),
+            "judged figures that agree": {str(n): count for n, count in found.agreement().items()},
+            "bands": {name: "{:.2f} to {:.2f}".format(*found.band(name)) for name in (*FIT, *JUDGED)},
+            "choices left": {name: ", ".join(choice for choice, n in of.items() if n)
+                             for name, of in found.left().items()},
+            "the least errors": {f"{error:.4f}": str(assumed) for assumed, error in found.best(3)}}
+
+
+def sensitivity(found: Readings, base: Assumptions) -> dict[str, dict[str, float]]:
+    """"assumption = choice" → every figure with only that assumption changed; "as chosen" first."""
+    return {"as chosen": found.at(base)} | {
+        f"{name} = {option}": found.at(replace(base, **{name: option}))
+        for name, options in found.choices.items() for option in options if option != getattr(base, name)}
+
+
+def moved(table: dict[str, dict[str, float]], names: Sequence[str] = (*FIT, *JUDGED)) -> dict[str, float]:
+    """Changed assumption of `sensitivity` → largest relative change of any of those figures; the largest first."""
+    chosen = table["as chosen"]
+    found = {what: math.expm1(max(abs(math.log(row[n] / chosen[n])) for n in names)) for what, row in table.items()}
+    return {what: found[what] for what in sorted(found, key=found.get, reverse=True) if found[what]}
+
+
+def predicted(found: dict[str, Spread]) -> dict[str, dict[str, Any]]:
+    """Judged figures by ratios of published numbers, and which of those that agree need no simulator."""
+    return {name: {"paper": CLAIMS[name].said, "without a simulator": null, "by": CLAIMS[name].null,
+                   "modelled": found[name][0], "modelled agrees": bool(CLAIMS[name].agrees(found[name][0])),
+                   "follows": CLAIMS[name].predicted} for name, null in nulls().items()}
+
+
+def dram(assumptions: Assumptions, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
+    """System → decode over MoNDE where the link's reads cost a module's DRAM nothing (the paper), and where they do."""
+    names = [*PAPER[2:], *(f"{name}, improved" for name in (OURS[0], OURS[-1]))]
+    swept = [paper_sweep(of, systems=names, seeds=(seed,), **sizes) for of in (assumptions, physical(assumptions))]
+    return {name: {how: mean(of.speedups(name, "MoNDE", "moe_decode", seed).values())
+                   for how, of in zip(("free", "shared"), swept)} for name in names[1:]}
+
+
+def means(assumptions: Assumptions, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
+    """Other system → the framework's end to end over it, mean and most, as the paper has it and with equal memory."""
+    found: dict[str, dict[str, float]] = {name: {} for name in PAPER[:3]}
+    for how, of in (("the paper", assumptions), ("equal memory", replace(assumptions, cached="all"))):
+        swept = paper_sweep(of, systems=(*PAPER[:3], OURS[-1]), seeds=(seed,), **sizes)
+        for name in found:
+            gained = swept.speedups(OURS[-1], name, "end_to_end", seed).values()
+            found[name] |= {f"{how}: mean": mean(gained), f"{how}: most": max(gained)}
+    return found
 
 
 def published(found: dict[str, Spread], assumptions: Assumptions) -> dict[str, dict[str, Any]]:
@@ -85,9 +137,9 @@ def published(found: dict[str, Spread], assumptions: Assumptions) -> dict[str, d
     for used_to, names in HALVES.items():
         for name in names:
             claim, (middle, least, most) = CLAIMS[name], found[name]
-            paper = f"{claim.said}: {claim.text}" if isinstance(claim.value, tuple) else claim.value
+            paper = f"{claim.said}: {claim.text}" if isinstance(claim.value, list) else claim.value
             rows[name] = {"paper": paper, "modelled": middle, "least": least, "most": most,
-                          "error": claim.error(middle), "agrees": claim.agrees(middle), "used to": used_to}
+                          "error": float(off(name, middle)), "agrees": claim.agrees(middle), "used to": used_to}
     for model in MODELS:
         claim, needed = CLAIMS[name := f"modules needed, {model}"], modules_needed(model, assumptions)
         rows[name] = {"paper": claim.value, "modelled": needed, "agrees": claim.agrees(needed), "used to": "judge"}
@@ -98,7 +150,7 @@ def agreement(found: dict[str, Spread]) -> dict[str, Any]:
     middle, agree = {name: values[0] for name, values in found.items()}, agreeing(found)
     return {"fitted: within 10 % or as described": f"{agree['fit']} of {len(FIT)}",
             "judged: within 10 % or as described": f"{agree['judge']} of {len(JUDGED)}",
-            "error on fitted": error(middle, FIT), "error on judged": error(middle, JUDGED)}
+            "error on fitted": float(error(middle, FIT)), "error on judged": float(error(middle, JUDGED))}
 
 
 def agreeing(found: dict[str, Spread]) -> dict[str, int]:
@@ -114,10 +166,9 @@ def gains(sweep: Sweep, name: str = OURS[-1]) -> dict[str, list[float]]:
             for what in TIMES}
 
 
-def improved(sweep: Sweep) -> dict[str, dict[str, Any]]:
+def improved(assumptions: Assumptions, seeds: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Gains of the improved versions over every model, number of units and seed."""
-    both = sweep.joined(paper_sweep(sweep.assumptions, systems=[name + ", improved" for name in OURS],
-                                    seeds=sweep.seeds))
+    both = paper_sweep(assumptions, systems=[name + how for name in OURS for how in ("", ", improved")], seeds=seeds)
     rows = {}
     for name in OURS:
         found = gains(both, name)
@@ -192,21 +243,6 @@ def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> di
     found = metrics(events, forwards)
     gpu, link, *shares = (found.utilisation.get(of, 0.0) for of in ("gpu", "link", *(f"unit {u}" for u in range(N))))
     return {"seconds": found.tpot, "gpu": gpu, "link": link, "modules": mean(shares), "least": min(shares)}
-
-
-#: what `sensitivity` changes in the notebook: assumption → other choices
-OTHERWISE = {"mapping": CHOICES["mapping"][1:2], "clock_ghz": (0.64, 1.0), "zipf": (0.0, 1.0), "bias": (0.0, 0.6),
-             "monde_rounding": ("floor", "ceil"), "rounding": ("ceil",), "eq2_tokens": ("prompt",),
-             "limit": ("memory",)}
-#: claims that do not need an answer of full length
-SHORT_ANSWERS = tuple(name for name in (*FIT, *JUDGED) if not name.startswith("end to end"))
-
-
-def moved(table: dict[str, dict[str, float]], names: Sequence[str] = SHORT_ANSWERS) -> dict[str, float]:
-    """Changed assumption of `sensitivity` → largest relative change of any of those figures; the largest first."""
-    fitted = table["as fitted"]
-    found = {what: math.expm1(max(abs(math.log(row[n] / fitted[n])) for n in names)) for what, row in table.items()}
-    return {what: found[what] for what in sorted(found, key=found.get, reverse=True) if found[what]}
 
 
 def distances(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, Spread]]:
@@ -291,5 +327,4 @@ def one_layer(machine: Hardware, system: System, routing: PromptRouting) -> OneL
 OPTIONS = {
     "configurations": (whole(), "random ones to check; 0 for none"), "seeds": (whole(1), "seeds of the routing"),
     "engine_tokens": (whole(1), "decode tokens to compare engines on"),
-    "fit": ({"action": "store_true", "dest": "search"}, "search the assumptions again (minutes)"),
-    "sensitivity": ({"action": "store_true", "dest": "sensitive"}, "change one assumption at a time (minutes)")}
+    "fit": ({"action": "store_true", "dest": "search"}, "try every combination of assumptions (a minute)")}

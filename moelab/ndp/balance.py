@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 
 def unhidden(E_g: float, N: int) -> float:
     """E_g', the expert times on the GPU that the transfer does not hide (§III-C); 0 where nothing is sent."""
@@ -31,21 +33,19 @@ def unhidden(E_g: float, N: int) -> float:
 def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
     """E_g of Eq. 2, which is Eq. 1 at S = 1: experts to send to the GPU, a real number in [0, K].
 
-    0 where the GPU's side is the longer one without any expert, K where it is the shorter one with all of them.
-
+    0 where the GPU's side is the longer one without any expert, K where it is the shorter one with all of them. Each
+    argument may be an array; the answer then is one.
     """
-    if min(K, N, S) < 1:
+    if min(np.min(K), np.min(N), np.min(S)) < 1:
         raise ValueError(f"K = {K}, N = {N} and S = {S}, but experts, units and tokens are at least 1")
-    if min(T_w, T_g, T_n) <= 0 or T_a < 0:
+    if min(np.min(T_w), np.min(T_g), np.min(T_n)) <= 0 or np.min(T_a) < 0:
         raise ValueError(f"T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s must be above 0, and T_a = {T_a} s not below it")
-    right = (N + 1) * T_a + T_n * K - (S - 1) * T_a * N         # the equation with all of E_g on the left
-    if right <= 0:
-        return 0.0
-    for whole in range(K):                                      # a tooth begins below the end of the one before it
-        fraction = (right - whole * (T_w + T_n)) / (T_w + T_n + T_g / N)
-        if fraction < 1:
-            return whole + fraction
-    return float(K)
+    right = np.asarray((N + 1) * T_a + T_n * K - (S - 1) * T_a * N)         # the equation with all of E_g on the left
+    found, tooth = np.where(right <= 0, 0.0, K), np.asarray(T_w + T_n + T_g / N)
+    for whole in reversed(range(int(np.max(K)))):               # a tooth begins below the end of the one before it
+        fraction = (right - whole * (T_w + T_n)) / tooth
+        found = np.where((right > 0) & (whole < K) & (fraction < 1), whole + fraction, found)
+    return found[()]
 
 
 def residual(E_g: float, T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
@@ -56,4 +56,4 @@ def residual(E_g: float, T_w: float, T_g: float, T_n: float, T_a: float, K: int,
 
 def most_on_gpu(T_g: float, T_n: float, T_a: float, K: int, N: int) -> float:
     """E_max of Eq. 3: how many of K experts that are in GPU memory should run there, a real number in [0, K]."""
-    return min(K, (K * T_n + (1 + N) * T_a) / (T_g + T_n))
+    return np.minimum(K, (K * T_n + (1 + N) * T_a) / (T_g + T_n))

@@ -6,6 +6,9 @@ that the transfer does not hide by the exact rule for a pipeline of transfers an
 The formula is exact where only one side uses the link (MoE-OnDemand, tensor parallelism alone, MoNDE without a GPU
 share, a prefetch hit). Where weights and outputs meet on the link it lets outputs slip in at no cost, and weights wait
 for the other S − 1 tokens' outputs first, as Eq. 2 says; the event simulation queues both. All times are seconds.
+
+Beyond the paper (`Hardware.shared_dram`): what is sent is read from the DRAM that the units read, with priority, so a
+unit is busy until both are through: max(its work, bytes it computes and bytes it sends ÷ its bandwidth).
 """
 
 from __future__ import annotations
@@ -16,13 +19,21 @@ from moelab.ndp.costs import Costs
 from moelab.ndp.plans import Plan
 
 
+def dram_seconds(plan: Plan, costs: Costs) -> np.ndarray:
+    """By which each unit's work takes longer, as the link reads from its DRAM: [N]; 0 where DRAM is not shared."""
+    if not costs.hardware.shared_dram:
+        return np.zeros(costs.hardware.units)
+    read = (plan.units.sum(0) + plan.sent) * costs.spec.expert_bytes / costs.hardware.unit_bandwidth
+    return np.maximum(0, read - costs.unit(plan.step.tokens) @ plan.units)
+
+
 def far_side(plan: Plan, costs: Costs) -> float:
     """Until the last output of units and host is back: Eq. 1's right side; 0 if they have no work.
 
     Units that end together (tensor parallelism) return their tokens one after the other; others as they end.
     """
     tokens = plan.step.tokens
-    work = np.append(costs.unit(tokens) @ plan.units, costs.cpu(tokens) @ plan.host)            # [N + 1]
+    work = np.append(costs.unit(tokens) @ plan.units + dram_seconds(plan, costs), costs.cpu(tokens) @ plan.host)
     busy = np.sort(work[plan.receivers > 0])
     if not len(busy):
         return 0.0

@@ -1,10 +1,11 @@
 """One MoE layer as a SimPy simulation: every transfer and every expert is an event, and the link is queued for.
 
 The link and the GPU do one thing at a time; activations go before weights that wait. Units start when the first token
-has arrived and send outputs back in as many rounds as they have tokens, at most one an expert.
+has arrived and send outputs back in as many rounds as they have tokens, at most one an expert. What the link reads from
+a unit's DRAM, where that is shared, delays the unit's experts.
 
 Events: resources "gpu", "link", "host" and "unit 0" …; kinds "read activations" and "read weights" (the link; these
-carry bytes) and "expert".
+carry bytes), "expert" and, on a unit, "wait" (for its DRAM).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import simpy
 
+from moelab.ndp.closed_form import dram_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import Plan
 from moelab.specs import Event
@@ -63,9 +65,11 @@ def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
                                          experts[a])
                 env.process(on_gpu(a, share * gpu_work[a] / pieces))
 
-    def unit(name: str, shares: np.ndarray, seconds: np.ndarray, tokens: int) -> Iterator:
+    def unit(name: str, shares: np.ndarray, seconds: np.ndarray, tokens: int, waits: float = 0.0) -> Iterator:
         """A unit or the host: its experts in order, outputs on the way."""
         yield first_token
+        if waits:
+            yield from work(name, "wait", -1, waits)
         mine = np.flatnonzero(shares)
         rounds, sent = min(tokens, len(mine)), 0
         for i, a in enumerate(mine, 1):
@@ -77,9 +81,9 @@ def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
     for a in np.flatnonzero(plan.resident):
         env.process(on_gpu(a, plan.resident[a] * gpu_work[a]))
     env.process(send())
-    for u, shares in enumerate(plan.units.T):
+    for u, (shares, waits) in enumerate(zip(plan.units.T, dram_seconds(plan, costs).tolist())):
         if receivers[u]:
-            env.process(unit(f"unit {u}", shares, costs.unit(step.tokens), receivers[u]))
+            env.process(unit(f"unit {u}", shares, costs.unit(step.tokens), receivers[u], waits))
     if receivers[-1]:
         env.process(unit("host", plan.host, costs.cpu(step.tokens), receivers[-1]))
     env.run()

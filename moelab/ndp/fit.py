@@ -1,55 +1,25 @@
-"""GPU-NDP's published figures as data, and the assumptions fitted to half of them and judged by the others.
+"""GPU-NDP's published figures, and what the paper leaves open: its readings, half of the figures to choose by, half to
+judge.
 
 Only figures that the text states are here; its bar charts give no numbers. "Slightly worse" is a range that we chose,
-"not supported" the number of 32 GB modules that Table II's parameter counts need (our division).
-
-`fit` chooses what the paper leaves open by `FIT` alone and never sees `JUDGED`. It starts at its own last answer, and
-the first one started at a prototype that had been tuned with more of the numbers in view.
+"not supported" the number of 32 GB modules that Table II's parameter counts need (our division). `FIT` chooses among
+`CHOICES` (`moelab.ndp.readings`), `JUDGED` never does. Each judged figure has a predictor without a simulator in the
+ledger (`Claim.null`): what that gets, too, follows from the fitted ones.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from moelab.claims import ledger
-from moelab.ndp.sweep import Assumptions, paper_sweep, quantities
-from moelab.progress import progress
-
-
-@dataclass(frozen=True)
-class NDPClaim:
-    """One published figure; `value` is a number, or the range (low, high) that words allow."""
-
-    where: str
-    text: str
-    value: float | tuple[float, float]
-    tolerance: float = 0.10
-
-    def agrees(self, found: float) -> bool:
-        """Within the tolerance of the value, or inside the range."""
-        return abs(self.error(found)) <= (0 if isinstance(self.value, tuple) else self.tolerance)
-
-    @property
-    def said(self) -> str:
-        return f"{self.value[0]}–{self.value[1]}" if isinstance(self.value, tuple) else f"{self.value}"
-
-    def error(self, found: float) -> float:
-        """Relative distance from the value, or from the nearer end of the range; 0 inside it."""
-        if not isinstance(self.value, tuple):
-            return found / self.value - 1
-        low, high = self.value
-        return min(0.0, found / low - 1) + max(0.0, found / high - 1)
-
 
 LEDGER = [of for of in ledger() if of.source == "gpu-ndp" and of.unit in ("×", "modules") and len(of.metric) == 2
           and of.value is not None and not of.contradicted]
 #: those of the ledger that the sweep answers, by the names of `sweep.quantities`, and the modules that models need
-CLAIMS = {of.metric[1].replace("modules_needed_", "modules needed, "): NDPClaim(
-    of.where, of.text, tuple(of.value) if isinstance(of.value, list) else of.value, of.tolerance)
-    for of in LEDGER}
+CLAIMS = {of.metric[1].replace("modules_needed_", "modules needed, "): of for of in LEDGER}
 
 #: what a technique adds to another system → its two claims, after and before
 INCREMENTS = {
@@ -85,57 +55,55 @@ MISSES = {of.metric[1]: of.reason for of in LEDGER if of.reason}
 
 #: assumption → its choices
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "mapping": ("RoBaRaCoCh", "MOP4CLXOR", "ChRaBaRoCo"),                   # the three that were measured
-    "clock_ghz": (0.5, 0.64, 0.8, 1.0, 1.25, 1.6),                          # 0.8 matches 102.4 GB/s exactly
-    "efficiency": ((1.0, 1.0), (0.9, 0.8), (0.85, 0.8)),                    # peaks; in between; AttAcc's
     "zipf": (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0),
-    "bias": (0.0, 0.15, 0.3, 0.45, 0.6),
-    "monde_rounding": ("floor", "round", "ceil"),
+    "bias": (0.0, 0.3, 0.6),
+    "mapping": ("RoBaRaCoCh", "MOP4CLXOR", "ChRaBaRoCo", "stated"),
+    "clock_ghz": (0.5, 0.64, 0.8, 1.0, 1.25, 1.6),
+    "efficiency": ((1.0, 1.0), (0.9, 0.8), (0.85, 0.8)),
+    "gpu_gb": (16.0, 16 * 2**30 / 1e9),
     "placement": ("id", "popularity"),
-    "rounding": ("floor", "round", "ceil"),
+    "monde_prefill": ("none", "share", "tuned"),
+    "monde_relieves": ("popular", "busiest"),
+    "monde_rounding": ("floor", "round", "ceil"),
+    "rounding": ("floor", "round", "ceil", "none"),
     "eq2_tokens": ("mean", "prompt"),
-    "limit": ("K", "memory"),                                               # §IV-D; §III-D
-    "averaged": ((2, 3, 4, 5, 6), (2, 4, 6), (1, 2, 3, 4, 5, 6)),           # which bars the figures show
+    "limit": ("K", "memory"),
+    "cached": ("none", "Fiddler"),
+    "averaged": ((2, 3, 4, 5, 6), (2, 4, 6), (1, 2, 3, 4, 5, 6)),
+}
+#: assumption → where its choices come from
+SOURCES = {
+    "zipf": "skew of the experts' popularity; §II-A says highly uneven, gives no figure",
+    "bias": "how much a prompt has its own favourites; §III-D and Fig. 6 say so, the text gives no figure",
+    "mapping": "a module's streaming rate: §IV-A states 102.4 GB/s inside; the others are what ramulator2, which the "
+               "paper modified, gives by address mapping",
+    "clock_ghz": "of a module's multipliers: Table I counts 64 and gives no clock; 0.8 matches 102.4 GB/s",
+    "efficiency": "of GPU, link and CPU: peaks (§IV-A), AttAcc's simulator (0.85, 0.8), in between",
+    "gpu_gb": "Table I's 16GB in 10^9 bytes, or as memory is sold, 2^30",
+    "placement": "§III-B: MoNDE puts entire experts on distinct modules, no rule is given",
+    "monde_prefill": "§IV-B: MoNDE distributes by arithmetic intensity; §III-B: part of the work goes to the GPU; how "
+                     "much of a prompt is not said: nothing, the bandwidths' share, the best of each layer",
+    "monde_relieves": "§III-B, Fig. 3a: which module loses the experts that the GPU gets is not said",
+    "monde_rounding": "MoNDE §3 gives a ratio, experts are whole",
+    "rounding": "§III-C: E_g is 'the number of experts', and has a fractional part; §I moves partial experts",
+    "eq2_tokens": "§III-C: E_n + E_g = TopK also for a prompt, whose tokens choose different experts",
+    "limit": "experts of a layer that are prefetched: TopK (§IV-D), or what fits (§III-D)",
+    "cached": "popular experts in GPU memory all along: Fiddler's own paper has them, GPU-NDP does not mention it",
+    "averaged": "numbers of modules that the averages run over: which bars Figs. 8 to 11 show is not in the text",
 }
 
 
-def error(found: dict[str, float], names: Sequence[str] = FIT) -> float:
+def off(name: str, found: Any) -> Any:
+    """Relative distance of a number, or of an array's, from a claim's value or the nearer end of its range, else 0."""
+    low, high = CLAIMS[name].ends
+    return np.minimum(0.0, found / low - 1) + np.maximum(0.0, found / high - 1)
+
+
+def error(found: Mapping[str, Any], names: Sequence[str] = FIT) -> Any:
     """Root mean square of the logarithmic errors on those claims; inside a range is no error."""
-    return math.sqrt(sum(math.log1p(CLAIMS[name].error(found[name])) ** 2 for name in names) / len(names))
+    return np.sqrt(sum(np.log1p(off(name, found[name])) ** 2 for name in names) / len(names))
 
 
-def evaluate(assumptions: Assumptions, seed: int = 0, answer: int = 512) -> dict[str, float]:
-    """All quantities under these assumptions, by the closed form."""
-    sweep = paper_sweep(assumptions, units=sorted({2, *assumptions.averaged}), seeds=(seed,), answer=answer)
-    return quantities(sweep, seed)
-
-
-def fit(start: Assumptions = Assumptions(), measure: Callable[[Assumptions], dict[str, float]] = evaluate
-        ) -> tuple[Assumptions, list[dict[str, Any]]]:
-    """Coordinate descent from `start`, at most four rounds; returns the best assumptions and every trial."""
-    best, least = start, error(measure(start))
-    trials = [{"assumption": "start", "choice": "", "error": least}]
-    for _ in range(4):
-        before = best
-        for name, options in progress(list(CHOICES.items()), "fitting assumptions", unit="assumption"):
-            for option in options:
-                if option != getattr(best, name):
-                    trial = replace(best, **{name: option})
-                    value = error(measure(trial))
-                    trials.append({"assumption": name, "choice": option, "error": value})
-                    if value < least - 1e-6:
-                        best, least = trial, value
-        if best == before:
-            break
-    return best, trials
-
-
-def sensitivity(base: Assumptions = Assumptions(), choices: dict[str, tuple[Any, ...]] = CHOICES,
-                measure: Callable[[Assumptions], dict[str, float]] = evaluate) -> dict[str, dict[str, float]]:
-    """"assumption = choice" → every quantity with only that assumption changed; "as fitted" first."""
-    table = {"as fitted": measure(base)}
-    for name, options in progress(list(choices.items()), "sensitivity", unit="assumption"):
-        for option in options:
-            if option != getattr(base, name):
-                table[f"{name} = {option}"] = measure(replace(base, **{name: option}))
-    return table
+def nulls(names: Sequence[str] = JUDGED) -> dict[str, float]:
+    """What ratios of published numbers predict of those claims, without a simulator."""
+    return {name: CLAIMS[name].predictor for name in names if CLAIMS[name].null}

@@ -5,8 +5,9 @@
 Figures are those of device cards; no source states the address mapping (how much of a module's internal bandwidth a
 stream of weights gets) and the units' clock.
 
-Not modelled: refresh, a host that reads a unit while the unit computes, and, unless `host_channels` is given, the
-memory channels between host and units (six modules on two channels of 25.6 GB/s each, below the link's 63).
+Not modelled: refresh, and, unless they are asked for, what a unit's DRAM loses to the link that reads it
+(`shared_dram`) and the memory channels between host and units (six modules on two channels of 25.6 GB/s each, below the
+link's 63).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ GB = 1e9
 PCIE = {4: 16 * 16 / 8 * 128 / 130, 5: 16 * 32 / 8 * 128 / 130, 6: 16 * 64 / 8 * 242 / 256}
 #: address mappings of which one rank's streaming rate was measured, fastest first
 MAPPINGS = ("MOP4CLXOR", "RoBaRaCoCh", "ChRaBaRoCo")
+STATED = "stated"               # no mapping: a stream gets all of the bandwidth that the source states
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Hardware:
     """A GPU-NDP machine in bytes, bytes/s, operations/s and multiplications/s; rates that are reached, not peaks.
 
     units : N. link : GPU to host and back; one transfer at a time. unit_… : of one; its bandwidth is that of a stream.
+    shared_dram : weights that leave a unit over the link are read from the DRAM that its own computing reads.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Hardware:
     unit_memory: float
     unit_bandwidth: float
     unit_macs: float
+    shared_dram: bool = False
 
     def __post_init__(self) -> None:
         if self.units != int(self.units) or self.units < 1:
@@ -49,21 +53,23 @@ class Hardware:
 
 def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080", host: str = "i7-14700",
              pcie: int = 5, mapping: str = "RoBaRaCoCh", clock_ghz: float | None = None,
-             efficiency: tuple[float, float] = (0.85, 0.8), host_channels: int | None = None) -> Hardware:
+             efficiency: tuple[float, float] = (0.85, 0.8), host_channels: int | None = None,
+             gpu_gb: float | None = None, shared_dram: bool = False) -> Hardware:
     """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change it.
 
     unit, gpu, host : device cards. pcie : generation of the link, a key of `PCIE`.
-    mapping : of `MAPPINGS`; units whose card has no streaming rates of a rank give their whole internal bandwidth.
+    mapping : of `MAPPINGS`, or "stated"; without a streaming rate of a rank units give their whole internal bandwidth.
     clock_ghz : of the unit's multipliers; None is the card's.
     efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their arithmetic that
         GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
     host_channels : memory channels that the units share on their way to the link; None is no limit, as in the paper.
+    gpu_gb : GPU memory, 10^9 bytes; None is the card's. shared_dram : see `Hardware`; the paper does not share it.
 
     """
     if pcie not in PCIE:
         raise ValueError(f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}")
-    if mapping not in MAPPINGS:
-        raise ValueError(f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}")
+    if mapping not in (*MAPPINGS, STATED):
+        raise ValueError(f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}; {STATED!r} is none")
     if clock_ghz is not None and clock_ghz <= 0:
         raise ValueError(f"a clock of {clock_ghz} GHz multiplies nothing; it must be above 0")
     if host_channels is not None and host_channels < 1:
@@ -85,10 +91,11 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
         link = min(link, u["channel_bandwidth_gbs"] * min(host_channels, units))
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
     return Hardware(
-        f"{g.name} + {units} × {u.name}, PCIe {pcie}", units, g["memory_gb"] * GB, g["memory_bandwidth_gbs"] * rate,
+        f"{g.name} + {units} × {u.name}, PCIe {pcie}", units, (gpu_gb or g["memory_gb"]) * GB,
+        g["memory_bandwidth_gbs"] * rate,
         g["bf16_tflops"] * flops, link * rate, h["memory_gb"] * GB, h["memory_bandwidth_gbs"] * rate,
         h["fp32_tflops"] * flops, u["memory_gb"] * GB, bandwidth * GB,
-        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9)
+        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9, shared_dram)
 
 
 #: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units

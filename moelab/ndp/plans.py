@@ -64,6 +64,13 @@ class Plan:
         return np.minimum(self.step.tokens @ busy, self.step.S)
 
     @property
+    def sent(self) -> np.ndarray:
+        """Experts that leave each unit's memory over the link, a number: [N]; what is in parts leaves all alike."""
+        N = self.units.shape[1]
+        return (np.full(N, self.moved.sum() / N) if self.broadcast else
+                np.bincount(self.step.home, self.moved, N))
+
+    @property
     def tokens_in(self) -> int:
         """Hidden states that go over the link before the units and the host can compute."""
         receivers = self.receivers

@@ -30,7 +30,8 @@ class Result:
     """Simulated seconds of one prompt and its answer.
 
     moe_… : of the experts alone. dense_… : of all else, on the GPU. intermediate : loading the prefetched experts.
-    prefetched : experts of each layer (x). hit_rate : share of decode's found among them; nan without prefetching.
+    prefetched : experts of each layer on the GPU while decoding (x). hit_rate : share of decode's that are among them;
+        nan without any.
     """
 
     moe_prefill: float
@@ -57,7 +58,8 @@ class Result:
 class NDPRun:
     """One machine and system under the routing of one model: its steps, by phase and layer.
 
-    x : experts of each layer that are prefetched. resident : bool [L, E], which. home : int [L, E], the units.
+    x : experts of each layer on the GPU while decoding. resident, cached : bool [L, E], which while decoding, and which
+    all along. home : int [L, E], the units.
     """
 
     def __init__(self, hardware: Hardware, system: System, routing: PromptRouting, placement: str = "id") -> None:
@@ -66,10 +68,15 @@ class NDPRun:
         self.home = place(routing.history, hardware.units, placement)
         self.costs.check(tokens, system.home, np.bincount(self.home.ravel()).max() if system.whole else 0)
         self.plans: dict[tuple[int, ...], Plan] = {}                    # situation of a decode step → its plan
-        self.x = experts_that_fit(self.costs, tokens, {"none": 0, "K": spec.K}.get(system.prefetches, spec.E))
-        if system.prefetches == "pay":
-            self.x = self.experts_that_pay(min(spec.K, self.x), self.x)
-        self.resident = most_used(routing.counts(), self.x)
+        most = experts_that_fit(self.costs, tokens)
+        self.cached = most_used(routing.history, most * system.cached)
+        if system.prefetches == "none":
+            self.x, self.resident = most * system.cached, self.cached
+        else:
+            self.x = experts_that_fit(self.costs, tokens, {"K": spec.K}.get(system.prefetches))
+            if system.prefetches == "pay":
+                self.x = self.experts_that_pay(min(spec.K, most), most)
+            self.resident = most_used(routing.counts(), self.x)
 
     def plan(self, step: LayerStep) -> Plan:
         """The system's plan of a step. ValueError, saying what is wrong, unless it computes every expert once."""
@@ -82,7 +89,7 @@ class NDPRun:
 
     def prefill_step(self, layer: int, counts: np.ndarray) -> LayerStep:
         experts = np.lexsort((-self.routing.history[layer], -counts))[:int((counts > 0).sum())]
-        return LayerStep(experts, counts[experts], self.home[layer, experts], np.zeros(len(experts), bool),
+        return LayerStep(experts, counts[experts], self.home[layer, experts], self.cached[layer, experts],
                          len(self.routing.prefill))
 
     def decode_step(self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None) -> LayerStep:
@@ -142,11 +149,12 @@ def simulate(hardware: Hardware, system: System, routing: PromptRouting, *, plac
     """
     run, ids = NDPRun(hardware, system, routing, placement), routing.decode_by_popularity
     costs, S, D = run.costs, len(routing.prefill), len(routing.decode)
+    loading = int((run.resident & ~run.cached).sum()) * costs.transfer()
     prefill = np.array([seconds(run.plan(run.prefill_step(layer, counts)), costs)
                         for layer, counts in enumerate(routing.counts())])
     decode = run.decode_seconds(ids, hits(run.resident, ids), seconds).sum(1)
     return Result(float(prefill.sum()), float(decode.sum()), costs.dense_prefill(S),
-                  float(costs.dense_decode(S + np.arange(D)).sum()), run.loading(run.x), run.x,
+                  float(costs.dense_decode(S + np.arange(D)).sum()), loading, run.x,
                   hit_rate(run.resident, routing.decode) if run.x else float("nan"))
 
 
@@ -193,7 +201,7 @@ def timeline(hardware: Hardware, system: System, routing: PromptRouting, forward
             now += took
         done.append((began, now, 1 if forward else S, "decode" if forward else "prefill"))
         if not forward:
-            for layer, expert in np.argwhere(run.resident).tolist():
+            for layer, expert in np.argwhere(run.resident & ~run.cached).tolist():
                 before, now = now, now + costs.transfer()
                 events.append(Event("link", "read weights", layer, expert, before, now, spec.expert_bytes))
     return events, done

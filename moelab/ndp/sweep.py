@@ -31,30 +31,37 @@ Spread = tuple[float, float, float]             # mean, least, most
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the paper leaves open; the defaults are those that `claims.fit` chose.
+    """What the paper leaves open; `fit.SOURCES` says where each is, `fit.CHOICES` what else it could be.
 
-    mapping, clock_ghz, efficiency : see `hardware`. zipf, bias : see `simulated_routing`.
-    monde_rounding : of MoNDE's GPU share in decode. placement : see `simulation.place`.
+    The defaults are one of the combinations that fit (`readings`), found by a descent that saw the fitted half only.
+    mapping, clock_ghz, efficiency, gpu_gb : see `hardware`. zipf, bias : see `simulated_routing`.
+    monde_… : of MoNDE, see `systems.MoNDE`. placement : see `simulation.place`.
     rounding, eq2_tokens, limit : of the literal versions, see `systems.GPUNDP`.
-    averaged : numbers of units that the paper's averages run over.
+    cached : who keeps popular experts in GPU memory: "none", "Fiddler", or "all": equal means, everyone fills it.
+    averaged : numbers of units that the paper's averages run over. shared_dram : see `hardware`; not the paper's.
     """
 
+    zipf: float = 0.2
+    bias: float = 0.3
     mapping: str = "RoBaRaCoCh"
     clock_ghz: float = 0.8
     efficiency: tuple[float, float] = (0.85, 0.8)
-    zipf: float = 0.2
-    bias: float = 0.3
-    monde_rounding: str = "round"
+    gpu_gb: float = 16.0
     placement: str = "id"
+    monde_prefill: str = "none"
+    monde_relieves: str = "popular"
+    monde_rounding: str = "round"
     rounding: str = "floor"
     eq2_tokens: str = "mean"
     limit: str = "K"
+    cached: str = "none"
     averaged: tuple[int, ...] = (2, 3, 4, 5, 6)
+    shared_dram: bool = False
 
     def hardware(self, N: int, **changes: Any) -> Hardware:
         """The paper's machine under these assumptions; `changes` are other arguments of `hardware`."""
-        return hardware(N, **{"mapping": self.mapping, "clock_ghz": self.clock_ghz, "efficiency": self.efficiency}
-                        | changes)
+        own = {name: getattr(self, name) for name in ("mapping", "clock_ghz", "efficiency", "gpu_gb", "shared_dram")}
+        return hardware(N, **own | changes)
 
     def variant(self, name: str, N: int) -> Hardware:
         """Another machine, of `moelab.ndp.hardware.VARIANTS`; its units have their own clock."""
@@ -65,10 +72,13 @@ class Assumptions:
         """The system of that name (of `SYSTEMS`) under these assumptions."""
         require("system", name, SYSTEMS)
         system = SYSTEMS[name]
+        if self.cached in ("all", name):
+            system = replace(system, cached=True)
         if isinstance(system, MoNDE):
-            return replace(system, rounding=self.monde_rounding)
+            return replace(system, rounding=self.monde_rounding, relieves=self.monde_relieves,
+                           prefill=self.monde_prefill)
         if isinstance(system, GPUNDP):
-            limit = self.limit if system.version == "literal" else system.limit
+            limit = system.limit if system.version == "improved" else "memory" if system.cached else self.limit
             return replace(system, rounding=self.rounding, eq2_tokens=self.eq2_tokens, limit=limit)
         return system
 

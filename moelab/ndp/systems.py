@@ -10,6 +10,9 @@ A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambi
 
 Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves is taken from the
 busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
+
+`cached`: a system may hold the most popular experts, as other prompts know them, in GPU memory all along, as many as
+fit; it computes them there. The paper's text gives that to none, Fiddler's own paper to Fiddler; equal means to all.
 """
 
 from __future__ import annotations
@@ -26,16 +29,19 @@ from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
 from moelab.registry import require
 
-ROUND = {"floor": math.floor, "round": round, "ceil": math.ceil}
+ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
+SHARES = ROUND | {"none": np.positive}          # of an expert
 
 
 class System(ABC):
     """A schedule.
 
-    home : where all experts are, "host" or "units". whole : each is on one unit; otherwise a part of each on all units.
+    cached : whether popular experts stay in GPU memory, see above. home : where all experts are, "host" or "units".
+    whole : each is on one unit; otherwise a part of each on all units.
     prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those as many as "pay".
     """
 
+    cached = False
     home = "units"
     whole = True
     prefetches = "none"
@@ -57,51 +63,76 @@ class System(ABC):
         """
 
 
+@dataclass(frozen=True)
 class OnDemand(System):
-    """MoE-OnDemand: every activated expert crosses the link and runs on the GPU, transfers hiding computation."""
+    """MoE-OnDemand: activated experts that are not on the GPU cross the link to it, transfers hiding computation."""
 
+    cached: bool = False
     home = "host"
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        return make_plan(step, costs.hardware.units, moved=1.0)
+        return make_plan(step, costs.hardware.units, resident=step.resident, moved=~step.resident)
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        return (homes >= 0).sum(1)[:, None]
+        return np.column_stack([(homes >= 0).sum(1), resident.sum(1)])
 
 
 class Fiddler(OnDemand):
-    """Fiddler: an expert runs on the CPU unless sending it to the GPU and running it there is faster (its §3)."""
+    """Fiddler: an expert is computed by the CPU unless the GPU has it, or sending it there is faster (its §3)."""
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        on_cpu = costs.cpu(step.tokens) <= costs.transfer() + costs.gpu(step.tokens)
-        return make_plan(step, costs.hardware.units, host=on_cpu, moved=~on_cpu)
+        on_cpu = ~step.resident & (costs.cpu(step.tokens) <= costs.transfer() + costs.gpu(step.tokens))
+        return make_plan(step, costs.hardware.units, resident=step.resident, host=on_cpu,
+                         moved=~on_cpu & ~step.resident)
 
 
 @dataclass(frozen=True)
 class MoNDE(System):
-    """MoNDE: whole experts on their units; when decoding, a share of them by ratio of bandwidths goes to the GPU.
+    """MoNDE: whole experts on their units, and a share of the A active ones goes to the GPU, hot ones (its §3).
 
-    The share is K · link ÷ (link + units' bandwidth), `rounding` makes it whole; hot experts move (its §3). Of a prompt
-    nothing moves: the units are then short of multipliers, not of bandwidth, which the ratio does not know.
+    rounding : of the share by bandwidths, A · link ÷ (link + units' bandwidth).
+    relieves : which leave while decoding: the most "popular", or the popular ones of the "busiest" unit, one by one.
+    prefill : how many leave for a prompt, the ones with most tokens: "none", as units are then short of multipliers,
+        which the ratio does not know; the "share"; or "tuned", as many as make the layer fastest.
     """
 
     rounding: str = "round"
+    relieves: str = "popular"
+    prefill: str = "none"
+    cached: bool = False
 
     def __post_init__(self) -> None:
-        require("rounding", self.rounding, ROUND)
+        for name, known in (("rounding", ROUND), ("relieves", ("popular", "busiest")),
+                            ("prefill", ("none", "share", "tuned"))):
+            require(name, getattr(self, name), known)
 
-    def _share(self, costs: Costs) -> int:
+    def share(self, active: int, costs: Costs) -> int:
         h = costs.hardware
-        return ROUND[self.rounding](costs.spec.K * h.link / (h.link + h.units * h.unit_bandwidth))
+        return int(ROUND[self.rounding](active * h.link / (h.link + h.units * h.unit_bandwidth)))
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        moved = np.arange(len(step)) < (self._share(costs) if step.S == 1 else 0)
-        return make_plan(step, costs.hardware.units, moved=moved)
+        if self.relieves == "busiest" and step.S == 1:
+            step = step.take(_busiest_first(step, step.resident))
+        place = (~step.resident).cumsum()                       # of what must be sent, 1 for the first
+        here = int(step.resident.sum())
+
+        def first(count: int) -> Plan:
+            return make_plan(step, costs.hardware.units, resident=step.resident,
+                             moved=~step.resident & (place <= count - here))
+        if step.S == 1 or self.prefill == "share":
+            return first(self.share(len(step), costs))
+        if self.prefill == "none":
+            return first(0)
+        return min(map(first, range(here, len(step) + 1)), key=lambda plan: layer_seconds(plan, costs))
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        stay = homes[:, self._share(costs):]
-        load = (stay[:, :, None] == np.arange(costs.hardware.units)).sum(1)
-        return np.column_stack([(homes >= 0).sum(1), np.sort(load, axis=1)])
+        active, here = (homes >= 0).sum(1), resident.sum(1)
+        stay = (homes >= 0) & ~resident
+        if self.relieves == "popular":
+            shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
+            stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
+        load = ((homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]).sum(1)
+        return np.column_stack([active, here, np.sort(load, axis=1)])
 
 
 @dataclass(frozen=True)
@@ -109,7 +140,7 @@ class GPUNDP(System):
     """The paper's framework, each technique switched on or off.
 
     tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE. version : "literal" or "improved", see above.
-    rounding : of E_g in the literal version: "floor", "round" or "ceil".
+    rounding : of E_g in the literal version: "floor", "round", "ceil" or "none".
     eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt", as E_n + E_g = TopK
         reads if all tokens chose the same experts.
     limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or what of it will "pay".
@@ -122,26 +153,32 @@ class GPUNDP(System):
     rounding: str = "floor"
     eq2_tokens: str = "mean"
     limit: str = "K"
+    cached: bool = False
 
     def __post_init__(self) -> None:
-        for field, known in (("version", ("literal", "improved")), ("rounding", ROUND),
-                             ("eq2_tokens", ("mean", "prompt")), ("limit", ("K", "memory", "pay"))):
-            require(field, getattr(self, field), known)
+        for name, known in (("version", ("literal", "improved")), ("rounding", SHARES),
+                            ("eq2_tokens", ("mean", "prompt")), ("limit", ("K", "memory", "pay"))):
+            require(name, getattr(self, name), known)
 
     @property
     def whole(self) -> bool:
         return not self.tensor_parallel
 
     @property
+    def looks(self) -> bool:
+        """Whether it asks what is on the GPU."""
+        return self.prefetch or self.cached
+
+    @property
     def prefetches(self) -> str:
         return self.limit if self.prefetch else "none"
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        here = step.resident & self.prefetch
+        here = step.resident & self.looks
         step = step.take(np.argsort(~here, kind="stable") if self.tensor_parallel else _busiest_first(step, here))
-        here = step.resident & self.prefetch
+        here = step.resident & self.looks
         literal = self._literal(step, here, costs)
-        if self.version == "literal" or not (self.load_balance or self.prefetch):
+        if self.version == "literal" or not (self.load_balance or self.looks):
             return literal
         return min(literal, *self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
 
@@ -159,7 +196,7 @@ class GPUNDP(System):
             del terms["T_w"]
             E_g = min(int(here.sum()), math.floor(most_on_gpu(**terms)))
         elif self.load_balance and len(step):                               # Eqs. 1 and 2
-            E_g = ROUND[self.rounding](balance(**terms, S=step.S))
+            E_g = SHARES[self.rounding](balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
 
     def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
@@ -174,7 +211,7 @@ class GPUNDP(System):
         return [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low))]
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        held = resident & self.prefetch
+        held = resident & self.looks
         if self.tensor_parallel:
             return np.column_stack([(homes >= 0).sum(1), held.sum(1)])
         at = homes[:, :, None] == np.arange(costs.hardware.units)

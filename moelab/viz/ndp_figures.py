@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from moelab.ndp.fit import CLAIMS
 from moelab.ndp.sweep import SHORT, Spread, Sweep
 from moelab.viz import theme
-from moelab.viz.figures import add_points, bars, finish, interval, line_look, lines, panels, point_look
+from moelab.viz.figures import add_points, bars, finish, hover, interval, line_look, lines, panels, point_look
 
 SEEN = "modelled<br>whiskers: seeds"
 
@@ -88,14 +88,20 @@ def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
                   legend_orientation="h", margin_b=130)
 
 
-def agreement(groups: Mapping[str, Mapping[str, Spread]], tolerance: float = 0.1) -> go.Figure:
+def agreement(groups: Mapping[str, Mapping[str, Spread]], bands: Mapping[str, tuple[float, float]],
+              tolerance: float = 0.1) -> go.Figure:
     """How far from published figures: {group: {figure: (relative error, least, most over the seeds)}}.
 
-    Points outside the band of ± `tolerance` are labelled with their distance.
+    bands : figure → least and most relative error of all readings that fit, an open bar. Points outside the grey area
+        of ± `tolerance` are labelled with their distance.
     """
     figure = go.Figure()
     figure.add_vrect(x0=-100 * tolerance, x1=100 * tolerance, fillcolor="rgba(85,85,85,0.15)", line_width=0)
     figure.add_vline(x=0, line={"color": theme.BLACK, "width": 1})
+    low, high = 100 * np.array(list(bands.values()), float).reshape(-1, 2).T
+    figure.add_bar(x=high - low, base=low, y=list(bands), orientation="h", width=0.55, name="all readings that fit",
+                   marker={"color": "white", "line": {"color": theme.BLACK, "width": 1}},
+                   customdata=high, hovertemplate=hover("%{y}: %{base:+.1f} to %{customdata:+.1f} %", "all that fit"))
     for i, (group, rows) in enumerate(groups.items()):
         value, low, high = 100 * np.array(list(rows.values()), float).T
         add_points(figure, list(zip(value, rows)), group, i, "%{y}: %{x:+.1f} %", mode="markers+text",
@@ -104,5 +110,5 @@ def agreement(groups: Mapping[str, Mapping[str, Spread]], tolerance: float = 0.1
     figure.update_yaxes(autorange="reversed", categoryorder="array",
                         categoryarray=[name for rows in groups.values() for name in rows])
     return finish(figure, "modelled against published (%)",
-                  legend=f"modelled<br>band: ±{100 * tolerance:g} %<br>whiskers: seeds",
+                  legend=f"modelled<br>grey: ±{100 * tolerance:g} %<br>whiskers: seeds",
                   height=130 + 32 * sum(map(len, groups.values())), margin_l=220)

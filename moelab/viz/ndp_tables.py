@@ -9,9 +9,10 @@ from typing import Any
 from moelab.bench.dataset_free import Answer, Interval
 from moelab.bench.ndp import OneLayer
 from moelab.cards import load_model
-from moelab.ndp.fit import CLAIMS, HALVES, INCREMENTS, MISSES, error
 from moelab.ndp.costs import Costs
+from moelab.ndp.fit import CHOICES, CLAIMS, HALVES, INCREMENTS, MISSES, SOURCES, error, nulls
 from moelab.ndp.hardware import Hardware
+from moelab.ndp.readings import Readings
 from moelab.ndp.simulation import Result
 from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_needed
 from moelab.specs import MoESpec
@@ -29,6 +30,25 @@ def machine(hw: Hardware) -> str:
     return (f"times modelled; {hw.name}: link {hw.link / 1e9:.1f} GB/s, a module {hw.unit_bandwidth / 1e9:.1f} GB/s "
             f"and {2 * hw.unit_macs / 1e9:.0f} GFLOP/s, GPU {hw.gpu_bandwidth / 1e9:.0f} GB/s and "
             f"{hw.gpu_flops / 1e12:.0f} TFLOP/s")
+
+
+def assumed(chosen: Assumptions) -> list[Row]:
+    """What the paper leaves open, as chosen, with the other choices and where they come from."""
+    return [{"assumption": name, "chosen": str(getattr(chosen, name)),
+             "could be": ", ".join(str(option) for option in options if option != getattr(chosen, name)),
+             "source": SOURCES[name]} for name, options in CHOICES.items()]
+
+
+def left(found: Readings) -> list[Row]:
+    """How many of the combinations that fit make each choice."""
+    every = max(1, int(found.fits.sum()))
+    return [{"assumption": name} | {"share of the combinations that fit": ", ".join(
+        f"{choice} {n / every:.0%}" for choice, n in of.items() if n)} for name, of in found.left().items()]
+
+
+def ratios(found: Mapping[str, Mapping[str, float]], first: str) -> list[Row]:
+    """Rows of speedups: what → column → ×."""
+    return [{first: what} | {column: times(ratio) for column, ratio in of.items()} for what, of in found.items()]
 
 
 def costs(of: Mapping[str, Costs], assumptions: Assumptions) -> list[Row]:
@@ -66,11 +86,15 @@ def end_to_end(gains: Mapping[str, Mapping[tuple[str, int], float]]) -> list[Row
     return rows
 
 
-def published(found: Mapping[str, Spread]) -> list[Row]:
-    """Each published figure beside ours over the seeds."""
+def published(found: Mapping[str, Spread], combined: Readings) -> list[Row]:
+    """Each published figure, ours over the seeds, the band of all readings that fit, and a predictor of ratios."""
+    null = nulls()
     return [{"published figure": name, "where": CLAIMS[name].where, "paper": CLAIMS[name].said}
             | {head: f"{value:.3f}" for head, value in zip(("ours, mean", "least", "most"), found[name])}
-            | {"used to": half, "agrees": "yes" if CLAIMS[name].agrees(found[name][0]) else "**no**"}
+            | {"used to": half, "agrees": "yes" if CLAIMS[name].agrees(found[name][0]) else "**no**",
+               "all that fit": "{:.2f} to {:.2f}".format(*combined.band(name)),
+               "no simulator": f"{null[name]:.2f}" if name in null else "",
+               "it agrees": "" if name not in null else "yes" if CLAIMS[name].predicted else "**no**"}
             for half, names in HALVES.items() for name in names]
 
 

@@ -1,17 +1,22 @@
 """The parts of the GPU-NDP bench: sums over small results by hand, and small runs."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import moelab
 from moelab.bench import ndp
-from moelab.ndp.fit import FIT, HALVES, JUDGED
 from moelab.ndp.costs import Costs, NotSupported
+from moelab.ndp.fit import CHOICES, FIT, HALVES, JUDGED
 from moelab.ndp.hardware import VARIANTS
+from moelab.ndp.prefetch import experts_that_fit
+from moelab.ndp.readings import readings
 from moelab.ndp.routing import recorded_routing
+from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.sweep import MODELS, Assumptions, Sweep, paper_sweep
 from moelab.specs import Event
 from moelab.viz import ndp_tables as tables
@@ -38,8 +43,8 @@ def test_a_step_is_measured_by_its_events():
 
 
 def test_what_moves_a_figure_most_comes_first():
-    names = ndp.SHORT_ANSWERS[:2]
-    table = {"as fitted": dict.fromkeys(names, 2.0), "zipf = 1": {names[0]: 2.0, names[1]: 1.0},
+    names = FIT[:2]
+    table = {"as chosen": dict.fromkeys(names, 2.0), "zipf = 1": {names[0]: 2.0, names[1]: 1.0},
              "bias = 0": {names[0]: 2.2, names[1]: 2.0}}
     assert ndp.moved(table, names) == {"zipf = 1": pytest.approx(1.0), "bias = 0": pytest.approx(0.1)}
 
@@ -119,3 +124,49 @@ def test_one_layer_by_both_engines():
     assert found.seconds == pytest.approx(max(event.end for event in found.events))
     with pytest.raises(NotSupported):
         ndp.one_layer(ASSUMED.hardware(1), ASSUMED.system("NDP+TP"), routing)
+
+
+def test_a_cached_expert_is_not_sent():
+    """On demand with popular experts on the GPU, by hand: of K experts those that are not there cross the link."""
+    assumed = replace(ASSUMED, cached="all")
+    routing, machine = assumed.routing(MODELS[1], 0, 16, 8), assumed.hardware(2)
+    run = NDPRun(machine, assumed.system("MoE-OnDemand"), routing)
+    costs, seconds = run.costs, 0.0
+    assert run.x == experts_that_fit(costs, 24) > 8
+    for ids in routing.decode:
+        for layer, chosen in enumerate(ids):
+            popular = np.argsort(-routing.history[layer], kind="stable")[:run.x]
+            sent = len(set(chosen.tolist()) - set(popular.tolist()))
+            seconds += sent * costs.transfer() + (1 if sent else len(chosen)) * float(costs.gpu(1))
+    found = simulate(machine, assumed.system("MoE-OnDemand"), routing)
+    assert found.moe_decode == pytest.approx(seconds) and found.intermediate == 0
+    alone = simulate(machine, ASSUMED.system("MoE-OnDemand"), routing)
+    assert found.moe_prefill < alone.moe_prefill and found.moe_decode < alone.moe_decode
+
+
+def test_equal_memory_helps_the_others_more():
+    found = ndp.means(ASSUMED, units=(3,), prompt=8, answer=8)
+    assert set(found) == {"MoE-OnDemand", "Fiddler", "MoNDE"}
+    assert all(of["equal memory: mean"] < of["the paper: mean"] for name, of in found.items() if name != "MoNDE")
+
+
+def test_balancing_adds_nothing_where_dram_is_shared():
+    found = ndp.dram(ASSUMED, units=(2,), prompt=4, answer=4)
+    assert found["NDP+TP+LB"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
+    assert found["NDP+TP+LB, improved"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
+    assert found["NDP+TP+LB"]["free"] > found["NDP+TP"]["free"] * 1.01
+    assert found["NDP+TP+PRE"]["shared"] > found["NDP+TP"]["shared"] * 1.05     # what is on the GPU is not read
+
+
+def test_all_combinations_in_a_table():
+    few = {name: options[:1] for name, options in CHOICES.items()} | {"zipf": (0.2, 1.0), "bias": (0.3,)}
+    found = readings(few, prompt=16, answer=4)
+    assumed = Assumptions(**{name: options[0] for name, options in few.items()})
+    told = ndp.searching(found, replace(assumed, zipf=1.0))
+    assert told["combinations"] == 2
+    assert sum(told["judged figures that agree"].values()) == told["fit all fitted figures"]
+    changed = ndp.sensitivity(found, assumed)
+    assert set(changed) == {"as chosen", "zipf = 1.0"} and changed["zipf = 1.0"] == found.at(replace(assumed, zipf=1.0))
+    assert len(tables.left(found)) == len(tables.assumed(ASSUMED)) == len(CHOICES)
+    values = ndp.predicted({name: (1.77, 1.77, 1.77) for name in JUDGED})
+    assert not values["Qwen3 decode"]["follows"] and values["Qwen3 decode"]["modelled agrees"]

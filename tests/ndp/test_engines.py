@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from moelab.cards import load_model
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.conservation import check, conserve
-from moelab.ndp.event_simulation import simulate_layer
+from moelab.ndp.costs import Costs
+from moelab.ndp.event_simulation import event_seconds, simulate_layer
 from moelab.ndp.plans import make_plan
+from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import SYSTEMS
 from tests.ndp import toy
 
@@ -44,6 +52,40 @@ def test_weights_wait_for_outputs():
     formula = costs.activation + 1.2 * costs.transfer() + 0.1 * float(costs.gpu(1))
     assert layer_seconds(plan, costs) == pytest.approx(formula)
     assert simulate_layer(plan, costs)[0] == pytest.approx(formula + 2 * costs.activation, rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.integers(1, 5), st.sampled_from((1, 30)))
+def test_shared_dram_is_read_no_faster_than_it_can(seed, split, N, S):
+    """Whatever a unit computes and sends is read from its memory before the layer ends; both engines say so."""
+    rng = np.random.default_rng(seed)
+    costs = Costs(toy.spec(K=6), toy.machine(N, link=10 ** rng.uniform(9, 11.5), shared_dram=True))
+    step = toy.step([1] * 6 if S == 1 else rng.integers(1, S, 6), rng.integers(0, N, 6), S=S)
+    plan = make_plan(step, N, moved=rng.choice((0.0, 0.4, 1.0), 6), split=split, pieces=N if split else 1)
+    home = np.full((6, N), 1 / N) if split else step.home[:, None] == np.arange(N)
+    read = (home * costs.spec.expert_bytes).sum(0)[plan.receivers[:-1] > 0].max(initial=0)
+    for seconds in (layer_seconds(plan, costs), simulate_layer(plan, costs)[0]):
+        assert seconds >= read / costs.hardware.unit_bandwidth * (1 - 1e-9)
+    free = Costs(costs.spec, replace(costs.hardware, shared_dram=False))
+    assert layer_seconds(plan, costs) >= layer_seconds(plan, free) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("engine", [layer_seconds, event_seconds])
+def test_balancing_by_the_dram_that_it_relieves_gains_nothing(engine):
+    """While decoding every byte of K experts is read from the modules, whoever computes: +LB is +TP, exactly."""
+    gained = {}
+    for shared, better in product((False, True), ("", ", improved")):
+        assumed = Assumptions(shared_dram=shared)
+        for model in MODELS:
+            for N in range(modules_needed(model), 7):
+                costs = Costs(load_model(model), assumed.hardware(N))
+                step = toy.step([1] * costs.spec.K)
+                alone, balanced = (engine(assumed.system(name).plan(step, costs), costs)
+                                   for name in ("NDP+TP", "NDP+TP+LB" + better))
+                gained.setdefault((shared, better), []).append(alone / balanced)
+    assert max(gained[False, ""]) > 1.2 and min(gained[False, ", improved"]) > 1.02
+    assert gained[True, ""] == pytest.approx(np.ones(19), rel=1e-12)
+    assert gained[True, ", improved"] == pytest.approx(np.ones(19), rel=1e-12)
 
 
 def test_nothing_is_lost_in_random_configurations():

@@ -43,6 +43,32 @@ def test_monde_sends_the_bandwidth_ratio_of_the_most_popular(N, rounding, share)
     assert layer_seconds(plan, costs) == pytest.approx(max(units_side, gpu_side), rel=0.01)
 
 
+def test_monde_sends_of_a_prompt_what_it_is_told_to():
+    """Nothing, the bandwidths' share of the active experts, or as many as make the layer fastest, by trying all."""
+    costs = Costs(toy.spec(E=16, K=2), toy.machine(3))              # link and unit equally fast: A / (1 + N)
+    step = toy.step([40, 30, 20, 9, 4, 2, 1, 1], homes=[0, 1, 2, 0, 1, 2, 0, 1], S=50)
+    count = {how: MoNDE(prefill=how).plan(step, costs).moved.sum() for how in ("none", "share", "tuned")}
+    times = [layer_seconds(make_plan(step, 3, moved=np.arange(8) < m), costs) for m in range(9)]
+    assert (count["none"], count["share"], count["tuned"]) == (0, 2, int(np.argmin(times))) and count["tuned"] > 2
+
+
+def test_monde_relieves_the_busiest_module():
+    costs = Costs(toy.spec(E=16, K=8), toy.machine(2))              # 8 / 3 → 3 experts
+    step = toy.step([1] * 8, homes=[0, 0, 1, 1, 1, 1, 1, 0])
+    popular, busiest = (MoNDE(relieves=who).plan(step, costs) for who in ("popular", "busiest"))
+    assert popular.step.experts[popular.moved > 0].tolist() == [0, 1, 2]
+    assert busiest.step.experts[busiest.moved > 0].tolist()[:2] == [2, 3]           # 5 to 3, then either
+    assert layer_seconds(busiest, costs) < layer_seconds(popular, costs)
+
+
+@pytest.mark.parametrize("system", [OnDemand(cached=True), Fiddler(cached=True), MoNDE(cached=True)])
+def test_what_the_gpu_has_is_not_sent(system):
+    costs = Costs(toy.spec(K=8), toy.machine(2))
+    plan = system.plan(toy.step([1] * 8, homes=[0, 1] * 4, resident=[True, True] + [False] * 6), costs)
+    assert plan.resident.tolist() == [1, 1] + [0] * 6 and not problems(plan, N=2)
+    assert plan.moved.sum() == {OnDemand: 6, Fiddler: 0, MoNDE: 1}[type(system)]       # MoNDE's share is 3
+
+
 def test_tensor_parallelism_divides_every_expert():
     costs = toy.costs(units=4)
     step = toy.step([1, 1], homes=[3, 3])
@@ -94,9 +120,10 @@ def test_improved_is_never_beaten_by_a_grid(drawn, S, name, link, unit):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from(sorted(SYSTEMS)), st.integers(1, 5), st.integers(0, 2**32 - 1))
+@given(st.sampled_from([*sorted(SYSTEMS), MoNDE(relieves="busiest"), MoNDE("ceil")]), st.integers(1, 5),
+       st.integers(0, 2**32 - 1))
 def test_steps_of_one_situation_take_equally_long(name, N, seed):
-    rng, system = np.random.default_rng(seed), SYSTEMS[name]
+    rng, system = np.random.default_rng(seed), SYSTEMS.get(name, name)
     costs = Costs(toy.spec(K=4), toy.machine(N))
     homes, resident = rng.integers(0, N, (24, 4)), rng.random((24, 4)) < 0.4
     rows = system.situations(homes, resident, costs)
@@ -115,7 +142,7 @@ def test_a_plan_that_computes_an_expert_twice_is_found():
 
 @pytest.mark.parametrize("system, field, wrong", [
     (GPUNDP, "version", "improve"), (GPUNDP, "limit", "mem"), (GPUNDP, "eq2_tokens", "x"), (GPUNDP, "rounding", "flor"),
-    (MoNDE, "rounding", "flor")])
+    (MoNDE, "rounding", "flor"), (MoNDE, "relieves", "busy"), (MoNDE, "prefill", "tune")])
 def test_an_unknown_option_names_the_known_ones(system, field, wrong):
     with pytest.raises(ValueError, match=f"no {field} '{wrong}'.* There are: .*{getattr(system(), field)}"):
         system(**{field: wrong})

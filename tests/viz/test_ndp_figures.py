@@ -26,7 +26,7 @@ MADE = Lazily({
                      percent=True, line=(0.125, "chance")),
     "schedules": lambda: gantt({"MoNDE": LAYER, "+TP": LATER}),
     "balance": lambda: figures.balance(SIDES, {"Eq. 1": {"balanced": (1.2, 0.0016), "whole": (1, 0.002)}}),
-    "agreement": lambda: figures.agreement(ERRORS),
+    "agreement": lambda: figures.agreement(ERRORS, {"b": (-0.3, 0.05)}),
     "lines": lambda: figures.lines(SPACE, "step (ms)", "units N", log="xy", at=3),
 })
 
@@ -47,7 +47,8 @@ def test_axes_have_titles_with_units_and_figures_survive_json(name):
     ("bars", lambda trace: trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol or trace.mode),
     ("schedules", lambda trace: (trace.marker.color, trace.marker.pattern.shape, trace.y[0])),
     ("balance", lambda trace: trace.line.dash if trace.mode == "lines" else trace.marker.symbol),
-    ("agreement", lambda trace: trace.marker.symbol), ("lines", lambda trace: (trace.line.dash, trace.marker.symbol))])
+    ("agreement", lambda trace: trace.marker.symbol if trace.type == "scatter" else "bar"),
+    ("lines", lambda trace: (trace.line.dash, trace.marker.symbol))])
 def test_no_two_series_differ_by_colour_alone(name, look):
     looks = {trace.name: look(trace) for trace in MADE[name].data}
     assert len(set(looks.values())) == len(looks) > 1
@@ -96,7 +97,9 @@ def test_balance_draws_milliseconds_and_marks_the_solution():
 
 
 def test_only_misses_are_labelled():
-    assert [list(trace.text) for trace in MADE["agreement"].data] == [[""], ["-20 %", ""]]
+    assert [list(trace.text) for trace in MADE["agreement"].data[1:]] == [[""], ["-20 %", ""]]
+    band = MADE["agreement"].data[0]
+    np.testing.assert_allclose([band.base[0], band.base[0] + band.x[0]], [-30, 5])
     judge, = named(MADE["agreement"], "judge")
     np.testing.assert_allclose([judge.x[0], judge.error_x.arrayminus[0], judge.error_x.array[0]], [-20, 5, 10])
 

@@ -20,7 +20,8 @@ from moelab.bench.ane_accuracy import Answers, LossByOrder  # noqa: E402
 from moelab.bench.experts import ExpertTimes  # noqa: E402
 from moelab.experts.executor import Tally  # noqa: E402
 from moelab.ndp import conditions  # noqa: E402
-from moelab.ndp.fit import CLAIMS, FIT, JUDGED  # noqa: E402
+from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED  # noqa: E402
+from moelab.ndp.readings import Readings  # noqa: E402
 from moelab.ndp.sweep import MODELS, Assumptions  # noqa: E402
 from moelab.table import head_and_rows, markdown_table  # noqa: E402
 from moelab.viz import ane_figures, ane_tables, expert_figures, expert_tables, ndp_tables  # noqa: E402
@@ -154,7 +155,11 @@ def test_of_ndp():
     rows = shown(ndp_tables.answers(conditions.answers(units=(1, 6))), 4)
     assert rows[3]["E_g of Eq. 1, N = 1"] == "N.S." and "→" in rows[0]["E_g of Eq. 1, N = 1"]
     found = dict.fromkeys((*FIT, *JUDGED), (9.0, 8.0, 10.0))
-    shown(ndp_tables.published(found), len(FIT) + len(JUDGED))
+    combined = Readings({name: options[:1] for name, options in CHOICES.items()},
+                        {name: np.full([1] * len(CHOICES), 2.0) for name in found})
+    rows = shown(ndp_tables.published(found, combined), len(FIT) + len(JUDGED))
+    told = row(rows, "published figure", "Qwen3 decode")
+    assert (told["no simulator"], told["it agrees"], told["all that fit"]) == ("2.45", "**no**", "nan to nan")
     rows = shown(ndp_tables.misses(found, {"Qwen3 prefill": "Seen."}, "unknown"), len(FIT) + len(JUDGED))
     told = row(rows, "miss", CLAIMS["Qwen3 prefill"].text)
     assert told["likely reason"].endswith("Seen.") and rows[0]["likely reason"] == "unknown"
