@@ -14,6 +14,9 @@ by metrics of a notebook or of a bench, or by what testing it would need. Its ve
                                         could have come out on the other (`either_way`)
     not reproduced                      none of these; the claim says the likely reason
 
+What is reproduced, or has the same direction, must be so under each of a metric's `readings`, other choices where the
+source leaves one open; else it is not reproduced.
+
 A number agrees within its tolerance, and where no effect has a value (`neutral`) within half of the effect, too: 20 %
 of a gain of 1.2 would include none. An order that could not have come out otherwise must say so in `follows`.
 """
@@ -25,7 +28,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -102,8 +105,13 @@ class Claim:
                             abs(end - self.neutral) / 2) for end in (low, high))
         return low - below <= found <= high + above
 
-    def verdict(self, found: float | bool | str | None) -> str:
-        """By the rules above; `found` is None where no metric answers."""
+    def verdict(self, found: float | bool | str | None, readings: Iterable[float] = ()) -> str:
+        """By the rules above; `found` is None where no metric answers, `readings` are what it is by other choices."""
+        verdict = self._verdict(found)
+        lost = verdict in (REPRODUCED, DIRECTION) and any(self._verdict(of) == NOT_REPRODUCED for of in readings)
+        return NOT_REPRODUCED if lost else verdict
+
+    def _verdict(self, found: float | bool | str | None) -> str:
         if self.contradicted or self.needs:
             return CONTRADICTED if self.contradicted else NOT_TESTABLE
         if found is None:
@@ -142,6 +150,21 @@ class Row:
     spread: tuple[float, float] | None
     kind: str
     verdict: str
+    readings: dict[str, float] = field(default_factory=dict)        # other choices → what it is by them
+
+    @property
+    def lost(self) -> list[str]:
+        """Readings by which the claim does not hold although it holds by ours."""
+        claim = self.claim
+        return [name for name, value in self.readings.items()
+                if claim.verdict(self.ours) != NOT_REPRODUCED and claim.verdict(value) == NOT_REPRODUCED]
+
+    @property
+    def why(self) -> str:
+        """What stands behind the verdict."""
+        lost = ", ".join(f"{name}: {self.readings[name]:.3g}" for name in self.lost)
+        return f"it holds by our choice only ({lost})" if lost and self.verdict == NOT_REPRODUCED else self.claim.why(
+            self.verdict)
 
     @property
     def cells(self) -> list[str]:
@@ -149,7 +172,7 @@ class Row:
         between = f" ({self.spread[0]:.4g} to {self.spread[1]:.4g})" if self.spread else ""
         return [f"{self.claim.where}: {self.claim.text}", f"{self.claim.model}, {self.claim.hardware}", self.claim.said,
                 "–" if self.ours is None else format_value(self.ours) + between, self.kind, self.verdict,
-                self.claim.why(self.verdict)]
+                self.why]
 
 
 def load(path: str | Path | None = None) -> list[Claim]:
@@ -199,17 +222,19 @@ def _flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tup
             yield " | ".join((*before, name)), value
 
 
-def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str]:
-    """(value, kind) of what answers a claim; (None, "") if a metric is gone, or no number where one is needed."""
+def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, dict[str, Any]]:
+    """(value, kind, readings) of what answers a claim; (None, "", {}) if a metric is gone, or no number but needed."""
     names = [[name for name in metrics if name == wanted or fnmatchcase(name, wanted)] for wanted in claim.metric[1:]]
-    if not all(names):
-        return None, ""
     found = [metrics[name] for some in names for name in some]
-    values = [metric["value"] for metric in found]
-    words = isinstance(claim.value, (bool, str))
-    if not words and any(isinstance(value, str) for value in values) or claim.combine == "ratio" and 0 in values[1:]:
-        return None, ""
-    return COMBINE[claim.combine](values) if claim.combine else values[0], found[0]["kind"]
+    combine = COMBINE[claim.combine] if claim.combine else lambda values: values[0]
+
+    def read(reading: str | None) -> Any:
+        values = [metric.get("readings", {}).get(reading, metric["value"]) for metric in found]
+        words = not isinstance(claim.value, (bool, str)) and any(isinstance(value, str) for value in values)
+        return None if words or claim.combine == "ratio" and 0 in values[1:] else combine(values)
+    if not all(names) or (value := read(None)) is None:
+        return None, "", {}
+    return value, found[0]["kind"], {name: read(name) for metric in found for name in metric.get("readings", {})}
 
 
 def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
@@ -221,10 +246,10 @@ def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
         where = claim.metric[0] if claim.metric else ""
         if where and where not in runs:
             runs[where] = recorded(where, results)
-        found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "")]
-        (ours, kind), numbers = found[0], [value for value, _ in found if isinstance(value, (int, float))]
+        found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "", {})]
+        (ours, kind, readings), numbers = found[0], [value for value, *_ in found if isinstance(value, (int, float))]
         spread = (min(numbers), max(numbers)) if len(numbers) > 1 and not isinstance(ours, bool) else None
-        answered.append(Row(claim, ours, spread, kind, claim.verdict(ours)))
+        answered.append(Row(claim, ours, spread, kind, claim.verdict(ours, readings.values()), readings))
     return answered
 
 
@@ -247,7 +272,7 @@ def problems(answered: Iterable[Row]) -> list[str]:
         of = row.claim
         if of.metric and row.ours is None:
             found.append(f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}")
-        elif row.verdict == NOT_REPRODUCED and not of.reason and row.kind != "measured":
+        elif row.verdict == NOT_REPRODUCED and not (of.reason or row.lost) and row.kind != "measured":
             found.append(f"{of.source}/{of.id}: not reproduced, and no reason is given")
     return found
 

@@ -37,7 +37,7 @@ DIRECTIONS = {
     "offloading": {"models", "trace", "store", "cache", "schedule", "speculate", "experts"},
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
-    "ane": {"models", "trace", "calibration", "experts"},
+    "ane": {"models", "trace", "calibration", "experts", "claims"},
     "ndp": {"trace", "experts", "parallel", "claims"},
 }
 TECHNIQUES = set(DIRECTIONS)
