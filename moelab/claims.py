@@ -105,13 +105,8 @@ class Claim:
                             abs(end - self.neutral) / 2) for end in (low, high))
         return low - below <= found <= high + above
 
-    def verdict(self, found: float | bool | str | None, readings: Iterable[float] = ()) -> str:
-        """By the rules above; `found` is None where no metric answers, `readings` are what it is by other choices."""
-        verdict = self._verdict(found)
-        lost = verdict in (REPRODUCED, DIRECTION) and any(self._verdict(of) == NOT_REPRODUCED for of in readings)
-        return NOT_REPRODUCED if lost else verdict
-
-    def _verdict(self, found: float | bool | str | None) -> str:
+    def verdict(self, found: float | bool | str | None) -> str:
+        """By the rules above; `found` is None where no metric answers."""
         if self.contradicted or self.needs:
             return CONTRADICTED if self.contradicted else NOT_TESTABLE
         if found is None:
@@ -150,21 +145,15 @@ class Row:
     spread: tuple[float, float] | None
     kind: str
     verdict: str
-    readings: dict[str, float] = field(default_factory=dict)        # other choices → what it is by them
-
-    @property
-    def lost(self) -> list[str]:
-        """Readings by which the claim does not hold although it holds by ours."""
-        claim = self.claim
-        return [name for name, value in self.readings.items()
-                if claim.verdict(self.ours) != NOT_REPRODUCED and claim.verdict(value) == NOT_REPRODUCED]
+    readings: dict[str, Any] = field(default_factory=dict)      # other choices → what it is by them
+    lost: dict[str, Any] = field(default_factory=dict)          # those by which what holds by ours does not
 
     @property
     def why(self) -> str:
         """What stands behind the verdict."""
-        lost = ", ".join(f"{name}: {self.readings[name]:.3g}" for name in self.lost)
-        return f"it holds by our choice only ({lost})" if lost and self.verdict == NOT_REPRODUCED else self.claim.why(
-            self.verdict)
+        if self.lost and self.verdict == NOT_REPRODUCED:
+            return f"by our choices only; {', '.join(f'{name}: {value:.3g}' for name, value in self.lost.items())}"
+        return self.claim.why(self.verdict)
 
     @property
     def cells(self) -> list[str]:
@@ -249,7 +238,11 @@ def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
         found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "", {})]
         (ours, kind, readings), numbers = found[0], [value for value, *_ in found if isinstance(value, (int, float))]
         spread = (min(numbers), max(numbers)) if len(numbers) > 1 and not isinstance(ours, bool) else None
-        answered.append(Row(claim, ours, spread, kind, claim.verdict(ours, readings.values()), readings))
+        verdict = claim.verdict(ours)
+        lost = {name: value for name, value in readings.items()
+                if NOT_REPRODUCED == claim.verdict(value) != verdict}
+        verdict = NOT_REPRODUCED if lost and verdict in (REPRODUCED, DIRECTION) else verdict
+        answered.append(Row(claim, ours, spread, kind, verdict, readings, lost))
     return answered
 
 

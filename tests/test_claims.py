@@ -139,7 +139,7 @@ def test_readings_are_combined_choice_by_choice():
     own = {"n": {"a": {"value": 6.0, "kind": "modelled", "readings": {"p": 8.0, "q": 6.0}},
                  "b": {"value": 3.0, "kind": "modelled", "readings": {"p": 2.0}}}}
     row, = rows([claim(metric=("n", "a", "b"), combine="ratio")], own=own)
-    assert row.ours == 2.0 and row.readings == {"p": 4.0, "q": 2.0} and row.lost == ["p"]
+    assert row.ours == 2.0 and row.readings == {"p": 4.0, "q": 2.0} and row.lost == {"p": 4.0}
 
 
 FILE = """

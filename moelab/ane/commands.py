@@ -152,9 +152,9 @@ def plan(args: argparse.Namespace) -> int:
         cost = device.prefill(made, args.prompt)
         latency, energy = (100 * cost.error[quantity] for quantity in ("latency", "energy"))
         print(f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled: TTFT {cost.ttft_s:.2f} s, "
-              f"{cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of CPU. Graphs that were left out of the fit are "
-              f"predicted to {latency:.1f} % RMS in latency, {energy:.1f} % in energy; the CPU's times and powers are "
-              f"single figures of unknown error"
+              f"{cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of CPU. Graphs that were left out of the fit "
+              f"are predicted to {latency:.1f} % RMS in latency, {energy:.1f} % in energy; the CPU's times and powers "
+              f"are single figures of unknown error"
               + ("" if args.weights == "fp16" else f"; of fp16 graphs, nobody has published times of {args.weights}"))
     if args.save is not None:
         print(made.save(args.save))

@@ -9,11 +9,11 @@ import time
 from typing import Any
 
 from moelab import claims
-from moelab.ane.device.comparison import METRICS, modelled, order, ratio, studies
+from moelab.ane.device.comparison import METRICS, modelled, ratio, studies
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.plan import ANEPlan, count, make_plan
 from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
-from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.ane.systems import SYSTEMS
 from moelab.cards import load_model
 
 
@@ -36,10 +36,6 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
         "PhiMoE, system ÷ ours (modelled)": {
             f"P={prompt}, B={chunk}: {metric}": {system: ratio(run, metric, system) for system in SYSTEMS}
             for (prompt, chunk), run in found.items() for metric in METRICS},
-        "PhiMoE, best to worst (modelled)": {
-            f"P={prompt}, B={chunk}: {metric}": {"systems": " < ".join(order(run, metric, TABLE_2)),
-                                                 "ablation": " < ".join(order(run, metric, ABLATION))}
-            for (prompt, chunk), run in found.items() for metric in ("ttft", "energy")},
         "published figures beside them (paper, modelled)": {
             row.claim.id: {"paper": row.claim.said, "modelled": row.ours, "verdict": row.verdict, "why": row.why,
                            "source": row.claim.where} for row in answers},

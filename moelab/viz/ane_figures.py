@@ -127,7 +127,7 @@ def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> go.Figu
 
 
 def misses(rows: Sequence[Row]) -> go.Figure:
-    """How far modelled numbers are from the published ones, by kind, and the verdict; points that coincide are spread.
+    """How far modelled numbers are from the published ones, by kind and verdict; points that coincide are spread.
 
     Orders, and what the source itself contradicts, are left out.
     """

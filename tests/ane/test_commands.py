@@ -52,7 +52,8 @@ def test_what_does_not_fit_is_said(capsys):
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (["DeepSeek-V3"], "DeepSeek-V3 has at least 1,3"), (["Phi-3.5-MoE", "--device", "m2-max"], "m2-max 64 GB of memory"),
+    (["DeepSeek-V3"], "DeepSeek-V3 has at least 1,3"),
+    (["Phi-3.5-MoE", "--device", "m2-max"], "m2-max 64 GB of memory"),
     (["DeepSeek-V2-Lite", "--prompt", "64"], "multi-head latent attention (MLA)")])
 def test_what_cannot_be_is_refused(arguments, told, capsys):
     assert main(["ane", "plan", *arguments]) == 2

@@ -40,8 +40,8 @@ MADE = Lazily({
         {model: {(1024, 256): dict.fromkeys(TABLE_2, SimpleNamespace(ttft_s=3.0, mj_per_token=9.0))}
          for model in MACHINES}, (1024, 256)),
     "misses": lambda: figures.misses([
-        Row(Claim("s", "S", text, "§1", text, "h", "m", value=value, metric=("n", metric)), ours, None, "modelled", verdict)
-        for text, value, metric, ours, verdict in (
+        Row(Claim("s", "S", text, "§1", text, "h", "m", value=value, metric=("n", metric)), ours, None, "modelled",
+            verdict) for text, value, metric, ours, verdict in (
             ("near", 2.0, "phi_ttft_cpu", 2.2, REPRODUCED), ("far", 2.0, "phi_ttft_cpu", 1.4, NOT_REPRODUCED),
             ("fitted", 2.0, "watts", 2.0, FITTED), ("a word", "no", "ttft", "no", REPRODUCED))]),
     "around": lambda: figures.around({Setting(): SimpleNamespace(point=(0.1, 0.3, 5.0, 70.0)),

@@ -121,9 +121,9 @@ class DeviceModel:
     def require(self, plan: ANEPlan) -> None:
         """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE share."""
         if plan.weight_bytes > self.memory_bytes:
-            raise ValueError(f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, {self.device} "
-                             f"{self.memory_bytes / 1e9:,.0f} GB of memory, and what reading them from a disk takes is "
-                             f"not modelled: plan experts of fewer bytes a weight, or a larger machine")
+            raise ValueError(f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, "
+                             f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading them from a "
+                             f"disk takes is not modelled: plan experts of fewer bytes a weight, or a larger machine")
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
         """The same formulas with graphs of PhiMoE's experts as timed on another machine; the CPU's parameters stay.

@@ -1,4 +1,4 @@
-"""What NPUMoE publishes about the Apple Neural Engine: its Tables 3 to 9, as the ledger (`data/claims.toml`) holds them.
+"""What NPUMoE publishes about the Apple Neural Engine: its tables as the ledger (`data/claims.toml`) holds them.
 
 Which of these numbers the device model is fitted to is said there as well, claim by claim. M2 Ultra and PhiMoE
 (Phi-3.5-MoE) unless said otherwise. `inconsistencies` recomputes what does not fit together in the source. Two more:
