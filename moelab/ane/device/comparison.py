@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -39,19 +40,25 @@ Study = dict[tuple[int, int], dict[str, Prefill]]
 
 
 def study(model: str = "Phi-3.5-MoE", device: DeviceModel | None = None, runs: Iterable[tuple[int, int]] = RUNS,
-          systems: Iterable[str] = tuple(SYSTEMS), skew: str = "typical", seed: int = 0, **options) -> Study:
-    """Every system's prefill for each (prompt, chunk), from a model card; `options` are those of `make_plan`.
+          systems: Iterable[str] = tuple(SYSTEMS), skew: str = "typical", seed: int = 0) -> Study:
+    """Every system's prefill for each (prompt, chunk), from a model card.
 
     Plans are made from assumed counts and costed under other chunks of the same popularity.
     """
-    device, spec, found = device or DeviceModel.of(), load_model(model), {}
+    device, found = device or DeviceModel.of(), {}
     for prompt, chunk in runs:
-        counts, tokens = assumed_counts(spec, chunk, skew=skew, seed=seed)
-        unseen = assumed_loads(spec, chunk, 80, skew, seed)[64:]
-        found[prompt, chunk] = {
-            system: device.prefill(make_plan(spec, counts, tokens, chunk, system=system, popularity=f"assumed: {skew}",
-                                             **options), prompt, unseen) for system in systems}
+        plans, unseen = _plans(model, chunk, skew, seed)
+        found[prompt, chunk] = {system: device.prefill(plans[system], prompt, unseen) for system in systems}
     return found
+
+
+@cache
+def _plans(model: str, chunk: int, skew: str, seed: int) -> tuple[dict[str, ANEPlan], np.ndarray]:
+    """(system → plan, loads of other chunks)."""
+    spec = load_model(model)
+    counted = assumed_counts(spec, chunk, skew=skew, seed=seed)
+    return ({system: make_plan(spec, *counted, chunk, system=system, popularity=f"assumed: {skew}")
+             for system in SYSTEMS}, assumed_loads(spec, chunk, 80, skew, seed)[64:])
 
 
 def ratio(run: dict[str, Prefill], metric: str, system: str) -> float:

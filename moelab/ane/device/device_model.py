@@ -184,9 +184,10 @@ class DeviceModel:
                 ) -> tuple[Cost, float, float]:
         """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E]."""
         spec, how = plan.spec, SYSTEMS[plan.system]
-        ane, rows = Cost(), 0.0
+        ane, rows, size = Cost(), 0.0, spec.expert_params / REFERENCE_PARAMS
+        rates = self.rates.scaled(size, size)
         for (G, C), n in Counter((len(group.experts), group.capacity) for group in layer.on("ane")).items():
-            ane += self.graph(spec, G, C) * n
+            ane += self._on_ane(rates, G, C) * n
             rows += G * C * n
         heavy = sum(group.weight_bytes for group in layer.on("ane")) / REFERENCE_BYTES
         placing = self._on_cpu(0.0 if how.managed else self.cpu.dispatch * heavy)
@@ -230,7 +231,8 @@ class DeviceModel:
             tokens = means[l], None if visited is None else visited[l]
             cost, launching, computed = self.experts(plan, layer, *tokens)
             experts, dispatch, rows = experts + cost, dispatch + launching, rows + computed
-            padding += cost - self.experts(plan, _unpadded(layer, loads[:, l]), *tokens)[0]
+            if layer.on("ane"):
+                padding += cost - self.experts(plan, _unpadded(layer, loads[:, l]), *tokens)[0]
         for _ in range(spec.num_layers - spec.L):
             attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention)
             experts += self.dense(spec, spec.dense_I, plan.chunk)
@@ -258,6 +260,10 @@ class DeviceModel:
 
 def _unpadded(layer: LayerPlan, loads: np.ndarray) -> LayerPlan:
     """The layer with graphs of as many rows as are executed on average; loads [n, E]. No graph is made so."""
-    return replace(layer, groups=tuple(
-        replace(group, capacity=max(float(np.minimum(loads[:, list(group.experts)], group.capacity).mean()), 1e-6))
-        for group in layer.groups))
+    capacity = np.full(loads.shape[1], np.inf)
+    for group in layer.on("ane"):
+        capacity[list(group.experts)] = group.capacity
+    executed = np.minimum(loads, capacity).mean(0).tolist()
+    return replace(layer, groups=(*layer.on("cpu"), *(
+        replace(group, capacity=max(sum(executed[e] for e in group.experts) / len(group.experts), 1e-6))
+        for group in layer.on("ane"))))
