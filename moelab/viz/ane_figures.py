@@ -127,11 +127,11 @@ def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> go.Figu
 
 
 def misses(rows: Sequence[Row]) -> go.Figure:
-    """How far modelled numbers are from the published ones, by kind and verdict; points that coincide are spread.
+    """How far modelled numbers are from the published ones, by kind and verdict; equal ones are spread.
 
     Orders, and what the source itself contradicts, are left out.
     """
-    kinds = {"_ttft": "TTFT", "energy": "energy", "cycles": "CPU cycles", "": "others"}     # part of a metric → its kind
+    kinds = {"_ttft": "TTFT", "energy": "energy", "cycles": "CPU cycles", "": "others"}  # part of a name → kind
     looks = {"reproduced": ("circle-open", theme.BLUE, {REPRODUCED}), "not reproduced": (
         "x", theme.VERMILLION, {NOT_REPRODUCED}), "fitted, or follows": ("diamond-open", GREY, {FITTED, FOLLOWS})}
     groups = {kind: [] for kind in kinds.values()}
