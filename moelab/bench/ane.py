@@ -9,11 +9,10 @@ import time
 from typing import Any
 
 from moelab import claims
-from moelab.ane.device.comparison import METRICS, modelled, ratio, studies
+from moelab.ane.device.comparison import modelled, studies
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.plan import ANEPlan, count, make_plan
 from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
-from moelab.ane.systems import SYSTEMS
 from moelab.cards import load_model
 
 
@@ -33,9 +32,6 @@ def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]
             f"P={prompt}, B={chunk}": {"TTFT, s": p.ttft_s, "mJ a token": p.mj_per_token, "CPU busy, s": p.cpu_s,
                                        "slots a token": p.slots_per_token}
             for (prompt, chunk), run in found.items() for p in [run["npumoe"]]},
-        "PhiMoE, system ÷ ours (modelled)": {
-            f"P={prompt}, B={chunk}: {metric}": {system: ratio(run, metric, system) for system in SYSTEMS}
-            for (prompt, chunk), run in found.items() for metric in METRICS},
         "published figures beside them (paper, modelled)": {
             row.claim.id: {"paper": row.claim.said, "modelled": row.ours, "verdict": row.verdict, "why": row.why,
                            "source": row.claim.where} for row in answers},
