@@ -15,6 +15,9 @@ by metrics of a notebook or of a bench, or by what testing it would need. Its ve
                                         could have come out on the other (`either_way`)
     not reproduced                      none of these; the claim says the likely reason
 
+What is reproduced, or has the same direction, must be so under each of a metric's `readings`, other choices where the
+source leaves one open; else it is not reproduced.
+
 A number agrees within its tolerance, and where no effect has a value (`neutral`) within half of the effect, too: 20 %
 of a gain of 1.2 would include none. An order that could not have come out otherwise must say so in `follows`.
 """
@@ -26,7 +29,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -155,6 +158,15 @@ class Row:
     spread: tuple[float, float] | None
     kind: str
     verdict: str
+    readings: dict[str, Any] = field(default_factory=dict)      # other choices → what it is by them
+    lost: dict[str, Any] = field(default_factory=dict)          # those by which what holds by ours does not
+
+    @property
+    def why(self) -> str:
+        """What stands behind the verdict."""
+        if self.lost and self.verdict == NOT_REPRODUCED:
+            return f"by our choices only; {', '.join(f'{name}: {value:.3g}' for name, value in self.lost.items())}"
+        return self.claim.why(self.verdict)
 
     @property
     def cells(self) -> list[str]:
@@ -162,7 +174,7 @@ class Row:
         between = f" ({self.spread[0]:.4g} to {self.spread[1]:.4g})" if self.spread else ""
         return [f"{self.claim.where}: {self.claim.text}", f"{self.claim.model}, {self.claim.hardware}", self.claim.said,
                 "–" if self.ours is None else format_value(self.ours) + between, self.kind, self.verdict,
-                self.claim.why(self.verdict)]
+                self.why]
 
 
 def load(path: str | Path | None = None) -> list[Claim]:
@@ -230,17 +242,19 @@ def _flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tup
             yield " | ".join((*before, name)), value
 
 
-def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str]:
-    """(value, kind) of what answers a claim; (None, "") if a metric is gone, or no number where one is needed."""
+def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, dict[str, Any]]:
+    """(value, kind, readings) of what answers a claim; (None, "", {}) if a metric is gone, or no number but needed."""
     names = [[name for name in metrics if name == wanted or fnmatchcase(name, wanted)] for wanted in claim.metric[1:]]
-    if not all(names):
-        return None, ""
     found = [metrics[name] for some in names for name in some]
-    values = [metric["value"] for metric in found]
-    words = isinstance(claim.value, (bool, str))
-    if not words and any(isinstance(value, str) for value in values) or claim.combine == "ratio" and 0 in values[1:]:
-        return None, ""
-    return COMBINE[claim.combine](values) if claim.combine else values[0], found[0]["kind"]
+    combine = COMBINE[claim.combine] if claim.combine else lambda values: values[0]
+
+    def read(reading: str | None) -> Any:
+        values = [metric.get("readings", {}).get(reading, metric["value"]) for metric in found]
+        words = not isinstance(claim.value, (bool, str)) and any(isinstance(value, str) for value in values)
+        return None if words or claim.combine == "ratio" and 0 in values[1:] else combine(values)
+    if not all(names) or (value := read(None)) is None:
+        return None, "", {}
+    return value, found[0]["kind"], {name: read(name) for metric in found for name in metric.get("readings", {})}
 
 
 def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
@@ -252,10 +266,14 @@ def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
         where = claim.metric[0] if claim.metric else ""
         if where and where not in runs:
             runs[where] = recorded(where, results)
-        found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "")]
-        (ours, kind), numbers = found[0], [value for value, _ in found if isinstance(value, (int, float))]
+        found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "", {})]
+        (ours, kind, readings), numbers = found[0], [value for value, *_ in found if isinstance(value, (int, float))]
         spread = (min(numbers), max(numbers)) if len(numbers) > 1 and not isinstance(ours, bool) else None
-        answered.append(Row(claim, ours, spread, kind, claim.verdict(ours)))
+        verdict = claim.verdict(ours)
+        lost = {name: value for name, value in readings.items()
+                if NOT_REPRODUCED == claim.verdict(value) != verdict}
+        verdict = NOT_REPRODUCED if lost and verdict in (REPRODUCED, DIRECTION) else verdict
+        answered.append(Row(claim, ours, spread, kind, verdict, readings, lost))
     return answered
 
 
@@ -278,7 +296,7 @@ def problems(answered: Iterable[Row]) -> list[str]:
         of = row.claim
         if of.metric and row.ours is None:
             found.append(f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}")
-        elif row.verdict == NOT_REPRODUCED and not of.reason and row.kind != "measured":
+        elif row.verdict == NOT_REPRODUCED and not (of.reason or row.lost) and row.kind != "measured":
             found.append(f"{of.source}/{of.id}: not reproduced, and no reason is given")
     return found
 

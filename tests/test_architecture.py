@@ -38,7 +38,7 @@ DIRECTIONS = {
     "advice": {"models", "offloading", "calibration", "cache"},
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
-    "ane": {"models", "trace", "calibration", "experts"},
+    "ane": {"models", "trace", "calibration", "experts", "claims"},
     "ndp": {"trace", "experts", "parallel", "claims"},
 }
 TECHNIQUES = set(DIRECTIONS)

@@ -124,13 +124,23 @@ def test_what_gpu_ndp_was_fitted_to_is_fitted_here():
                       "end to end ÷ MoE-OnDemand", "Qwen3, N=2, decode NDP+TP"}
 
 
-def test_numbers_that_the_device_model_holds_are_the_ledgers():
-    from moelab.ane.device import published
-    said = {claim.metric[1]: claim.value for claim in claims.ledger() if len(claim.metric) == 2}
-    held = {f"phi_{c.prompt}_{c.chunk}_{c.metric.replace(' ', '_')}_{c.system}": c.low
-            for c in published.CLAIMS if c.prompt and c.low == c.high}
-    held |= {f"slot_{s.G}x{s.C}": s.ms for s in published.TABLE_5 if s.mode == "serial"}
-    assert len(held) == 12 + 3 + 6 + 11 and held.items() <= said.items()
+@pytest.mark.parametrize("how, by_ours, by_another, verdict", [
+    ({}, 2.1, 2.0, REPRODUCED), ({}, 2.1, 2.9, NOT_REPRODUCED), ({"above": 1.0}, 1.1, 0.9, NOT_REPRODUCED),
+    ({"above": 1.0}, 1.1, 9.0, DIRECTION), ({}, 2.9, 2.0, NOT_REPRODUCED), ({"fitted": "by it"}, 2.1, 2.9, FITTED),
+    ({"follows": "of it"}, 2.1, 2.9, FOLLOWS), ({"contradicted": "elsewhere"}, 2.1, 2.9, CONTRADICTED)])
+def test_what_holds_by_one_choice_only_is_not_reproduced(how, by_ours, by_another, verdict):
+    metric = {"value": by_ours, "kind": "modelled", "readings": {"turned round": by_another}}
+    row, = rows([claim(**how | {"metric": ("n", "x")})], own={"n": {"x": metric}})
+    assert (row.verdict, row.ours, row.readings) == (verdict, by_ours, {"turned round": by_another})
+    changed = verdict == NOT_REPRODUCED and by_ours != 2.9
+    assert ("turned round" in row.cells[-1]) == changed and (claims.problems([row]) == []) == (by_ours != 2.9)
+
+
+def test_readings_are_combined_choice_by_choice():
+    own = {"n": {"a": {"value": 6.0, "kind": "modelled", "readings": {"p": 8.0, "q": 6.0}},
+                 "b": {"value": 3.0, "kind": "modelled", "readings": {"p": 2.0}}}}
+    row, = rows([claim(metric=("n", "a", "b"), combine="ratio")], own=own)
+    assert row.ours == 2.0 and row.readings == {"p": 4.0, "q": 2.0} and row.lost == {"p": 4.0}
 
 
 FILE = """

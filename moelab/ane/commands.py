@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--prompt", type=whole(1), metavar="N", help="also what a prompt of N tokens costs, as modelled")
     where = one.add_mutually_exclusive_group()
     where.add_argument("--device", default="m2-ultra", choices=("m2-ultra", "m2-max"),
-                       help="its memory must hold the graphs; also of --prompt (%(default)s)")
+                       help="its memory must hold the weights; also of --prompt (%(default)s)")
     where.add_argument("--samples", type=Path, metavar="FILE",
                        help="of --prompt: samples of `ane calibrate` to refit to")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
@@ -132,22 +132,29 @@ def plan(args: argparse.Namespace) -> int:
     from moelab.ane.device.device_model import DeviceModel
     if args.samples is not None and args.prompt is None:
         raise ValueError(f"--samples {args.samples} says what a prompt costs; give its length, too, by --prompt N")
-    if args.samples is None:
-        device = DeviceModel.of(args.device)
+    device = DeviceModel.of(args.device)
+    if args.samples is not None:
+        from moelab.ane.device.timing import load_samples
+        device = DeviceModel.of("m2-ultra").refit(*load_samples(args.samples))
     spec, model_id = _spec(None if args.model == "small" else args.model, "calibration" in args)
-    made = _plan(spec, model_id, args, None if args.samples is not None else device.memory_bytes)
+    made = _plan(spec, model_id, args)
+    device.require(made)
+    if args.prompt is not None and args.model not in cards.MODELS:      # only what a conversion would put on the ANE
+        from moelab.ane.coreml.convert import ConversionSettings, possible
+        from moelab.models import find
+        from moelab.models.checkpoint import load_config
+        made = possible(made, load_config(find(None if args.model == "small" else args.model)),
+                        ConversionSettings(max(args.prompt, made.chunk)))
     if args.layers is not None and max(args.layers) >= spec.L:
         raise ValueError(f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}")
     print(made.describe(args.layers))
     if args.prompt is not None:
-        if args.samples is not None:
-            from moelab.ane.device.timing import load_samples
-            device = DeviceModel.of("m2-ultra").refit(*load_samples(args.samples))
         cost = device.prefill(made, args.prompt)
-        latency, energy = (100 * cost.fit_error[quantity] for quantity in ("latency", "energy"))
-        print(f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled (fit error {latency:.1f} % RMS in "
-              f"latency, {energy:.1f} % in energy): TTFT {cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, "
-              f"{cost.cpu_s:.2f} s of CPU"
+        latency, energy = (100 * cost.error[quantity] for quantity in ("latency", "energy"))
+        print(f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled: TTFT {cost.ttft_s:.2f} s, "
+              f"{cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of CPU. Graphs that were left out of the fit "
+              f"are predicted to {latency:.1f} % RMS in latency, {energy:.1f} % in energy; the CPU's times and powers "
+              f"are single figures of unknown error"
               + ("" if args.weights == "fp16" else f"; of fp16 graphs, nobody has published times of {args.weights}"))
     if args.save is not None:
         print(made.save(args.save))
@@ -263,14 +270,14 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     return spec_from_config(load_config(folder), name=opening.model_name(model, folder)), None
 
 
-def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace, memory: float | None = None) -> Any:
+def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
     from moelab.ane.coreml.ffn_graph import WEIGHTS
     from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
     from moelab.ane.popularity import assumed_counts
     if args.weights not in WEIGHTS:
         raise ValueError(f"--weights is {args.weights!r}; it must be one of {', '.join(WEIGHTS)}")
     options = {name: getattr(args, name, default) for name, (*_, default, _) in PLANNING.items()}
-    options |= {"bytes_per_weight": WEIGHTS[args.weights] / 8, "memory_bytes": memory,
+    options |= {"bytes_per_weight": WEIGHTS[args.weights] / 8,
                 "max_graph_bytes": args.max_graph_mb * MB if "max_graph_mb" in args else MAX_GRAPH_BYTES}
     if "calibration" not in args:
         skew = getattr(args, "skew", "typical")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.systems import SYSTEMS, UNITS, Unit, why_no_graph
+from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, UNITS, Unit, why_no_graph
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
 from moelab.files import write_text
 from moelab.specs import MoESpec
@@ -110,6 +110,18 @@ class ANEPlan:
         return sum(group.weight_bytes for group in self.graphs)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a machine needs at least: experts, the rest in fp16, the embedding once.
+
+        Other attention than grouped-query attention is not counted.
+        """
+        spec = self.spec
+        attention = attention_params(spec) if spec.model_type in GROUPED_QUERY else 0
+        dense = 3 * spec.H * (spec.L * spec.shared_I + (spec.num_layers - spec.L) * spec.dense_I)
+        return (sum(group.weight_bytes for layer in self.layers for group in layer.groups)
+                + 2 * (spec.num_layers * attention + dense + spec.vocab * spec.H))
+
+    @property
     def largest_graph_bytes(self) -> int:
         return max((group.weight_bytes for group in self.graphs), default=0)
 
@@ -187,8 +199,8 @@ class ANEPlan:
 def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_size: int = 8, levels: int = 3,
               max_graph_bytes: float = MAX_GRAPH_BYTES, system: str = "npumoe", *, rule: str = "topk",
               slack: float = 1.0, tiers: Sequence[Tiers] | None = None, cold_share: float = 0.1, min_rows: float = 32,
-              bytes_per_weight: float = 2.0, memory_bytes: float | None = None, max_graphs: int = MAX_GRAPHS,
-              popularity: str = "calibrated", model_id: str = "") -> ANEPlan:
+              bytes_per_weight: float = 2.0, max_graphs: int = MAX_GRAPHS, popularity: str = "calibrated",
+              model_id: str = "") -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
     counts, tokens : [L, E] routings to each expert, and of how many tokens: `calibration.counts(PREFILL)` and
@@ -200,16 +212,15 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         groups that expect fewer tokens of a chunk, too few to pay a launch. NPUMoE §4.3 has the criterion and one
         example (a group of 2 × 8 is too small), no threshold: both are ours.
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8, 0.5 for 4-bit palettes. Attention stays fp16.
-    memory_bytes : of the machine, for the weights of all graphs; None if it is not known.
-    max_graphs : that stay loaded; does not apply where Core ML places graphs. If memory or this is too little, the
-        groups that the fewest tokens come to go to the CPU.
+    max_graphs : that stay loaded; does not apply where Core ML places graphs. Of more, the groups that the fewest
+        tokens come to go to the CPU.
     popularity, model_id : as in `ANEPlan`.
     """
     if system not in SYSTEMS:
         raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
     for name, value in (("tokens", tokens), ("chunk", chunk), ("group_size", group_size), ("slack", slack),
                         ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight),
-                        ("max_graphs", max_graphs), ("memory_bytes", 1 if memory_bytes is None else memory_bytes)):
+                        ("max_graphs", max_graphs)):
         if not 0 < value < float("inf"):                        # also nan
             raise ValueError(f"{name} is {value}; it must be positive and finite")
     counts = np.asarray(counts, dtype=float)
@@ -248,12 +259,10 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
                                           min_rows, expert_bytes), attention)
               for of_layer, row in zip(tiers, counts)]
     attentions = spec.num_layers * (attention == "ane")
-    room = np.inf if memory_bytes is None else memory_bytes - attention_bytes * attentions
-    layers, left = _within(layers, room, max_graphs - attentions if how.managed else np.inf)
+    layers, left = _within(layers, max(max_graphs - attentions, 0) if how.managed else None)
     if left:
-        memory = "" if memory_bytes is None else f" or {memory_bytes / 1e9:,.0f} GB of memory"
         problems.append(f"{left} groups of experts stay on the CPU: all of them and attention would be more than "
-                        f"{max_graphs:,} graphs{memory}")
+                        f"{max_graphs:,} graphs")
     return ANEPlan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
 
 
@@ -279,12 +288,11 @@ def _placed(tiers: Tiers, counts: Sequence[float], expected: Sequence[float], si
                  for group in form_groups(tiers, counts, size, fit, members))
 
 
-def _within(layers: list[LayerPlan], room: float, graphs: float) -> tuple[list[LayerPlan], int]:
-    """(layers with as many groups on the ANE as fit, most expected tokens first; how many have gone to the CPU)."""
+def _within(layers: list[LayerPlan], graphs: int | None) -> tuple[list[LayerPlan], int]:
+    """(layers with that many groups on the ANE, most expected tokens first; how many have gone to the CPU)."""
     wanted = sorted(((l, g) for l, layer in enumerate(layers) for g, group in enumerate(layer.groups)
                      if group.unit == "ane"), key=lambda at: -layers[at[0]].groups[at[1]].expected)
-    size = np.cumsum([layers[l].groups[g].weight_bytes for l, g in wanted])
-    away = set(wanted[int(min((size <= room).sum(), max(graphs, 0))):])
+    away = set(() if graphs is None else wanted[graphs:])
     return [replace(layer, groups=tuple(replace(group, unit="cpu") if (l, g) in away else group
                                         for g, group in enumerate(layer.groups)))
             for l, layer in enumerate(layers)], len(away)

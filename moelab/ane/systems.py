@@ -53,9 +53,10 @@ OPERATORS = (
 
 #: architectures whose attention `moelab.ane.coreml.attention_graph` computes, each checked by a test
 ATTENTION_GRAPHS = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
-#: those whose attention is grouped-query attention by its weights and operations, so that `device_model` can cost it;
-#: multi-head latent attention (deepseek_v2, deepseek_v3, glm4_moe_lite) is not
+#: those whose attention is grouped-query attention by its weights and operations, so that `device_model` can cost it
 GROUPED_QUERY = (*ATTENTION_GRAPHS, "deepseek", "gpt_oss", "llama4_text")
+#: those with multi-head latent attention (MLA), which is another cost
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 #: architectures whose experts no graph here can stand for → why
 NO_EXPERT_GRAPHS = {
     "llama4_text": "in Llama 4 the routing weights scale the experts' input, and a graph's output is what is weighted",

@@ -1,7 +1,6 @@
 """Planning for the Apple Neural Engine, and its device model beside NPUMoE's figures; needs no Mac.
 
-Times of planning are CPU time, measured; counts are exact for an assumed popularity; all else is modelled. Table 9 is
-left out, as its run is not described.
+Times of planning are CPU time, measured; counts are exact for an assumed popularity; all else is modelled.
 """
 
 from __future__ import annotations
@@ -9,39 +8,33 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from moelab.ane.device.comparison import METRICS, compare_with_paper, order, ratio, study
+from moelab import claims
+from moelab.ane.device.comparison import modelled, studies
 from moelab.ane.device.device_model import DeviceModel
-from moelab.ane.device.published import FITTED
 from moelab.ane.plan import ANEPlan, count, make_plan
 from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
-from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.cards import load_model
-from moelab.table import span
 
 
 def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]]:
     device = DeviceModel.of(mode=mode)
-    found = study(device=device, skew=skew)
+    models = studies(skew=skew, mode=mode)
+    found, notebook = models["Phi-3.5-MoE"], "06_ane_conversion"
+    metrics = {name: dict(zip(("value", "unit", "kind", "readings"), of))
+               for name, of in modelled(models, skew=skew, mode=mode).items()}
+    asked = [claim for claim in claims.ledger() if claim.metric[:1] == (notebook,)]
+    answers = [row for row in claims.rows(asked, own={notebook: metrics}) if row.ours is not None]
     return {
         "fit to Table 5, relative errors (modelled)": device.fit_table(),
         "fitted parameters": {name: {"value": figure.value, "unit": figure.unit, "source": figure.source}
                               for name, figure in (device.rates.figures() | device.cpu.figures()).items()},
-        "fitted to": {name: {"what": what} for name, what in FITTED.items()},
         "PhiMoE, ours (modelled)": {
             f"P={prompt}, B={chunk}": {"TTFT, s": p.ttft_s, "mJ a token": p.mj_per_token, "CPU busy, s": p.cpu_s,
                                        "slots a token": p.slots_per_token}
             for (prompt, chunk), run in found.items() for p in [run["npumoe"]]},
-        "PhiMoE, system ÷ ours (modelled)": {
-            f"P={prompt}, B={chunk}: {metric}": {system: ratio(run, metric, system) for system in SYSTEMS}
-            for (prompt, chunk), run in found.items() for metric in METRICS},
-        "PhiMoE, best to worst (modelled)": {
-            f"P={prompt}, B={chunk}: {metric}": {"systems": " < ".join(order(run, metric, TABLE_2)),
-                                                 "ablation": " < ".join(order(run, metric, ABLATION))}
-            for (prompt, chunk), run in found.items() for metric in ("ttft", "energy")},
-        "published figures that only judge (paper, modelled)": {
-            row.name: {"paper": span(*row.paper), "modelled": span(*row.modelled), "error": f"{row.error:+.0%}",
-                       "": "MISS" if row.miss else "", "source": row.source}
-            for row in compare_with_paper(mode, skew=skew)},
+        "published figures beside them (paper, modelled)": {
+            row.claim.id: {"paper": row.claim.said, "modelled": row.ours, "verdict": row.verdict, "why": row.why,
+                           "source": row.claim.where} for row in answers},
         f"plans from cards, popularity assumed: {skew}": {
             name: planned(name, skew) for name in ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B")}}
 

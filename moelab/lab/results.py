@@ -98,21 +98,31 @@ class Run:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured") -> None:
-        """Note one finite number, text or truth value; the same name again replaces it."""
+    def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured",
+               readings: dict[str, float] | None = None) -> None:
+        """Note one finite number, text or truth value; the same name again replaces it.
+
+        readings : what it is by other choices, by their names, where the source leaves one open; claims are to hold by
+            each (`moelab.claims`).
+        """
         if kind not in KINDS:
             raise ValueError(f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}")
-        self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind}
+        self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind} | (
+            {"readings": {of: _plain(name, other) for of, other in readings.items()}} if readings else {})
 
-    def verdicts(self, metrics: Iterable[str] = ()) -> None:
-        """Show the sources' claims that this notebook's metrics, or these of them, answer, beside what was found."""
+    def answered(self, metrics: Iterable[str] = ()) -> list[Any]:
+        """The sources' claims that this notebook's metrics, or these of them, answer: rows of `moelab.claims`."""
         from moelab import claims
-        from moelab.viz.notebook import say, table
         wanted = set(metrics)
         own = [claim for claim in claims.ledger() if claim.metric[:1] == (self.notebook,)
                and (not wanted or wanted.issuperset(claim.metric[1:]))]
-        if own:
-            rows = claims.rows(own, own={self.notebook: self.metrics})
+        return claims.rows(own, own={self.notebook: self.metrics}) if own else []
+
+    def verdicts(self, metrics: Iterable[str] = ()) -> None:
+        """Show them beside what was found."""
+        from moelab import claims
+        from moelab.viz.notebook import say, table
+        if rows := self.answered(metrics):
             say(f"**{claims.summary(rows)}** The rules are `moelab.claims`'; numbers are of this run's parameters.")
             table(claims.HEAD, *(row.cells for row in rows))
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 
 from moelab.ane.device.comparison import (
-    MACHINES, RIVALS, TOLERANCE, Comparison, Outcome, Setting, Study, claimed, ratio)
+    MACHINES, RIVALS, Outcome, Setting, Study, claimed, ratio)
 from moelab.ane.device.device_model import Prefill
 from moelab.ane.device.published import Sample
 from moelab.ane.device.rates import Rates
 from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import SYSTEMS, TABLE_2
 from moelab.cards import load_device
+from moelab.claims import FITTED, FOLLOWS, NOT_REPRODUCED, REPRODUCED, Row
 from moelab.viz import theme
 from moelab.viz.ane_tables import label
 from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, bar_look, bars, finish, line_look, panels, pattern,
@@ -51,7 +52,7 @@ def systems(found: Study, metric: str, title: str) -> go.Figure:
     ours = {SYSTEMS[s].title: {label(run): (ratio(of, metric, s),) * 3 for run, of in found.items()} for s in RIVALS}
     paper: dict[str, dict[str, tuple[float, float]]] = {}
     for run in found:
-        for s, ends in claimed("Phi-3.5-MoE", run, metric).items():
+        for s, ends in claimed(run, metric).items():
             paper.setdefault(SYSTEMS[s].title, {})[label(run)] = ends
     return bars({"": ours}, title, "run", paper={"": paper}, columns=1, line=(1, "NPUMoE"))
 
@@ -125,30 +126,29 @@ def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> go.Figu
     return finish(figure.update_xaxes(rangemode="tozero"), legend_y=1.12, margin_t=84)
 
 
-def misses(rows: Sequence[Comparison]) -> go.Figure:
-    """How far the model is outside each published range that only judges, by kind; 0 is inside.
+def misses(rows: Sequence[Row]) -> go.Figure:
+    """How far modelled numbers are from the published ones, by kind and verdict; equal ones are spread.
 
-    Misses are crosses; points that would coincide are put side by side.
+    Orders, and what the source itself contradicts, are left out.
     """
-    kinds = {": ttft": "TTFT", ": energy": "energy", ": cpu cycles": "CPU cycles",
-             ": communication": "communication", "": "tables, shares"}          # part of a figure's name → its kind
-    by_group: dict[str, dict[str, float]] = {kind: {} for kind in kinds.values()}
-    for one in rows:
-        by_group[next(kind for part, kind in kinds.items() if part in one.name)][one.name] = one.error
-    figure, groups = go.Figure(), list(by_group)
-    for missed, symbol, name in ((False, "circle-open", f"within {TOLERANCE:.0%}"), (True, "x", "a miss")):
-        points = [(100 * error, row + 0.6 * (i + 0.5) / len(of) - 0.3, what)
-                  for row, of in enumerate(by_group.values())
-                  for i, (what, error) in enumerate(of.items()) if (abs(error) > TOLERANCE) == missed]
+    kinds = {"_ttft": "TTFT", "energy": "energy", "cycles": "CPU cycles", "": "others"}  # part of a name → kind
+    looks = {"reproduced": ("circle-open", theme.BLUE, {REPRODUCED}), "not reproduced": (
+        "x", theme.VERMILLION, {NOT_REPRODUCED}), "fitted, or follows": ("diamond-open", GREY, {FITTED, FOLLOWS})}
+    groups = {kind: [] for kind in kinds.values()}
+    for row in rows:
+        if isinstance(row.claim.value, float) and row.claim.value:
+            groups[next(kind for part, kind in kinds.items() if part in row.claim.metric[1])].append(row)
+    figure = go.Figure()
+    for name, (symbol, color, verdicts) in looks.items():
+        points = [(100 * (row.ours / row.claim.value - 1), at + 0.6 * (i + 0.5) / len(of) - 0.3, row.claim.text)
+                  for at, of in enumerate(groups.values()) for i, row in enumerate(of) if row.verdict in verdicts]
         x, y, text = zip(*points) if points else ((), (), ())
         figure.add_scatter(x=x, y=y, text=text, mode="markers", name=name, hovertemplate="%{text}: %{x:+.0f} %",
-                           marker={"symbol": symbol, "size": 9, "line": {"width": 2},
-                                   "color": theme.VERMILLION if missed else theme.BLUE})
-    for edge in (-100 * TOLERANCE, 0, 100 * TOLERANCE):
-        figure.add_vline(x=edge, line=DASHED | {"dash": "dot" if edge else "dash"}, layer="below")
-    figure.update_yaxes(tickvals=list(range(len(groups))), ticktext=groups, autorange="reversed",
+                           marker={"symbol": symbol, "size": 9, "line": {"width": 2}, "color": color})
+    figure.add_vline(x=0, line=DASHED, layer="below")
+    figure.update_yaxes(tickvals=list(range(len(groups))), ticktext=list(groups), autorange="reversed",
                         range=[-0.5, len(groups) - 0.5], showgrid=False)
-    return finish(figure, "modelled beside the paper's range (%; 0: inside)")
+    return finish(figure, "modelled beside the paper's number (%)")
 
 
 def around(found: Mapping[Setting, Outcome], setting: Setting) -> go.Figure:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moelab.ane.coreml.linter import Report
 from moelab.ane.device.comparison import (
-    MACHINES, RUNS, TOLERANCE, Comparison, Outcome, Setting, Study, least_and_most, ratio)
+    RUNS, Outcome, Setting, Study, ratio)
 from moelab.ane.device.device_model import DeviceModel, Prefill
 from moelab.ane.device.published import (
-    FIGURE_17, REFERENCE_BYTES, REFERENCE_PARAMS, SLOTS, TABLE_3, TABLE_3_ACCURACY, TABLE_6, TABLE_7, TABLE_9,
-    Inconsistency)
+    REFERENCE_BYTES, REFERENCE_PARAMS, SAID, SLOTS, TABLE_3, TABLE_3_ACCURACY, Inconsistency)
 from moelab.ane.parity import LOGITS, Parity
 from moelab.ane.plan import MAX_GRAPH_BYTES, Account, ANEPlan
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2, Operator
 from moelab.bench.ane import cpu_share
 from moelab.bench.ane_accuracy import Answers, LossByOrder
 from moelab.bench.ane_conversion import Conversion
-from moelab.cards import load_device, load_model
+from moelab.cards import load_device
+from moelab.claims import DIRECTION, REPRODUCED
+from moelab.claims import Row as Answered
 from moelab.table import span
 
 Row = dict[str, Any]
@@ -173,46 +174,27 @@ def systems(found: Study) -> list[Row]:
             for run in (RUNS[0], RUNS[-1]) for system in TABLE_2 for p in [found[run][system]]]
 
 
-def ablation(found: dict[str, Prefill], apart: dict[str, Prefill]) -> list[Row]:
-    """The ablation's steps in one run, with CPU and ANE at work at once and one after the other."""
+def ablation(found: dict[str, Prefill]) -> list[Row]:
+    """The ablation's steps in one run."""
     least = found["base+TG"].total.mj
+    time = {"base": SAID["ablation-base"], "base+TG": SAID["ablation-tg"], "npumoe": 1}
+    energy = {"base": SAID["ablation-energy-base"], "base+T": SAID["ablation-energy-t"], "base+TG": 1, "npumoe": "> 1"}
     return [{f"ablation, {label(RUNS[0])}": SYSTEMS[system].title,
              "TTFT over Ours-all, modelled": f"{ratio(found, 'ttft', system):.2f}",
-             "without CPU and ANE at once": f"{ratio(apart, 'ttft', system):.2f}",
-             "TTFT: paper, Fig. 17": FIGURE_17[system][0],
+             "TTFT: paper, Fig. 17": str(time.get(system, "–")),
              "energy over Ours-TG, modelled": f"{found[system].total.mj / least:.2f}",
-             "energy: paper, Fig. 17": FIGURE_17[system][1]} for system in ABLATION]
+             "energy: paper, Fig. 17": str(energy[system])} for system in ABLATION]
 
 
-def unsaid(found: Mapping[str, Study]) -> list[Row]:
-    """Tables 6, 7 and 9, whose prompt and chunk the paper does not state, beside all runs."""
-    def row(what: str, paper: str, model: str, figure: Callable[[dict[str, Prefill]], float], source: str) -> Row:
-        return {"tables without a stated prompt": what, "paper": paper,
-                f"modelled, {len(found[model])} runs": span(*least_and_most(found[model], figure)), "source": source}
+def sensitivity(rows: Sequence[Answered]) -> list[Row]:
+    """What agrees by our choices, and what it is by each other choice: a cross where it does not agree any more.
 
-    phi, _, qwen = MACHINES
-    L, (seconds, joules, watts), rows = load_model(phi).L, TABLE_9, []
-    for system in ("cpu", "anemll"):
-        title = SYSTEMS[system].title
-        rows += [row(f"{qwen}, {title} ÷ ours: wall", f"{TABLE_6[system][0] / TABLE_6['npumoe'][0]:.2f}", qwen,
-                     lambda run, s=system: ratio(run, "ttft", s), "Table 6"),
-                 row(f"{qwen}, {title} ÷ ours: energy", f"{TABLE_7[system][0] / TABLE_7['npumoe'][0]:.2f}", qwen,
-                     lambda run, s=system: ratio(run, "energy", s), "Table 7")]
-    return [*rows,
-            row(f"{qwen}, mean power of ours, W", f"{TABLE_7['npumoe'][0] / TABLE_6['npumoe'][0]:.1f}", qwen,
-                lambda run: _watts(run["npumoe"]), "Tables 6, 7"),
-            row("PhiMoE, one block of ours, s", f"{seconds}", phi, lambda run: run["npumoe"].ttft_s / L, "Table 9"),
-            row("PhiMoE, one block of ours, J", f"{joules}", phi, lambda run: run["npumoe"].total.mj / 1e3 / L,
-                "Table 9"),
-            row("PhiMoE, mean power of ours, W", f"{watts}", phi, lambda run: _watts(run["npumoe"]), "Table 9")]
-
-
-def compared(rows: Sequence[Comparison]) -> list[Row]:
-    """Published figures beside the modelled ones, the worst first."""
-    return [{"verdict": "**miss**" if one.miss else f"within {TOLERANCE:.0%}",
-             "published figure": one.name, "paper": span(*one.paper), "modelled": span(*one.modelled),
-             "error": f"{one.error:+.0%}", "source": one.source}
-            for one in sorted(rows, key=lambda one: -abs(one.error))]
+    What was fitted, or follows from what was, is left out where no choice changes it.
+    """
+    return [{"published": f"{row.claim.where}: {row.claim.text}", "it says": row.claim.said, "verdict": row.verdict,
+             "modelled": f"{row.ours:.3g}"}
+            | {name: f"{value:.3g}" + " ✗" * (name in row.lost) for name, value in row.readings.items()}
+            for row in rows if row.readings and (row.lost or row.verdict in (REPRODUCED, DIRECTION))]
 
 
 def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> list[Row]:
@@ -227,11 +209,11 @@ def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> l
 
 def caption(card: str, setting: Setting, of: Outcome, device: DeviceModel) -> str:
     """One setting in a sentence."""
-    errors = [f"{device.fit_error(quantity):.0%}" for quantity in ("latency", "energy")]
+    errors = [f"{device.error(quantity):.0%}" for quantity in ("latency", "energy")]
     return (f"{card}, chunks of {setting.chunk}, {setting}: {of.dropped:.1%} of the choices dropped, {of.padded:.1%} "
             f"of the rows padded (exact, assumed popularity), {of.plan.launches} graphs a chunk, the largest "
             f"{of.plan.largest_graph_bytes / 1e6:,.0f} MB; a prompt of 1024 takes {of.ttft_s:.1f} s and "
-            f"{of.mj_per_token:.0f} mJ a token (modelled, fit error {errors[0]} and {errors[1]}). "
+            f"{of.mj_per_token:.0f} mJ a token (modelled, out-of-sample error of graphs {errors[0]} and {errors[1]}). "
             + "; ".join(of.plan.problems))
 
 

@@ -10,8 +10,11 @@ import moelab
 from moelab.__main__ import main
 from moelab.ane import commands
 from moelab.ane.coreml.ffn_graph import Expert, save_ffn
+from moelab.ane.coreml import convert
 from moelab.ane.device import mac, timing
+from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import TABLE_5
+from moelab.ane.device.rates import leave_one_out, summary
 from moelab.ane.device.timing import save_samples
 from moelab.ane.plan import ANEPlan
 from moelab.calibration import calibrate
@@ -46,6 +49,40 @@ def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
 def test_what_does_not_fit_is_said(capsys):
     assert main(["ane", "plan", "Mixtral-8x7B", "--max-graph-mb", "500", "--layers", "0", "--prompt", "64"]) == 0
     assert "Does not fit: groups of 1 instead of 8 experts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["DeepSeek-V3"], "DeepSeek-V3 has at least 1,3"),
+    (["Phi-3.5-MoE", "--device", "m2-max"], "m2-max 64 GB of memory"),
+    (["DeepSeek-V2-Lite", "--prompt", "64"], "multi-head latent attention (MLA)")])
+def test_what_cannot_be_is_refused(arguments, told, capsys):
+    assert main(["ane", "plan", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_costs_say_how_far_graphs_that_were_not_fitted_are_off(capsys):
+    assert main(["ane", "plan", "Phi-3.5-MoE", "--layers", "0", "--prompt", "64"]) == 0
+    out, serial = capsys.readouterr().out, {quantity: summary(leave_one_out(quantity=quantity, mode="serial"))["RMS"]
+                                            for quantity in ("latency", "energy")}
+    assert all(f"{100 * rms:.1f} %" in out and quantity in out for quantity, rms in serial.items())
+    assert "left out of the fit" in out and "unknown error" in out
+
+
+def test_only_what_a_conversion_would_put_on_the_ane_is_costed(tmp_path, monkeypatch):
+    """Attention that no graph computes is costed on the CPU, as conversion leaves it there."""
+    path, units = tiny.save("qwen2_moe", tmp_path / "tiny", num_hidden_layers=1, mlp_only_layers=[]), []
+    real = DeviceModel.prefill
+    monkeypatch.setattr(DeviceModel, "prefill", lambda self, plan, prompt: (
+        units.append(plan.layers[0].attention), real(self, plan, prompt))[1])
+    for refused in (False, True):
+        if refused:
+            monkeypatch.setattr(convert, "attention_shape", raising)
+        assert main(["ane", "plan", str(path), "--chunk", "32", "--prompt", "64"]) == 0
+    assert units == ["ane", "cpu"]
+
+
+def raising(*_):
+    raise ValueError("a window")
 
 
 def test_a_plan_from_a_calibration_of_that_very_model(checkpoint, calibration, capsys, tmp_path):

@@ -13,6 +13,7 @@ from moelab.ane.plan import make_plan  # noqa: E402
 from moelab.ane.popularity import assumed_counts  # noqa: E402
 from moelab.ane.systems import SYSTEMS, TABLE_2  # noqa: E402
 from moelab.cards import load_model  # noqa: E402
+from moelab.claims import FITTED, NOT_REPRODUCED, REPRODUCED, Claim, Row  # noqa: E402
 from moelab.viz import ane_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
@@ -38,8 +39,11 @@ MADE = Lazily({
     "time_and_energy": lambda: figures.time_and_energy(
         {model: {(1024, 256): dict.fromkeys(TABLE_2, SimpleNamespace(ttft_s=3.0, mj_per_token=9.0))}
          for model in MACHINES}, (1024, 256)),
-    "misses": lambda: figures.misses([SimpleNamespace(name=name, error=error) for name, error in (
-        ("a: ttft", 0.1), ("b: ttft", -0.3), ("c: energy", 0.0))]),
+    "misses": lambda: figures.misses([
+        Row(Claim("s", "S", text, "§1", text, "h", "m", value=value, metric=("n", metric)), ours, None, "modelled",
+            verdict) for text, value, metric, ours, verdict in (
+            ("near", 2.0, "phi_ttft_cpu", 2.2, REPRODUCED), ("far", 2.0, "phi_ttft_cpu", 1.4, NOT_REPRODUCED),
+            ("fitted", 2.0, "watts", 2.0, FITTED), ("a word", "no", "ttft", "no", REPRODUCED))]),
     "around": lambda: figures.around({Setting(): SimpleNamespace(point=(0.1, 0.3, 5.0, 70.0)),
                                       CHOSEN: SimpleNamespace(point=(0.2, 0.2, 4.0, 60.0)),
                                       Setting(chunk=512): None}, CHOSEN),
@@ -112,10 +116,10 @@ def test_systems_look_the_same_in_every_panel():
     assert len(set.union(*looks.values())) == len(TABLE_2)
 
 
-def test_misses_are_what_lies_beyond_the_tolerance():
-    within, missed = MADE["misses"].data
-    assert dict(zip(missed.text, missed.x)) == {"b: ttft": -30} and set(within.text) == {"a: ttft", "c: energy"}
-    assert all(round(y) == 0 for y in missed.y) and sorted(round(y) for y in within.y) == [0, 1]
+def test_misses_are_what_is_not_reproduced():
+    near, far, fitted = ({text: round(x) for text, x in zip(trace.text, trace.x)} for trace in MADE["misses"].data)
+    assert (near, far, fitted) == ({"near": 10}, {"far": -30}, {"fitted": 0})
+    assert [round(trace.y[0]) for trace in MADE["misses"].data] == [0, 0, 3]
 
 
 def test_the_chosen_setting_is_marked_in_both_panels():

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("plotly")
 
+from moelab import claims  # noqa: E402
 from moelab.ane.device import comparison  # noqa: E402
 from moelab.ane.device.comparison import Setting, fastest, settings  # noqa: E402
 from moelab.ane.device.device_model import DeviceModel  # noqa: E402
@@ -108,7 +109,7 @@ def test_of_the_neural_engine():
     found = settings("Phi-tiny-MoE", levels=(3,), slacks=(1.0,), groups=(8,), chunks=(256,))
     best = fastest(found, 1.0)
     shown(ane_tables.settings(found, best), 2)
-    assert "fit error" in ane_tables.caption("Phi", Setting(), found[Setting()], device)
+    assert "out-of-sample error" in ane_tables.caption("Phi", Setting(), found[Setting()], device)
     stars = [trace for trace in ane_figures.around(found, Setting()).data if trace.name == str(Setting())]
     assert [trace.marker.symbol for trace in stars] == ["star", "star"]
 
@@ -118,15 +119,19 @@ def test_of_systems():
     phi = found["Phi-3.5-MoE"]
     first = phi[comparison.RUNS[0]]
     shown(ane_tables.systems(phi), 8)
-    rows = shown(ane_tables.ablation(first, first), len(ABLATION))
+    rows = shown(ane_tables.ablation(first), len(ABLATION))
     assert row(rows, f"ablation, {ane_tables.label(comparison.RUNS[0])}", SYSTEMS["base+TG"].title)[
         "energy over Ours-TG, modelled"] == "1.00"
-    shown(ane_tables.unsaid(found), 8)
-    compared = comparison.compare_with_paper(found=found)
-    rows = shown(ane_tables.compared(compared), len(compared))
-    assert sum(one["verdict"] == "**miss**" for one in rows) == sum(one.miss for one in compared)
-    figure = ane_figures.misses(compared)
-    assert sum(len(trace.x) for trace in figure.data) == len(compared)
+    values = comparison.figures(found, DeviceModel.of())
+    metrics = {name: {"value": value, "kind": "modelled", "readings": {"wrong": 1e6}}
+               for name, (value, _) in values.items()}
+    asked = [of for of in claims.ledger() if set(of.metric[1:]) & values.keys() and not of.contradicted]
+    answered = claims.rows(asked, own={asked[0].metric[0]: metrics})
+    lost = [of for of in answered if of.lost]
+    rows = shown(ane_tables.sensitivity(answered), len(lost) + sum(of.verdict == claims.DIRECTION for of in answered))
+    assert sum(one["wrong"].endswith("✗") for one in rows) == len(lost) > 20
+    figure = ane_figures.misses(answered)
+    assert sum(len(trace.x) for trace in figure.data) == sum(isinstance(of.value, float) for of in asked)
     bars = {trace.name: trace for trace in ane_figures.systems(phi, "ttft", "TTFT (×)").data}
     assert bars[SYSTEMS["cpu"].title].y[0] == pytest.approx(comparison.ratio(first, "ttft", "cpu"))
     assert len(ane_figures.time_and_energy(found, comparison.RUNS[0]).layout.annotations) == 3

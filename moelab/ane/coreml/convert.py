@@ -102,7 +102,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
                          popularity="assumed")
     mine = of_checkpoint(checkpoint, config)
     plan.require(mine, spec)
-    plan = _possible(plan, config, settings)
+    plan = possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
     about = {"format": FORMAT, "name": spec.name, "checkpoint": str(checkpoint.folder.resolve()),
              "fingerprint": mine, "settings": asdict(settings), "plan": plan.to_dict()}
@@ -124,7 +124,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
         return ConvertedModel(work.publish(manifest, destination))
 
 
-def _possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
+def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
     """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan")

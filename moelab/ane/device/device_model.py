@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.device.published import REFERENCE_BYTES, REFERENCE_H, REFERENCE_PARAMS, TABLE_5, Sample
-from moelab.ane.device.rates import MODES, CPURates, Rates, fit, fit_cpu, leave_one_out, residuals, summary
+from moelab.ane.device.published import (
+    ATTENTION_CPU, REFERENCE_BYTES, REFERENCE_H, REFERENCE_PARAMS, TABLE_5, Sample)
+from moelab.ane.device.rates import (
+    MODES, CPURates, Rates, fit, fit_cpu, leave_one_out, out_of_sample, residuals, summary)
 from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
-from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit
+from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
 from moelab.cards import load_device
 from moelab.specs import MoESpec
 
@@ -40,6 +42,9 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.ms + other.ms, self.mj + other.mj, self.cpu_ms + other.cpu_ms, self.ane_ms + other.ane_ms)
 
+    def __sub__(self, other: Cost) -> Cost:
+        return self + other * -1
+
     def __mul__(self, n: float) -> Cost:
         return Cost(self.ms * n, self.mj * n, self.cpu_ms * n, self.ane_ms * n)
 
@@ -52,11 +57,12 @@ class Prefill:
     attention: Cost
     experts: Cost                   # with their launches
     host: Cost                      # the router, and moving tokens
+    padding: Cost                   # of the experts, what rows without a token take
     comm_mj: float                  # of the energy, what goes into moving data
     dispatch_ms: float              # of the time, launches and Core ML's placing of graphs
     slots_per_token: float          # expert rows computed for a prompt token in one MoE layer, padding included
     device: str
-    fit_error: dict[str, float]     # RMS relative error of the fit of ANE graphs, of "latency" and "energy"
+    error: dict[str, float]         # RMS relative out-of-sample error of ANE graphs, of "latency" and "energy"
     kind: str = "modelled"
 
     @property
@@ -94,21 +100,30 @@ class DeviceModel:
             raise ValueError(f"there is no mode {self.mode!r}; there are: {', '.join(MODES)}")
 
     @classmethod
-    def of(cls, device: str = "m2-ultra", **options: Any) -> DeviceModel:
+    def of(cls, device: str = "m2-ultra", samples: Sequence[Sample] = TABLE_5, attention: float = ATTENTION_CPU,
+           **options: Any) -> DeviceModel:
         """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`. ValueError for another device.
 
+        samples, attention : of Table 5, and of the CPU over the ANE, where they shall be other ones (`rates.fit_cpu`).
         "m2-max" is not fitted: it is one of the M2 Ultra's two dies, so it gets half the rates and half the powers, by
         the cards' `npu_tops`.
         """
         if device not in ("m2-ultra", "m2-max"):
             raise ValueError(f"there are published figures for m2-ultra and m2-max, not for {device!r}; "
                              f"time a Mac's own graphs and use DeviceModel.refit")
-        rates = fit()
-        cpu = fit_cpu(rates)
+        rates = fit(samples)
+        cpu = fit_cpu(rates, attention)
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         if slower != 1:
             rates, cpu = rates.scaled(slower, slower, power=1 / slower), cpu.scaled(slower, power=1 / slower)
-        return cls(device, rates, cpu, memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
+        return cls(device, rates, cpu, tuple(samples), memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
+
+    def require(self, plan: ANEPlan) -> None:
+        """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE share."""
+        if plan.weight_bytes > self.memory_bytes:
+            raise ValueError(f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, "
+                             f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading them from a "
+                             f"disk takes is not modelled: plan experts of fewer bytes a weight, or a larger machine")
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
         """The same formulas with graphs of PhiMoE's experts as timed on another machine; the CPU's parameters stay.
@@ -152,7 +167,8 @@ class DeviceModel:
     def attention(self, spec: MoESpec, chunk: int, context: int, unit: Unit) -> Cost:
         """One layer's attention of a chunk over a cache of `context` tokens; ValueError if it is not grouped-query."""
         if spec.model_type not in GROUPED_QUERY:
-            raise ValueError(f"the attention of {spec.name} ({spec.model_type!r}) is not modelled, only grouped-query "
+            kind = "multi-head latent attention (MLA)" if spec.model_type in LATENT else f"that of {spec.model_type!r}"
+            raise ValueError(f"the attention of {spec.name} is {kind}, which is not modelled, only grouped-query "
                              f"attention is ({', '.join(GROUPED_QUERY)}): its experts can be costed, a prefill cannot")
         params = attention_params(spec)
         work = params + 2 * spec.heads * spec.head_dim * context      # multiply-adds a token, as params are an expert's
@@ -168,9 +184,10 @@ class DeviceModel:
                 ) -> tuple[Cost, float, float]:
         """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E]."""
         spec, how = plan.spec, SYSTEMS[plan.system]
-        ane, rows = Cost(), 0.0
+        ane, rows, size = Cost(), 0.0, spec.expert_params / REFERENCE_PARAMS
+        rates = self.rates.scaled(size, size)
         for (G, C), n in Counter((len(group.experts), group.capacity) for group in layer.on("ane")).items():
-            ane += self.graph(spec, G, C) * n
+            ane += self._on_ane(rates, G, C) * n
             rows += G * C * n
         heavy = sum(group.weight_bytes for group in layer.on("ane")) / REFERENCE_BYTES
         placing = self._on_cpu(0.0 if how.managed else self.cpu.dispatch * heavy)
@@ -191,42 +208,46 @@ class DeviceModel:
         loads : [n, L, E], the experts' tokens in real chunks of the plan's size, on which only experts on the CPU
             depend; None takes what the plan expects.
 
-        Raises ValueError: attention that is not modelled, or experts beyond the machine's memory.
+        Raises ValueError: attention that is not modelled, chunks that no graph takes, or weights beyond the memory.
         """
         if prompt < 1:
             raise ValueError(f"a prompt has at least one token, not {prompt}")
-        weights = sum(group.weight_bytes for layer in plan.layers for group in layer.groups)
-        if weights > self.memory_bytes:
-            raise ValueError(f"{plan.spec.name} has {weights / 1e9:,.0f} GB of experts, {self.device} "
-                             f"{self.memory_bytes / 1e9:,.0f} GB of memory; what reading them from a disk takes is not "
-                             f"modelled")
+        if plan.chunk % 16:
+            raise ValueError(f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew")
+        self.require(plan)
         spec, chunks = plan.spec, math.ceil(prompt / plan.chunk)
         if loads is None:
-            means, visited = np.zeros((spec.L, spec.E)), None
+            loads, visited = np.zeros((1, spec.L, spec.E)), None
             for l, layer in enumerate(plan.layers):
                 for group in layer.groups:
-                    means[l, list(group.experts)] = group.expected / len(group.experts)
+                    loads[0, l, list(group.experts)] = group.expected / len(group.experts)
         else:
             loads = check_loads(plan, loads)
-            means, visited = loads.mean(0), (loads > 0).mean(0)
-        attention, experts, dispatch, rows = Cost(), Cost(), 0.0, 0.0
+            visited = (loads > 0).mean(0)
+        means = loads.mean(0)
+        attention, experts, padding, dispatch, rows = Cost(), Cost(), Cost(), 0.0, 0.0
         for l, layer in enumerate(plan.layers):
             attention += self.attention(spec, plan.chunk, prompt, layer.attention)
-            cost, launching, computed = self.experts(plan, layer, means[l], None if visited is None else visited[l])
+            tokens = means[l], None if visited is None else visited[l]
+            cost, launching, computed = self.experts(plan, layer, *tokens)
             experts, dispatch, rows = experts + cost, dispatch + launching, rows + computed
+            if layer.on("ane"):
+                padding += cost - self.experts(plan, _unpadded(layer, loads[:, l]), *tokens)[0]
         for _ in range(spec.num_layers - spec.L):
             attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention)
             experts += self.dense(spec, spec.dense_I, plan.chunk)
         host = self._on_cpu(self.cpu.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
         parts = [cost * chunks for cost in (attention, experts, host)]
-        errors = {key: self.fit_error(key) for key in ("latency", "energy")}
-        return Prefill(prompt, *parts, self.cpu.comm_w * sum(part.ms for part in parts), dispatch * chunks,
-                       rows / (spec.L * plan.chunk), self.device, errors)
+        return Prefill(prompt, *parts, padding * chunks, self.cpu.comm_w * sum(part.ms for part in parts),
+                       dispatch * chunks, rows / (spec.L * plan.chunk), self.device,
+                       {quantity: self.error(quantity) for quantity in ("latency", "energy")})
 
-    def fit_error(self, quantity: str) -> float:
-        """RMS relative error of the fit, of "latency" or "energy" in this model's mode; nan where none was timed."""
-        found = residuals(fit(self.samples), self.samples, quantity, self.mode)
-        return summary(found)["RMS"] if found else math.nan
+    def error(self, quantity: str) -> float:
+        """RMS relative error of graphs that were left out of the fit, of "latency" or "energy" in this model's mode.
+
+        The CPU's parameters are single figures, whose error nobody knows.
+        """
+        return out_of_sample(self.samples, quantity, self.mode)
 
     def _on_ane(self, rates: Rates, G: int, C: int, mode: str | None = None) -> Cost:
         mode = mode or self.mode
@@ -235,3 +256,14 @@ class DeviceModel:
 
     def _on_cpu(self, ms: float) -> Cost:
         return Cost(ms, ms * (self.cpu.cpu_w + self.cpu.comm_w), ms)
+
+
+def _unpadded(layer: LayerPlan, loads: np.ndarray) -> LayerPlan:
+    """The layer with graphs of as many rows as are executed on average; loads [n, E]. No graph is made so."""
+    capacity = np.full(loads.shape[1], np.inf)
+    for group in layer.on("ane"):
+        capacity[list(group.experts)] = group.capacity
+    executed = np.minimum(loads, capacity).mean(0).tolist()
+    return replace(layer, groups=(*layer.on("cpu"), *(
+        replace(group, capacity=max(sum(executed[e] for e in group.experts) / len(group.experts), 1e-6))
+        for group in layer.on("ane"))))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,6 +129,13 @@ def leave_one_out(samples: Sequence[Sample] = TABLE_5, quantity: str = "latency"
     return found
 
 
+@cache
+def out_of_sample(samples: tuple[Sample, ...], quantity: str, mode: str) -> float:
+    """RMS relative error of samples as predicted from the others; nan where there are none to leave out."""
+    found = leave_one_out(samples, quantity, mode)
+    return summary(found)["RMS"] if found else float("nan")
+
+
 def summary(errors: Sequence[Residual]) -> dict[str, Any]:
     """Root mean square and worst relative error, and where the worst is."""
     worst = max(errors, key=lambda r: abs(r.error))
@@ -185,8 +193,11 @@ class CPURates:
                 for name, (unit, source) in sources.items()}
 
 
-def fit_cpu(rates: Rates) -> CPURates:
-    """The CPU's parameters of the M2 Ultra, given the rates of its ANE."""
+def fit_cpu(rates: Rates, attention: float = ATTENTION_CPU) -> CPURates:
+    """The CPU's parameters of the M2 Ultra, given the rates of its ANE.
+
+    attention : of the CPU over the ANE; §5.3 does not say which of the two is the slower.
+    """
     cpu_ffn, naive_ffn, _, _ = TABLE_4["expert FFN"]
     row = rates.row * (FIGURE_7[0] * FIGURE_7[1]) ** 0.5
     watts = {name: [j / TABLE_6[name][0] for j in joules] for name, joules in TABLE_7.items()}  # all, CPU, ANE, comm.
@@ -195,5 +206,5 @@ def fit_cpu(rates: Rates) -> CPURates:
         # what is gathered is written back: as many rows once more
         choice=(TABLE_4["router"][3] + 2 * TABLE_4["gather"][3] + TABLE_4["padding"][3]) / ROUTED,
         dispatch=naive_ffn / VISITS - rates.graph_ms(1, WORST_CASE),
-        attention=ATTENTION_CPU, cpu_w=watts["cpu"][1], wait_w=watts["npumoe"][1],
+        attention=attention, cpu_w=watts["cpu"][1], wait_w=watts["npumoe"][1],
         comm_w=sum(of_system[3] for of_system in watts.values()) / len(watts))
