@@ -36,8 +36,6 @@ COMMANDS = {
                    "folder --model Mixtral-8x7B --scale 0.1"),
     "profile": ("moelab.offloading.profile", "measure what reading, decoding and computing experts costs here",
                 "qwen.store"),
-    "plan": ("moelab.offloading.planner", "rank ways of storing experts on a machine, by simulated seconds a token",
-             "Qwen3-30B-A3B --memory 14GB --decompress-gbs 1.2"),
     "calibrate": ("moelab.evaluation.calibrate", "count which experts a model's tokens visit, and keep the counts",
                   "Qwen/Qwen3-30B-A3B qwen.safetensors"),
     "evaluate": ("moelab.evaluation.evaluate", "score a model's answers and language loss, mode by mode",

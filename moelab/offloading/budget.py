@@ -1,5 +1,4 @@
-"""How much memory the experts may have, and how much of it is kept: reading a budget that a person wrote, or finding
-one on this machine, and dividing it into pools and slots for loads in flight.
+"""How much memory the experts may have: reading a budget that a person wrote, or finding one on this machine.
 
 Source: limit 9 of offloading: pools · bytes an expert + other weights + KV cache + workspace ≤ what is available.
 A container's limit counts like the machine's: cgroup v2 and v1 are read where they exist.
@@ -10,9 +9,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-
-from moelab.cache.pools import Pools
-from moelab.offloading.slots import Sizes
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20
@@ -63,18 +59,3 @@ def available(root: str | Path = "/sys/fs/cgroup") -> int:
         except (OSError, ValueError):
             continue                                            # no such cgroup here
     return max(0, free)
-
-
-def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope: str, workers: int,
-           staging: int | None) -> tuple[Pools, int]:
-    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes."""
-    if staging is None:
-        staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
-    room, copies = budget - staging * sizes.in_flight, L if scope == "layer" else 1
-    if plan is None:
-        return Pools(F=min(E * L, room // sizes.full) // copies), staging
-    needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)
-    if needed > room:
-        raise ValueError(f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "
-                         f"{room / 1e6:,.1f} MB are left beside {staging} in-flight loads")
-    return plan, staging

@@ -178,8 +178,8 @@ def test_stress_finds_nothing_and_counts():
 def test_stress_notices_a_wrong_weight(monkeypatch):
     right = CpuDecoder.__call__
 
-    def wrong(self, kind, chunks, name, out):
-        right(self, kind, chunks, name, out)
+    def wrong(self, kind, chunks, name, out, shard):
+        right(self, kind, chunks, name, out, shard)
         out.add_(1)
     monkeypatch.setattr(CpuDecoder, "__call__", wrong)
     monkeypatch.setitem(globals(), "CODECS", ["huffman"])          # a raw store is not decoded
