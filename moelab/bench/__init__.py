@@ -12,7 +12,7 @@ from typing import Any
 
 from moelab.table import format_value, head_and_rows, text_table
 
-#: name → the module whose `run()` measures
+#: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured
 BENCHES = {name: f"moelab.bench.{name}" for name in (
     "foundation", "store", "conversion", "engine", "planning", "prefetch", "quantization", "ane", "ane_accuracy", "ndp",
     "parallel", "experts", "dataset_free", "cache", "scale")}
@@ -50,8 +50,9 @@ def main(args: argparse.Namespace) -> int:
             continue
         for name, value in figures.items():
             print(f"  {name:<40} {_text(name, value):>14}")
+    kind = getattr(module, "KIND", "measured")
     machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
-    print("\n" + json.dumps({"bench": args.name, "kind": "measured", "machine": machine, "results": results}))
+    print("\n" + json.dumps({"bench": args.name, "kind": kind, "machine": machine, "results": results}))
     return 0
 
 

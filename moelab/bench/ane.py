@@ -63,6 +63,7 @@ def planned(name: str, skew: str) -> dict[str, Any]:
             "padded": account.padded_fraction, "does not fit": "; ".join(plan.problems) or "–"}
 
 
+KIND = "modelled"
 OPTIONS = {
     "skew": ({"choices": SKEWS}, "assumed popularity"),
     "mode": ({"choices": ("serial", "parallel")}, "launches of a layer's graphs; Table 4's expert FFN fits serial")}

@@ -324,6 +324,7 @@ def one_layer(machine: Hardware, system: System, routing: PromptRouting) -> OneL
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
 
 
+KIND = "modelled"
 OPTIONS = {
     "configurations": (whole(), "random ones to check; 0 for none"), "seeds": (whole(1), "seeds of the routing"),
     "engine_tokens": (whole(1), "decode tokens to compare engines on"),
