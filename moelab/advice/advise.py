@@ -2,8 +2,9 @@
 
 Source: the limits of `moelab.offloading.limits`: a layer takes as long as reading its missing experts or multiplying
 all of them, whichever is longer, after what comes before. Everything follows from a config, bytes and rates, so no
-weights are needed and nothing is downloaded but the config. Every time here is *modelled*, and a lower limit: this
-engine's measured decode steps took 1.1 to 1.3 times theirs (`python -m moelab bench scale`).
+weights are needed and nothing is downloaded but the config. Every time here is *modelled*: the limit at the hit rate
+that is assumed and the rates that were measured. Where experts are not equally popular, a cache hits more than is
+assumed without a calibration, and tokens come faster than this says.
 
 With `simulate`, each way of storing the experts is also played by the simulator (`moelab.offloading.planner`), with a
 cache, queues and a Huffman code's pools; then its order counts. Left out: codecs other than Huffman that are decoded
@@ -66,7 +67,7 @@ class Way:
     """One way of running a model.
 
     form : of the stored experts, or "as it is".    budget : bytes for experts.    hit_rate : of a token's experts.
-    memory : bytes of everything.    read : bytes that a token reads from the disk.    tpot, ttft : s, at least.
+    memory : bytes of everything.    read : bytes that a token reads from the disk.    tpot, ttft : s.
     """
 
     form: str
@@ -87,8 +88,8 @@ class Way:
     def row(self, batch: int) -> dict[str, Any]:
         return {"experts as": self.form, "loss": "none" if self.lossless else "unknown",
                 "experts GB": self.experts / 1e9, "in memory GB": self.budget / 1e9, "process GB": self.memory / 1e9,
-                "hit rate": self.hit_rate, "read MB/token": self.read / batch / 1e6, "TPOT ≥ s": self.tpot,
-                "tokens/s ≤": batch / self.tpot, "TTFT ≥ s": self.ttft, "limited by": self.limited_by}
+                "hit rate": self.hit_rate, "read MB/token": self.read / batch / 1e6, "TPOT, s": self.tpot,
+                "tokens/s": batch / self.tpot, "TTFT, s": self.ttft, "limited by": self.limited_by}
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,10 @@ class Advice:
             f"{self.memory / 1e9:.3g} GB may be used",
             "",
             f"Do: {stored} ({loss}), {where}.",
-            f"Gives: at least {way.tpot:.3g} s a token ({self.batch / way.tpot:.3g} tokens/s at most), "
-            f"{way.ttft:.3g} s to the first, of {self.context:,} tokens; modelled, limited by the {way.limited_by}; "
-            f"experts chosen {self.popularity} often.",
+            f"Gives: {way.tpot:.3g} s a token ({self.batch / way.tpot:.3g} tokens/s), "
+            f"{way.ttft:.3g} s to the first, of {self.context:,} tokens; modelled, limited by the {way.limited_by}, "
+            f"if experts are chosen {self.popularity} often" + (
+                ": a worst case, --calibration knows better." if self.popularity == "equally" else "."),
             f"More: {more or 'nothing that was tried here'}.",
             "", *(f"  {command}" for command in self.commands), f"  {self.python}", "",
             text_table(list(rows[0]), [list(row.values()) for row in rows]), *self._simulated()])
