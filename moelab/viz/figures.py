@@ -177,7 +177,7 @@ def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str
     for at, (panel, of) in zip(places, groups.items()):
         for name, by_group in of.items():
             there = {group: spread for group, spread in by_group.items() if spread is not None}
-            value, low, high = scale * np.array(list(there.values()), dtype=float).reshape(-1, 3).T
+            value, low, high = scale * np.array([tuple(spread) for spread in there.values()], float).reshape(-1, 3).T
             n = names.index(name)
             figure.add_bar(x=list(there), y=value, name=name, offsetgroup=str(n), marker=bar_look(n),
                            error_y=interval(value, low, high, color="#333333") if (high > low).any() else None,
