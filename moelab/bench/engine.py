@@ -234,7 +234,11 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds, "load average before": load, "cores": os.cpu_count()}}
             for name in only:
-                found |= SECTIONS[name](bench, **({"tokens": 1000} if name == "memory" and long else {}))
+                try:
+                    found |= SECTIONS[name](bench, **({"tokens": 1000} if name == "memory" and long else {}))
+                except KeyboardInterrupt:                       # sections take minutes: what is done is kept
+                    found["conditions"]["stopped in"] = name
+                    break
     return found | {"aims": bench.aims, "samples": bench.samples}
 
 

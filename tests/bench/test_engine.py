@@ -335,3 +335,12 @@ def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_pa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     scale.run(SPEC, ("int4",), "60%", None, prompt=5, decode=3, executor="exact")
     assert not any(tmp_path.iterdir())
+
+
+def test_what_is_done_is_kept_when_a_person_stops_the_bench(monkeypatch, tmp_path):
+    def stopped(bench):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(engine, "SECTIONS", {"one": lambda bench: {"one": {"a": 1}}, "two": stopped, "three": stopped})
+    monkeypatch.setattr(EngineBenchmark, "prepare", lambda bench, external: None)
+    found = engine.run(["one", "two", "three"], tmp_path)
+    assert found["one"] == {"a": 1} and found["conditions"]["stopped in"] == "two" and "three" not in found
