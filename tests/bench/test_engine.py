@@ -341,6 +341,6 @@ def test_what_is_done_is_kept_when_a_person_stops_the_bench(monkeypatch, tmp_pat
     def stopped(bench):
         raise KeyboardInterrupt
     monkeypatch.setattr(engine, "SECTIONS", {"one": lambda bench: {"one": {"a": 1}}, "two": stopped, "three": stopped})
-    monkeypatch.setattr(EngineBenchmark, "prepare", lambda bench, external: None)
+    monkeypatch.setattr(harness.EngineBenchmark, "prepare", lambda bench, external: None)
     found = engine.run(["one", "two", "three"], tmp_path)
     assert found["one"] == {"a": 1} and found["conditions"]["stopped in"] == "two" and "three" not in found
