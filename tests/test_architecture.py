@@ -35,7 +35,6 @@ DIRECTIONS = {
     "schedule": {"trace"},
     "speculate": {"models", "store", "trace", "recording"},
     "offloading": {"models", "trace", "calibration", "store", "cache", "schedule", "speculate", "experts"},
-    "advice": {"models", "offloading", "calibration", "cache"},
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "opening"},
     "ane": {"models", "trace", "calibration", "experts", "claims"},
@@ -43,9 +42,9 @@ DIRECTIONS = {
 }
 TECHNIQUES = set(DIRECTIONS)
 DIRECTIONS["evaluation"] = TECHNIQUES
-DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
-DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "bench"}
-DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "bench", "viz"}
+DIRECTIONS["advice"] = DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
+DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench"}
+DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "viz"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
 #: above everything, so they may use what `moelab` itself exports
 FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 
 from moelab import advise, names, open_model
 from moelab.__main__ import build_parser
-from moelab.advice.advise import FORMS, Model, find_model, possible
+from moelab.advice.advise import parse_loss
 from moelab.advice.doctor import findings
+from moelab.advice.model import AS_IS, FORMS, Model, _others, find_model
+from moelab.advice.ways import Way, front, hit_rates, possible, zipf
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes, uniform_hit_rate
 from moelab.specs import MoESpec
@@ -63,7 +67,7 @@ def test_more_memory_or_a_faster_disk_is_never_slower(spec, memory, more):
 
 @pytest.mark.parametrize("name", names("model"))
 def test_a_card_needs_no_weights_and_what_is_printed_can_be_run(name):
-    found = advise(name, "2000GB", device="m2-max", lossy=True)
+    found = advise(name, "2000GB", device="m2-max", loss="any")
     assert found.best.resident and found.best == min(found.ways, key=lambda way: way.tpot)
     for command in found.commands:
         words = command.split()[3:]
@@ -74,7 +78,7 @@ def test_a_card_needs_no_weights_and_what_is_printed_can_be_run(name):
 
 
 def test_lossless_is_advised_unless_loss_is_allowed():
-    exact, lossy = (advise("Qwen3-30B-A3B", "18GB", device="m2-max", lossy=lossy) for lossy in (False, True))
+    exact, lossy = (advise("Qwen3-30B-A3B", "18GB", device="m2-max", loss=loss) for loss in (0, "any"))
     assert exact.best.form == "bf12" and not exact.best.resident
     assert not lossy.best.lossless and lossy.best.tpot < exact.best.tpot
     assert any("unknown loss" in what for what, _ in exact.more)
@@ -122,17 +126,49 @@ def test_a_calibration_says_how_popular_experts_are(tmp_path):
         advise("Mixtral-8x7B", "60GB", device="m2-max", calibration=tmp_path / "c.safetensors")
 
 
-def test_each_way_is_simulated():
-    found = advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True, decompress_gbs=1.0)
-    assert {one.name for one in found.simulated} == {"raw", "bf12", "huffman", "int8", "fp8", "mxfp4", "int4"}
-    assert [one.tpot for one in found.simulated] == sorted(one.tpot for one in found.simulated)
-    token = found.model.spec.L * found.model.spec.K / (found.model.spec.L * found.model.spec.E)
-    assert all(one.tpot > token * way.experts / 400e9 for one in found.simulated for way in found.ways
-               if way.form == one.name)                             # the least that memory allows
-    assert "By simulation" in str(found) and "left out" not in str(found) and found.best.lossless
-    assert "Huffman is left out" in str(advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True))
-    with pytest.raises(ValueError, match="one sequence at a time"):
-        advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True)
+def test_a_latent_attention_is_counted_by_its_ranks(tmp_path):
+    import torch
+    tiny.save("deepseek_v3", tmp_path / "model", torch.bfloat16, vocab_size=4096)
+    config = json.loads((tmp_path / "model" / "config.json").read_text(), object_hook=lambda d: SimpleNamespace(**d))
+    found = find_model(tmp_path / "model")
+    assert _others(found.spec, config) == pytest.approx(found.others, rel=0.03) < _others(found.spec)
+
+
+@pytest.mark.parametrize("text, value", [("1%", 0.01), (0.02, 0.02), ("0.5", 0.5), ("any", math.inf), (0, 0.0)])
+def test_what_may_be_lost(text, value):
+    assert parse_loss(text) == value
+
+
+@pytest.mark.parametrize("text", ["-1%", "2", "much", "nan", ""])
+def test_what_is_no_loss(text):
+    with pytest.raises(ValueError, match="'any'"):
+        parse_loss(text)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 2))
+def test_popularity_by_rank(E, K, exponent):
+    """K experts a token, none more than once; of those that are not certain, rank by rank as the law says."""
+    spec = MoESpec("m", "m", 2, (0, 1), E, min(K, E), 8, 8)
+    shares = zipf(spec, exponent)
+    assert shares.shape == (2, E) and shares.sum(1) == pytest.approx(2 * [spec.K]) and shares.max() <= 1
+    free = [i for i in range(E) if shares[0, i] < 1 - 1e-9]
+    assert all(shares[0, i] / shares[0, free[0]] == pytest.approx(((free[0] + 1) / (i + 1)) ** exponent) for i in free)
+    hits = hit_rates(shares)
+    everything = sorted(shares.flatten(), reverse=True)
+    for kept in range(2 * E + 1):
+        assert hits(kept) == pytest.approx(sum(everything[:kept]) / sum(everything))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([0.0, 0.01, None])), max_size=12))
+def test_the_front_is_what_nothing_beats(points):
+    made = [Way(AS_IS, loss, 1, 1, memory, 0, 0, tpot, 0) for tpot, memory, loss in points]
+    kept = front(made)
+    for way in made:
+        beaten = False
+        for other in made:
+            a, b = ((one.tpot, one.memory, 9 if one.loss is None else one.loss) for one in (other, way))
+            beaten |= a != b and a[0] <= b[0] and a[1] <= b[1] and a[2] <= b[2]
+        assert (way in kept) == (not beaten)
 
 
 def test_the_doctor_names_what_a_machine_has(tmp_path):

@@ -13,11 +13,10 @@ from moelab.__main__ import main
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.offload import offload
-from moelab.offloading.planner import best_pools, drawn, rank_stored, shares_of
+from moelab.offloading.planner import best_pools, drawn, shares_of
 from moelab.offloading.simulator import flat, simulate
 from moelab.offloading.slots import Sizes
 from moelab.schedule.requests import Delays
-from moelab.specs import DeviceSpec, Figure, MoESpec
 from tests.models import tiny
 
 L, E, K = 2, 8, 2
@@ -63,35 +62,6 @@ def test_what_lies_as_it_is_computed_is_simply_kept_whole():
     for sizes in (Sizes(12, 0, 0, True), Sizes(12, 8, 0)):
         (only,) = best_pools(SHARES, STEPS, 40, sizes, DELAYS, workers=1, staging=1, warm=8)
         assert only.pools == Pools(F=3)
-
-
-# ------------------------------------------------------------------------------------------ ways of storing experts
-
-SPEC = MoESpec("m", "m", L, (0, 1), E, K, H=64, I=32)
-CARD = DeviceSpec("card", {name: Figure(value, unit, "published", "here") for name, value, unit in (
-    ("storage_read_gbs", 1e-3, "GB/s"), ("memory_bandwidth_gbs", 1.0, "GB/s"), ("fp32_tflops", 1e6, "TFLOPS"))})
-
-
-def test_ways_of_storing_by_hand():
-    """With room for all, a token reads its experts from memory; with room for one, its misses come from the disk."""
-    weights = 3 * 64 * 32
-    rows = {row.name: row for row in rank_stored(SPEC, CARD, 1.0, SHARES, decompress_gbs=1e6)}
-    size = {"raw": 2 * weights, "bf12": 1.5 * weights, "int8": 8.5 / 8 * weights, "int4": 4.5 / 8 * weights,
-            "mxfp4": 4.25 / 8 * weights}
-    for name, nbytes in size.items():
-        assert rows[name].disk_bytes == L * E * nbytes and rows[name].kind == "simulated"
-        assert rows[name].lossless == (name in ("raw", "bf12"))
-    assert rows["huffman"].disk_bytes == pytest.approx(L * E * weights * (1 + 2.65 / 8), rel=1e-3)
-    assert list(rows) == sorted(rows, key=lambda name: rows[name].tpot)
-    everything = {row.name: row for row in rank_stored(SPEC, CARD, 3.0 * SPEC.experts_bytes)}
-    assert "huffman" not in everything                                      # nobody said how fast it is decoded
-    for name, nbytes in size.items():
-        assert everything[name].tpot == pytest.approx(L * K * nbytes / 1e9, rel=1e-3)
-        assert everything[name].hit_rate == 1
-    nothing = {row.name: row for row in rank_stored(SPEC, CARD, 2 * SPEC.expert_bytes, decompress_gbs=1e6)}
-    assert 1.2 < nothing["raw"].tpot / nothing["bf12"].tpot < 1.6 and "huffman" not in nothing
-    with pytest.raises(ValueError, match="hold no expert beside one that is loaded"):
-        rank_stored(SPEC, CARD, 1000)
 
 
 # ------------------------------------------------------------------------------------------------------- in the engine

@@ -1,0 +1,123 @@
+"""The answer of `advise`: what to do, what it will give, what would give more, and the commands that do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moelab.advice.model import AS_IS, DECODED, FORMS, Model
+from moelab.advice.ways import Way, front
+from moelab.cache.policies import DEFAULT_POLICY
+from moelab.offloading.budget import RESERVE
+from moelab.offloading.limits import MachineRates, kv_bytes
+from moelab.specs import DeviceSpec
+from moelab.table import text_table
+
+#: rows of the printed table
+ROWS = 12
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer: `ways` that fit, best first; `more`: (what would give more, and then).
+
+    elsewhere : ways that were simulated in other memory.    loss : what is allowed, relative; infinity allows any.
+    popularity : how often experts are taken to be chosen.    notes : what else there is to know.
+    """
+
+    model: Model
+    device: DeviceSpec
+    memory: int
+    context: int
+    batch: int
+    loss: float
+    ways: tuple[Way, ...]
+    more: tuple[tuple[str, Way], ...] = field(repr=False)
+    popularity: str = ""
+    elsewhere: tuple[Way, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Way:
+        """The fastest that loses no more than was allowed."""
+        return next(way for way in self.ways if way.within(self.loss))
+
+    @property
+    def front(self) -> list[Way]:
+        """What no other way beats in TPOT, memory and loss at once."""
+        return front([*self.ways, *self.elsewhere])
+
+    @property
+    def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """(command, source, options) of what to run, in this order."""
+        way, source = self.best, self.model.source
+        options: dict[str, Any] = {"memory": "100%" if way.resident else f"{int(way.budget / 1e6)}MB",
+                                   "executor": way.executor}
+        if not way.resident:
+            options |= {name: value for name, value, usual in (
+                ("cache", way.cache, DEFAULT_POLICY), ("prefetch", way.prefetch, None), ("workers", way.workers, 1))
+                if value != usual}
+        if way.form in ("bf12", DECODED):
+            store = f"{Path(source).name}.{way.form}"
+            return [("convert", f"{source} {store}", {"codec": way.form}), ("generate", store, options)]
+        if way.form in FORMS:
+            return [("generate", source, {"quantize": way.form} | options)]
+        if way.resident and self.model.stored is None:
+            del options["memory"]
+        return [("generate", source, options)]
+
+    @property
+    def commands(self) -> list[str]:
+        return [" ".join(["python -m moelab", command, source, *(f"--{name} {value}" for name, value in given.items())])
+                for command, source, given in self.steps if command == "convert" or self.best.pools is None]
+
+    @property
+    def python(self) -> str:
+        """The last of `steps`, in Python; with the pools of compressed experts, which the command line cannot say."""
+        _, source, given = self.steps[-1]
+        plan = [f"plan=moelab.{self.best.pools}"] if self.best.pools else []
+        return f"moelab.open_model({', '.join([repr(source), *(f'{k}={v!r}' for k, v in given.items()), *plan])})"
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row a way: of each form the fastest, then the others, the fastest first, and what was measured."""
+        firsts = {way.form: way for way in reversed(self.ways)}
+        kept = [way for way in self.ways if way is firsts[way.form] or way.kind == "measured"]
+        kept += [way for way in self.ways if way not in kept][:max(ROWS - len(kept), 0)]
+        return [way.row(self.batch) for way in sorted(kept, key=lambda way: way.tpot)]
+
+    def __str__(self) -> str:
+        way, spec, device = self.best, self.model.spec, self.device
+        where = "all of them in memory" if way.resident else \
+            f"{way.budget / 1e9:.3g} of their {way.experts / 1e9:.3g} GB in memory, the others on disk"
+        form = "Leave the checkpoint as it is" if way.form == AS_IS else f"Store the experts as {way.form}"
+        loss = ("lossless" if way.lossless else f"at most {100 * way.loss:.2g} % more language loss" if way.loss is not
+                None else "its loss is unknown: --verify measures it")
+        rates = MachineRates.of(device)
+        more = "; ".join(f"{what}: {other.tpot:.3g} s ({way.tpot / other.tpot:.3g}×)" for what, other in self.more)
+        error = "" if way.error is None else f" ± {100 * way.error:.0f} %"
+        expected = f", {way.predicted:.3g} s expected" if way.predicted else ""
+        rows = self.table()
+        return "\n".join([
+            f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
+            f"{spec.experts_bytes / 1e9:.3g} GB, other weights {self.model.others / 1e9:.3g} GB ({self.model.how}), "
+            f"KV cache {kv_bytes(spec, self.context * self.batch) / 1e9:.3g} GB, process {RESERVE / 1e9:.2g} GB",
+            f"{device.name}: memory {rates.memory / 1e9:.3g} GB/s, experts arrive at {rates.read / 1e9:.3g} GB/s; "
+            f"{self.memory / 1e9:.3g} GB may be used",
+            "",
+            f"Do: {form} ({loss}), {where}; {way.name}.",
+            f"Gives: {way.tpot:.3g} s{error} a token ({self.batch / way.tpot:.3g} tokens/s), {way.ttft:.3g} s to the "
+            f"first, of {self.context:,} tokens; {way.kind}{expected}, limited by the {way.limited_by}, with experts "
+            f"chosen {self.popularity}.",
+            f"More: {more or 'nothing that was tried here'}.",
+            "", *(f"  {command}" for command in self.commands), f"  {self.python}", "",
+            text_table(list(rows[0]), [list(row.values()) for row in rows]), *("",) * bool(self.notes), *self.notes])
+
+    def _repr_markdown_(self) -> str:
+        return f"```text\n{self}\n```"
+
+
+def more_of(best: Way, options: list[tuple[str, Way | None]]) -> tuple[tuple[str, Way], ...]:
+    """What gives more than the best, by 2 % at least, the most first."""
+    return tuple(sorted((one for one in options if one[1] and one[1].tpot < 0.98 * best.tpot),
+                        key=lambda one: one[1].tpot))

@@ -1,0 +1,116 @@
+"""A model without its weights: its geometry, the bytes of all that is not experts, and how its experts may be stored.
+
+Everything follows from a card, a config or a checkpoint's headers; only a config is ever downloaded. No torch, unless
+a config leaves its facts to transformers' defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from moelab import registry
+from moelab.cards import load_card, load_model
+from moelab.configs import spec_from_config
+from moelab.specs import DTYPE_BYTES, MoESpec
+
+#: how bf16 experts may be stored and multiplied as they lie → (bits a weight, whether lossless): `moelab.store`
+FORMS = {"bf12": (12, True), "int8": (8.5, False), "fp8": (8.002, False), "int4": (4.5, False),
+         "mxfp4": (4.25, False)}
+#: what else they may be stored as, decoded before it is multiplied
+DECODED = "huffman"
+AS_IS = "as it is"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model without its weights: what opens it, its geometry, bytes of all other weights and how they are known, its
+    folder if it is here, and the form that an expert store has."""
+
+    source: str
+    spec: MoESpec
+    others: int
+    how: str
+    folder: Path | None = None
+    stored: str | None = None
+
+    @property
+    def dense(self) -> int:
+        """Bytes of other weights that a token needs: of the embedding one row, but all of the head."""
+        return max(self.others - self.spec.vocab * self.spec.H * 2, 0)
+
+    def forms(self) -> dict[str, tuple[float, bool]]:
+        """How its experts may be stored → (bits a weight, whether lossless), of what is multiplied as it lies."""
+        own = 8 * DTYPE_BYTES[self.spec.dtype]
+        if self.stored in FORMS:
+            own, _ = FORMS[self.stored]
+        offered = {name: form for name, form in FORMS.items() if form[0] < own
+                   and (name != "bf12" or self.spec.dtype == "bfloat16")} if own > 8.5 else {}
+        # what has to be decoded before it is multiplied is not compared by its bytes
+        return ({} if self.stored not in (None, "raw", *FORMS) else {AS_IS: (own, True)}) | offered
+
+
+def find_model(model: str | Path | None) -> Model:
+    """A model's geometry and bytes, without its weights. Raises FileNotFoundError, ValueError."""
+    if model is not None and str(model) in registry.names("model"):
+        spec, card = load_model(str(model)), load_card(str(model))
+        source, published = card.get("hub", str(model)), card.get("figures", {}).get("total_params")
+        if published is None:
+            return Model(source, spec, _others(spec), "estimated from its geometry")
+        others = (published["value"] - spec.L * spec.E * spec.expert_params) * 2
+        return Model(source, spec, round(others), "published parameters less the experts'")
+    if model is not None and not Path(model).expanduser().exists() and str(model).count("/") == 1:
+        spec, config = _read_config(_download(str(model)), str(model))
+        return Model(str(model), spec, _others(spec, config), "estimated from its geometry")
+    from moelab.models.checkpoint import Checkpoint
+    from moelab.models.opening import find, model_name
+    folder = find(model)
+    checkpoint = Checkpoint.at(folder)
+    spec, _ = _read_config(folder / "config.json", model_name(model, folder))
+    everything = sum(entry.nbytes for entry in checkpoint.tensors.values())
+    if (store := checkpoint.store) is not None:
+        return Model(str(folder), spec, everything, "exact", folder, store.quantized or store.codec)
+    return Model(str(folder), spec, max(everything - spec.experts_bytes, 0), "exact", folder)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:          # the hub client has a dozen kinds of "cannot be had"
+        raise FileNotFoundError(f"{model!r} is no card and no folder here, and its config cannot be had from the hub "
+                                f"({type(error).__name__}). Check the spelling and the network; moelab.names('model') "
+                                f"lists the cards, which need neither") from error
+
+
+def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:
+    """Geometry and config, by the file's own words; what it leaves to transformers' defaults, by transformers."""
+    try:
+        config = json.loads(file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
+        return spec_from_config(config, name), config
+    except (ValueError, AttributeError, TypeError):
+        from moelab.models.checkpoint import load_config
+        config = load_config(file.parent)
+        return spec_from_config(config, name), config
+
+
+def _others(spec: MoESpec, config: Any = None) -> int:
+    """Bytes of all weights but the routed experts: embedding, head, attention, routers, shared and dense layers.
+
+    config : says the ranks of multi-head latent attention, whose projections are small; without it, each head counts as
+        an ordinary one.
+    """
+    H, dense = spec.H, spec.num_layers - spec.L
+    attention = H * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    if rank := getattr(config, "kv_lora_rank", None):
+        keys, turned = config.qk_nope_head_dim, config.qk_rope_head_dim
+        queries = getattr(config, "q_lora_rank", None)
+        attention = (H * queries + queries * spec.heads * (keys + turned) if queries else
+                     H * spec.heads * (keys + turned))
+        attention += H * (rank + turned) + spec.heads * (rank * (keys + spec.head_dim) + spec.head_dim * H)
+    weights = 2 * spec.vocab * H + spec.num_layers * attention + dense * 3 * H * spec.dense_I \
+        + spec.L * (H * spec.E + 3 * H * spec.shared_I)
+    return round(weights * max(DTYPE_BYTES[spec.dtype], 2.0))

@@ -1,0 +1,123 @@
+"""What experts of a geometry cost on this machine in every form, measured on a small sample of them, and kept.
+
+A model that is here is in one form only, and one that is not here in none. So a sample is synthesized: a layer or two
+of Qwen3-MoE with experts, attention and routing of the model's sizes, in the form that is asked for, on the disk where
+moelab keeps its files. `moelab.offloading.profile` measures it, the same way as a model; the profile is kept, so the
+next advice asks nothing of the disk. What a model has besides, a longer head, shared experts, dense layers, is added as
+bytes over the rate of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from moelab import __version__
+from moelab.advice.model import AS_IS, Model
+from moelab.advice.space import Costs, stored_bytes
+from moelab.files import cache_root
+from moelab.models import opening
+from moelab.models.fast_decode import FastDecode
+from moelab.models.synthesize import VOCABULARY, synthesize
+from moelab.offloading.profile import Profile, profile
+from moelab.offloading.slots import Sizes
+from moelab.progress import progress
+from moelab.specs import MoESpec
+from moelab.store import fewbit
+from moelab.store.layout import ExpertStore, aligned
+
+#: bytes of a sample's experts in bf16, about; seconds of measuring it
+SIZE, SECONDS = 128 << 20, 1.5
+#: dtype of experts as they are → the form of a sample that costs as much
+STORED = {"bfloat16": "raw", "float16": "raw", "int8": "int8", "float8_e4m3fn": "fp8", "mxfp4": "mxfp4", "int4": "int4"}
+
+
+def machine() -> str:
+    """This machine, as what was measured on it is kept under."""
+    return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
+
+
+def sample_spec(spec: MoESpec) -> MoESpec:
+    """A few experts of the spec's size in a model as small as possible."""
+    I = spec.I if spec.gated else max(spec.I * 2 // 3 // 32 * 32, 32)           # three matrices of as many bytes
+    bytes_each = 6 * spec.H * I
+    layers = 2 if bytes_each < SIZE // 4 else 1
+    E = min(spec.E, max(2, SIZE // layers // bytes_each))
+    return replace(spec, name="a sample", model_type="qwen3_moe", num_layers=layers, moe_layers=tuple(range(layers)),
+                   E=E, K=min(spec.K, E), I=I, router="softmax", gated=True, bias=False, shared_I=0, dense_I=0,
+                   vocab=VOCABULARY, heads=spec.heads or 8, kv_heads=spec.kv_heads or 8,
+                   head_dim=max(spec.head_dim, 2) // 2 * 2 or 64, dtype="bfloat16")
+
+
+def measured(spec: MoESpec, form: str, executor: str) -> Profile:
+    """The profile of a sample in a form, kept from an earlier time or measured now, in a few seconds."""
+    sample = sample_spec(spec)
+    key = "\n".join(map(str, (__version__, machine(), sample, form, executor)))
+    file = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
+    if file.is_file():
+        return Profile.load(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
+        found = of_store(synthesize(Path(folder) / "sample", sample, **how), executor)
+    found.save(file)
+    return found
+
+
+def of_store(store: ExpertStore | str | Path, executor: str, model: Any = None) -> Profile:
+    """The profile of a store as `open_model` runs it with an executor; a model that is given runs so already."""
+    fast = executor == "fast"
+    store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+    with ExitStack() as stack:
+        if model is None:
+            model = opening.open_checkpoint(store.folder, experts="external")
+            if fast:
+                stack.enter_context(FastDecode(model))
+        return profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
+
+
+def costs(found: Profile, model: Model, whole: bool) -> Costs:
+    """What a profile says; `whole` if it is of the model itself, not of a sample."""
+    (base, token), (head, head_token) = found.other, found.head
+    full, e, sm = (found.nbytes[part] for part in ("full", "e", "sm"))
+    delays = replace(found.delays(), experts_bytes=())
+    if not whole:
+        rate = found.to_device()["memory_bandwidth_gbs"] * 1e9
+        spec, here = model.spec, sample_spec(model.spec)
+        attention = spec.num_layers * 2 * spec.H * here.head_dim * (2 * here.heads + 2 * here.kv_heads)
+        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / rate
+        base *= spec.num_layers / spec.L                    # a dense layer's attention is its successor's
+        base += max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
+    return Costs(delays, (base, token), (head, head_token),
+                 Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm)
+
+
+def sample_costs(model: Model, forms: list[str], itself: Profile | None = None) -> Callable[..., Costs | None]:
+    """What each form costs here, measured for those of `forms`, fast, and whatever is asked for later.
+
+    itself : the profile of the model, as it is and fast; what is not of an expert is taken from it in every form.
+    """
+    @lru_cache(maxsize=None)
+    def costs_of(form: str, executor: str = "fast") -> Costs | None:
+        mine = itself and costs(itself, model, True)
+        if form == AS_IS and executor == "fast" and mine:
+            return mine
+        if form == AS_IS:
+            form = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
+        if form is None:
+            return None
+        found = costs(measured(model.spec, form, executor), model, False)
+        if mine and executor == "fast":
+            found = replace(found, other=mine.other, head=mine.head)
+        return found
+    for form in progress(forms, "measuring this machine", unit="forms"):
+        costs_of(form)
+    return costs_of

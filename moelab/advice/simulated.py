@@ -1,0 +1,158 @@
+"""Advice by simulation, and by running the best for real: what `moelab.advice.advise` does where it may take a minute.
+
+A model that is here is opened once in the memory that there is, takes the tokens that all ways are to take, and is
+profiled: its routing, and what reading and computing its experts cost. Both are kept. That run is a measurement, too:
+how far the simulator is off for it corrects all its other predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from moelab.advice import verify as real
+from moelab.advice.answer import Advice, more_of
+from moelab.advice.model import AS_IS, Model
+from moelab.advice.sample import machine, sample_costs
+from moelab.advice.space import (PREFETCH, PROMPT, TIMED, WARM, Costs, Scene, Search, card_costs, forms_of, scene,
+                                 twice_as_fast)
+from moelab.advice.ways import Way, fitted
+from moelab.files import cache_root, read_json, write_json
+from moelab.offloading.profile import Profile
+from moelab.offloading.simulator import flat
+from moelab.specs import DeviceSpec
+from moelab.table import span
+
+#: ways that `verify` runs
+VERIFIED = 3
+
+
+def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, batch: int, loss: float,
+              shares: np.ndarray, popularity: str, counted: bool, on_card: bool, decompress_gbs: float | None,
+              verify: bool) -> Advice:
+    """The advice; `shares` [L, E] and `popularity` say how often experts are chosen where no trace does.
+
+    counted : whether a calibration says so.    on_card : whether the device is not this machine. Others as of `advise`.
+    """
+    kept, notes, forms, look = None, [], forms_of(model), None
+    if model.folder is not None and not on_card:
+        kept = real.Kept(identity_of(model))
+        look, why = looked(model, kept, memory=memory, context=context, batch=batch)
+        notes += [f"The model could not be run here: {why}"] * (look is None)
+    if look is not None:
+        (seen, itself, ran), popularity = look, "as in what ran here"
+    else:
+        seen, itself = scene(shares, batch), None
+        notes.append(f"Tokens were drawn {popularity}, each by itself; a model's own repeat more of each other.")
+    costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, itself)
+    if on_card and any(costs_of(form) is None for form in forms):
+        notes.append("Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
+                     "(--decompress-gbs)")
+
+    def loss_of(form: str) -> float | None:
+        _, lossless = model.forms().get(form, (0, True))
+        return 0.0 if lossless else kept.loss(form) if kept else None
+    search = Search(model, costs_of, seen, memory, context, batch, loss_of, loss)
+    search.run(forms)
+    if look is not None:
+        way = as_looked(model, ran)
+        if not way.resident and all(record["settings"] != way.settings for record in kept.records) and (
+                played := search.play(way, [])):
+            kept.add(settings=way.settings, batch=batch, predicted=played.tpot, tpot=median(ran["tpot"][-TIMED:]),
+                     ttft=ran["ttft"], peak=ran["peak"], loss=None)
+    if verify:
+        notes += real.verify(model, chosen(search, kept, loss), kept, context=context, batch=batch, loss=loss > 0)
+        search.found = [replace(way, loss=loss_of(way.form)) for way in search.found]
+    return judged(search, kept, device, costs_of, popularity, notes)
+
+
+def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of: Callable[..., Costs | None],
+           popularity: str, notes: list[str]) -> Advice:
+    """The advice that follows from what was simulated and, on this machine, measured."""
+    def corrected(way: Way | None) -> Way | None:
+        return kept.corrected(way, search.batch) if kept and way else way
+    ways = sorted(map(corrected, {(way.name, way.budget): way for way in search.found}.values()),
+                  key=lambda way: (way.tpot, not way.lossless))
+    best = next((way for way in ways if way.within(search.allowed)), None)
+    if best is None:
+        raise ValueError(f"nothing that fits {search.memory / 1e9:.3g} GB is known to lose no more than "
+                         f"{search.allowed:.2%}: measure it (--verify), allow any loss, or give more memory")
+    plain = next(way for way in search.found if (way.name, way.budget) == (best.name, best.budget))
+    faster = Search(search.model, twice_as_fast(costs_of), search.seen, search.memory, search.context, search.batch,
+                    search.loss, search.allowed)
+    options = [(f"{1.5 * search.memory / 1e9:.3g} GB of memory",
+                corrected(search.other(plain, search.memory * 3 // 2))),
+               ("a disk twice as fast", None if plain.resident else _scaled(faster.play(plain, []), best, plain))]
+    few = next((way for way in ways if not way.within(search.allowed)), None)
+    if few is not None:
+        what = "of unknown loss" if few.loss is None else f"of {few.loss:.2%} more loss"
+        options.append((f"{few.form} experts, {what}", few))
+    if kept and (ratios := kept.ratios()):
+        factor, error = kept.correction()
+        notes.append(f"Ways of running this model that were measured on this machine ({machine()}): {len(ratios)}, at "
+                     f"{span(min(ratios), max(ratios))} of the time simulated. What else was simulated is corrected by "
+                     f"{factor:.3g}, ± {error:.0%}.")
+    notes.append(f"Simulated with {PROMPT} tokens, {WARM} to fill the cache and {TIMED} that count, the median; the "
+                 f"prompt of {search.context:,} for TTFT, without the growth of attention. Kept measurements: "
+                 f"{kept.path if kept else 'none'}.")
+    return Advice(search.model, device, search.memory, search.context, search.batch, search.allowed, tuple(ways),
+                  more_of(best, options), popularity, tuple(map(corrected, search.elsewhere)), tuple(notes))
+
+
+def _scaled(way: Way | None, best: Way, plain: Way) -> Way | None:
+    """A simulated way by how the best, measured or corrected, is to what was simulated of it."""
+    return way and replace(way, tpot=way.tpot * best.tpot / plain.tpot)
+
+
+def chosen(search: Search, kept: real.Kept, loss: float) -> list[Way]:
+    """The ways to run for real: the fastest that may be advised, each of another form or with another prefetcher, and
+    where loss is allowed also those whose loss is not known yet; a lossless one, to compare losses with."""
+    ways = sorted(search.found, key=lambda way: kept.corrected(way, search.batch).tpot)
+    ways = [way for way in ways if way.within(loss) or loss and way.loss is None]
+    picked = list({(way.form, way.executor): way for way in reversed(ways)}.values())[::-1]
+    picked = sorted(picked, key=ways.index)[:VERIFIED]
+    if loss and not any(way.lossless for way in picked):
+        picked[-1:] = [next(way for way in sorted(search.found, key=lambda way: way.tpot) if way.lossless)]
+    return picked
+
+
+def identity_of(model: Model) -> str:
+    from moelab.models.checkpoint import Checkpoint, load_config
+    from moelab.models.identity import of_checkpoint
+    return of_checkpoint(Checkpoint.at(model.folder), load_config(model.folder))
+
+
+def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:
+    """The way in which a model was looked at, by what is kept about that; None if its experts do not fit."""
+    way = fitted(model, AS_IS, 0.0, model.spec.expert_bytes, ran["memory"], ran["context"], ran["batch"])
+    return way and replace(way, prefetch=PREFETCH)
+
+
+def looked(model: Model, kept: real.Kept, **within: int) -> tuple[tuple[Scene, Profile, dict[str, Any]] | None, str]:
+    """What the model does here, run once as it is: (its tokens' routing, its profile, what was measured; all of that is
+    kept) or None, and why not.    within : memory, context and batch."""
+    folder, stem = cache_root() / "advice", f"{kept.identity}-{model.stored or 'checkpoint'}-{within['batch']}"
+    file, profile = folder / f"{stem}.trace.json", folder / f"{stem}.profile.json"
+    if not (file.is_file() and profile.is_file()):
+        if (way := as_looked(model, within)) is None:
+            return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"
+        options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}
+        try:
+            found = real.fresh(str(model.folder), options, prompt=PROMPT, tokens=WARM + TIMED, batch=within["batch"],
+                               profile=str(profile))
+        except (RuntimeError, OSError) as error:
+            return None, str(error)
+        write_json(file, found | within)
+    found = read_json(file)
+    steps = [[(layer, dict(map(tuple, experts))) for layer, experts in step] for step in found["steps"]]
+    tokens, shares = sum(n for n, _ in found["forwards"]), np.zeros((model.spec.L, model.spec.E))
+    for layer, experts in flat(steps):
+        for expert, n in experts.items():
+            shares[layer, expert] += n / tokens
+    seen = Scene(steps, [tuple(one) for one in found["forwards"]], found["predictions"], np.minimum(shares, 1),
+                 within["batch"])
+    return (seen, Profile.load(profile), found), ""

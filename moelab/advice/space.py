@@ -1,0 +1,250 @@
+"""The space of ways to run a model, simulated: form × cache × prefetcher × workers × executor × memory.
+
+Every form is played once, with the default cache. Then the fastest that lose no more than allowed, and the fastest of
+all, are changed in one respect after another, and a change that is faster stays. That is some forty simulations of the
+thousands that there are; what pays together but not alone is missed. Tokens are the model's own, recorded here, or are
+drawn by popularity, each by itself; a real token repeats more of the one before.
+
+What an expert costs in each form is a `Costs`: measured here (`moelab.advice.sample`), or by a card's figures. Left
+out: predictors that have to be trained or fitted first; predictions more than one layer ahead, which the engine does
+not make; scopes and margins of a cache; sampling between two forwards.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moelab import registry
+from moelab.advice.model import AS_IS, DECODED, FORMS, Model
+from moelab.advice.ways import Way, fitted
+from moelab.cache.cross_token import CrossToken
+from moelab.cache.policies import NEEDS
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.offloading.limits import MachineRates
+from moelab.offloading.planner import best_pools, drawn
+from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.simulator import Linear, Predictions, Simulation, Steps, delays_of, simulate
+from moelab.offloading.slots import Sizes, divide
+from moelab.progress import progress
+from moelab.schedule.requests import Delays
+from moelab.specs import DeviceSpec, MoESpec
+from moelab.store import fewbit
+from moelab.store.layout import aligned
+
+#: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
+PROMPT, WARM, TIMED = 64, 24, 24
+#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
+RHO = 2.65 / 8
+#: the prefetcher that needs no preparation, and the share of experts that it finds where nothing was recorded: about
+#: what it finds of the small model's (notebook 04)
+PREFETCH, RECALL = "router", 0.75
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a form costs on a machine: an expert's delays, seconds before a layer's experts and after the last layer,
+    bytes of a slot, bytes of an expert on disk."""
+
+    delays: Delays
+    other: Linear
+    head: Linear
+    sizes: Sizes
+    disk: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The tokens that every way plays: a prompt, `WARM` steps, `TIMED` steps.
+
+    forwards : (tokens, phase) of each.    predictions : of the router's prefetcher.    batch : sequences.
+    shares : [L, E] of tokens that need each expert.
+    """
+
+    steps: Steps
+    forwards: list[tuple[int, str]]
+    predictions: Predictions
+    shares: np.ndarray
+    batch: int
+
+
+def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
+    """Tokens drawn by popularity, and predictions that find `RECALL` of their experts; shares [L, E]."""
+    tokens, rng = iter(drawn(shares, batch * (PROMPT + WARM + TIMED), seed)), np.random.default_rng(seed)
+    steps, forwards, E = [], [], shares.shape[1]
+    for n, phase in [(PROMPT, "prefill")] + [(1, "decode")] * (WARM + TIMED):
+        counts = [Counter() for _ in shares]
+        for _ in range(batch * n):
+            for layer, experts in next(tokens):
+                counts[layer].update(experts)
+        steps.append([(layer, dict(sorted(count.items()))) for layer, count in enumerate(counts)])
+        forwards.append((batch * n, phase))
+    predictions = [[(layer, [e if rng.random() < RECALL else int(rng.integers(E)) for e in experts])
+                    for layer, experts in step[1:]] for step in steps]
+    return Scene(steps, forwards, predictions, shares, batch)
+
+
+def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:
+    """A way with what the simulator finds; None where its memory holds no expert beside those that are loaded."""
+    spec, sizes, delays = model.spec, costs.sizes, costs.delays
+    pools, ahead, staging = Pools(F=spec.L * spec.E), 0, 1
+    if not way.resident:
+        ahead = min(spec.K, way.budget // (4 * sizes.in_flight)) if way.prefetch else 0
+        room = way.budget - ahead * sizes.in_flight
+        if room < sizes.in_flight + sizes.full:
+            return None
+        pools, staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
+        if sizes.sm:
+            pools = best_pools(seen.shares, seen.steps, room - staging * sizes.in_flight, sizes, delays,
+                               workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM,
+                               other=costs.other)[0].pools
+    residency = Residency(spec.L, spec.E, pools, way.cache)
+    gate, across = PrefetchGate(), CrossToken(spec.E)
+
+    def run(steps: Steps, forwards: list[tuple[int, str]], predictions: Predictions) -> Simulation:
+        return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=costs.other,
+                        head=costs.head, quiet=True, **({} if not ahead else {
+                            "predictions": predictions, "ahead": ahead, "gate": gate, "across": across}))
+    tokens = seen.batch * context
+    whole = [[(layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))}) for layer, f in
+              enumerate(seen.shares)]]
+    if way.resident and way.form == AS_IS and model.stored is None:         # all is read when the model is opened
+        for step in whole[0]:
+            residency.begin(*step)
+    prompt = run(whole, [(tokens, "prefill")], [[]])
+    first = 1 + WARM
+    run(seen.steps[:first], seen.forwards[:first], seen.predictions[:first])
+    timed = run(seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
+    found = timed.metrics()
+    return replace(
+        way, hit_rate=timed.counters.hit_rate(), read=found.read_bytes / len(timed.forwards), tpot=found.tpot,
+        ttft=prompt.ttft, pools=pools if sizes.sm and not way.resident else None, kind="simulated",
+        limited_by="loading" if (found.stall_per_step or 0) > found.tpot / 2 else "computing",
+        written=0 if way.form == AS_IS else spec.L * spec.E * costs.disk + model.others)
+
+
+class Search:
+    """Plays ways in the space until `seconds` are over; `found` are those that were played in the memory that is given,
+    `elsewhere` those in other memory.
+
+    costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
+    memory : bytes for everything.
+    """
+
+    def __init__(self, model: Model, costs_of: Callable[[str, str], Costs | None], seen: Scene, memory: int,
+                 context: int, batch: int, loss: Callable[[str], float | None], allowed: float,
+                 seconds: float = 45.0) -> None:
+        self.model, self.costs_of, self.seen, self.memory = model, costs_of, seen, memory
+        self.context, self.batch, self.loss, self.allowed = context, batch, loss, allowed
+        self.found: list[Way] = []
+        self.elsewhere: list[Way] = []
+        self.end = time.monotonic() + seconds
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.end
+
+    def way(self, form: str, memory: int | None = None, executor: str = "fast") -> Way | None:
+        """The plain way of a form; None if it does not fit, or nobody knows what it costs."""
+        costs = self.costs_of(form, executor)
+        return costs and fitted(self.model, form, self.loss(form), costs.sizes.full, memory or self.memory,
+                                self.context, self.batch)
+
+    def play(self, way: Way, kept: list[Way]) -> Way | None:
+        costs = self.costs_of(way.form, way.executor)
+        played = costs and play(self.model, way, costs, self.seen, self.context)
+        if played:
+            kept.append(played)
+        return played
+
+    def run(self, forms: Iterable[str]) -> None:
+        for form in progress(list(forms), "simulating", unit="forms"):
+            if (way := self.way(form)) is not None:
+                self.play(way, self.found)
+        for way in progress(self.leaders(), "changing the fastest", unit="ways"):
+            self.change(way)
+        for way in progress(self.leaders(), "in other memory", unit="ways"):
+            if self.allowed == 0 and not way.lossless:
+                continue
+            for share in (0.5, 0.75, 1.5):
+                self.other(way, round(share * self.memory))
+
+    def leaders(self) -> list[Way]:
+        """The two fastest that lose no more than allowed, and the fastest of all, each of another form."""
+        best: dict[str, Way] = {}
+        for way in sorted(self.found, key=lambda way: way.tpot):
+            best.setdefault(way.form, way)
+        allowed = [way for way in best.values() if way.within(self.allowed)][:2]
+        return list(dict.fromkeys(allowed + list(best.values())[:1]))
+
+    def change(self, way: Way) -> None:
+        """Change a way in one respect after another; what is faster stays."""
+        caches = [name for name, (_, use) in registry.describe("cache").items() if use == "use" and name not in NEEDS]
+        groups: list[list[dict[str, Any]]] = [] if way.resident else [
+            [{"cache": name} for name in caches if name != way.cache], [{"prefetch": PREFETCH}],
+            [{"workers": n} for n in (2, 4) if n <= (os.cpu_count() or 1) and way.pools]]
+        for group in [*groups, [{"executor": "exact"}]]:
+            tried = [self.play(replace(way, **change), self.found) for change in group if not self.late]
+            way = min([way, *filter(None, tried)], key=lambda one: one.tpot)
+
+    def other(self, way: Way, memory: int) -> Way | None:
+        """The same way in other memory."""
+        there = None if self.late else self.way(way.form, memory, way.executor)
+        return there and self.play(replace(there, cache=way.cache, prefetch=way.prefetch, workers=way.workers),
+                                   self.elsewhere)
+
+
+def card_costs(device: DeviceSpec, model: Model, decompress_gbs: float | None = None) -> Callable[..., Costs | None]:
+    """What forms cost by the figures of a card: kernels multiply each as it lies, at the rate of memory, but a Huffman
+    code, which is left out if nobody says how fast a thread decodes it."""
+    spec, rates = model.spec.with_dtype("bfloat16"), MachineRates.of(device)
+    decodes = decompress_gbs or "decompress_gbs" in device.figures
+
+    def costs_of(form: str, executor: str = "fast") -> Costs | None:
+        if executor != "fast" or form == DECODED and not decodes:
+            return None
+        if form == DECODED:
+            delays, other = delays_of(device, spec, RHO, model.dense, decompress_gbs)
+            return Costs(delays, other, (0.0, 0.0), Sizes(spec.expert_bytes, aligned(delays.e_bytes),
+                                                          aligned(delays.sm_bytes)), delays.e_bytes + delays.sm_bytes)
+        full = stored_bytes(model.spec, form)
+        delays, other = delays_of(device, spec, 1.0, model.dense, math.inf)
+        delays = replace(delays, e_read=full / rates.read, sm_read=0.0, recover=0.0, e_bytes=full, sm_bytes=0,
+                         expert_base=full / rates.memory)
+        return Costs(delays, other, (0.0, 0.0), Sizes(full, 0, 0, True), full)
+    return costs_of
+
+
+def stored_bytes(spec: MoESpec, form: str) -> int:
+    """Bytes of an expert as it is computed: as it is, in bf12, or in a few-bit format."""
+    if form in fewbit.FORMATS and spec.H % fewbit.GROUP == spec.I % fewbit.GROUP == 0:
+        wide, back = fewbit.nbytes(form, (spec.I, spec.H)), fewbit.nbytes(form, (spec.H, spec.I))
+        return (1 + spec.gated) * wide + back
+    return round(FORMS[form][0] / 8 * spec.expert_params) if form in FORMS else spec.expert_bytes
+
+
+def forms_of(model: Model) -> list[str]:
+    """As it is, and whatever else its experts may be stored as."""
+    few = model.spec.H % fewbit.GROUP == model.spec.I % fewbit.GROUP == 0
+    offered = [form for form in model.forms() if few or form not in fewbit.FORMATS] or [AS_IS]
+    return [*offered, *([DECODED] if model.spec.dtype == "bfloat16" and model.stored is None else [])]
+
+
+def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs | None]:
+    """The same machine with a disk twice as fast."""
+    def halved(form: str, executor: str = "fast") -> Costs | None:
+        costs = costs_of(form, executor)
+        if costs is None:
+            return None
+        d = costs.delays
+        return replace(costs, delays=replace(d, e_read=d.e_read / 2, sm_read=d.sm_read / 2, read_both=None if
+                                             d.read_both is None else d.read_both / 2))
+    return halved

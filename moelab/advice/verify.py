@@ -1,0 +1,237 @@
+"""Ways for real: each in a process of its own, in turn; what was measured is kept, and corrects later predictions.
+
+Every way is given the same tokens: a prompt of `PROMPT`, `WARM` that fill the cache, and `TIMED`, whose median time
+counts. They are text, where the model has a tokenizer, and given, not sampled, since a model that repeats itself asks
+for the same experts again. What is in another form is converted once and kept with moelab's own files. Few bits are
+also asked for their language loss, on windows of library text, beside that of the model as it is.
+
+A measurement is kept under this machine and the model's identity, with what had been predicted for it. The ratios of
+the two correct the next predictions, by their geometric mean; how far they are apart is the uncertainty that is left.
+
+    python -m moelab.advice.verify '{"source": …, "options": …}'         prints the measurement as its last line
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import astuple, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from moelab.advice.model import AS_IS, Model
+from moelab.advice.sample import machine
+from moelab.advice.ways import Way
+from moelab.files import cache_root
+from moelab.journal import Journal
+from moelab.progress import progress
+
+#: seconds that one process may take; windows and tokens by which language loss is measured
+TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
+#: the least uncertainty of a corrected prediction, as this much differs between two runs of one way
+LEAST = 0.05
+
+
+def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, batch: int = 1, loss: bool = False,
+        profile: str | None = None) -> dict[str, Any]:
+    """One way, here and now: open the model, give it `prompt` and then `tokens` single tokens of `batch` sequences.
+
+    loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the opened model, too.
+
+    Returns "identity", "ttft" and "tpot" (s, of each forward), "hit_rate", "peak" (bytes), "steps", "forwards",
+    "predictions", and "loss": nats a token of each window.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    from moelab.advice import sample
+    from moelab.cache.pools import Pools
+    from moelab.evaluation import scores
+    from moelab.models.identity import opened_from
+    from moelab.opening import open_model
+    plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
+    with open_model(source, **dict(options) | plan) as lm:
+        text = lm.tokenizer is not None
+        if text:
+            try:
+                ids = scores.text_windows(lm.tokenizer, "test", batch, prompt + tokens)
+            except ValueError:                          # the library has no text of so many tokens
+                text = False
+        if not text:
+            ids = torch.randint(3, lm.config.vocab_size, (batch, prompt + tokens),
+                                generator=torch.Generator().manual_seed(0))
+        cache, at = DynamicCache(config=lm.config), 0
+        with torch.inference_mode():
+            for n in [prompt] + [1] * tokens:
+                lm(input_ids=ids[:, at:at + n], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                at += n
+        this, seconds = lm.moelab, [end - start for start, end, *_ in lm.moelab.forwards]
+        found = this.metrics()
+        report = {"identity": opened_from(lm), "ttft": seconds[0], "tpot": seconds[1:], "hit_rate": found.hit_rate,
+                  "peak": found.peak_rss_bytes, "text": text, "predictions": this.predictions,
+                  "steps": [[[layer, list(experts.items())] for layer, experts in step] for step in this.steps],
+                  "forwards": [[tokens, phase] for *_, tokens, phase in this.forwards], "loss": None}
+        if loss and lm.tokenizer is not None:
+            windows = scores.text_windows(lm.tokenizer, "test", WINDOWS, TOKENS)
+            report["loss"] = [float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")]
+        if profile is not None:
+            sample.of_store(this.store, options.get("executor", "exact"), lm).save(profile)
+        return report
+
+
+def fresh(source: str, options: Mapping[str, Any], **how: Any) -> dict[str, Any]:
+    """`run` in a process of its own. RuntimeError with its last words if it fails or takes too long."""
+    task = json.dumps({"source": source, "options": dict(options), **how})
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run([sys.executable, "-m", "moelab.advice.verify", task], capture_output=True, text=True,
+                              timeout=TIMEOUT, env=os.environ | {"PYTHONPATH": path})
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"gave up after {TIMEOUT / 60:.0f} minutes") from None
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or "the process died without a word").splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def options_of(way: Way, model: Model) -> dict[str, Any]:
+    """What `open_model` takes to run a way."""
+    if way.resident and way.form == AS_IS and model.stored is None:
+        return {"executor": way.executor}
+    options: dict[str, Any] = {"memory": "100%" if way.resident else way.budget, "executor": way.executor}
+    if not way.resident:
+        options |= {"cache": way.cache, "prefetch": way.prefetch, "workers": way.workers}
+    return options | ({"plan": [*astuple(way.pools)]} if way.pools else {})
+
+
+def stored(model: Model, form: str) -> str:
+    """What opens the model in a form; it is converted if that was not done before."""
+    if form == AS_IS:
+        return model.source if model.folder is None else str(model.folder)
+    from moelab.models.convert import kept_store
+    from moelab.store import fewbit
+    return str(kept_store(model.folder, **({"quantize": form} if form in fewbit.FORMATS else {"codec": form})))
+
+
+class Kept:
+    """What was measured of a model on this machine, in a journal that all models share.
+
+    records : of this model, as dictionaries: "settings" of the `Way`, "batch", "predicted" (by simulation, before any
+        correction), "tpot", "ttft" (s), "peak" (bytes), "loss" (relative, [mean, error]; None if it was not asked).
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.identity, self.path = identity.partition("-")[0], cache_root() / "advice" / "measured.journal"
+        self.records = [record for record in self._write([])
+                        if (record["machine"], record["model"]) == (machine(), self.identity)]
+
+    def add(self, **record: Any) -> None:
+        """Keep a measurement, on the disk at once."""
+        record = {"machine": machine(), "model": self.identity, "when": time.strftime("%Y-%m-%d %H:%M"),
+                  "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None} | record
+        self._write([record])
+        self.records.append(record)
+
+    def _write(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Append to the journal, which another process may hold for a moment; returns what was in it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for last in [False] * 50 + [True]:
+            try:
+                journal = Journal(self.path)
+                break
+            except FileExistsError:
+                if last:
+                    raise
+                time.sleep(0.1)
+        with closing(journal):
+            journal.append(records)
+        return journal.lines
+
+    def loss(self, form: str) -> float | None:
+        """Relative language loss of a form: the upper end of what was measured last, one error above the mean."""
+        found = [record["loss"] for record in self.records if record["settings"]["form"] == form and record["loss"]]
+        return max(found[-1][0] + found[-1][1], 0.0) if found else None
+
+    def ratios(self) -> list[float]:
+        """Measured over predicted TPOT, of the last measurement of each way."""
+        latest = {json.dumps([record["settings"], record["batch"]]): record for record in self.records}
+        return [record["tpot"] / record["predicted"] for record in latest.values() if record["predicted"]]
+
+    def correction(self) -> tuple[float, float | None]:
+        """(factor on a predicted TPOT, relative uncertainty that is left: None if nothing was measured)."""
+        if not (ratios := self.ratios()):
+            return 1.0, None
+        factor = math.exp(fmean(map(math.log, ratios)))
+        apart = max(abs(ratio / factor - 1) for ratio in ratios) if len(ratios) > 1 else abs(factor - 1)
+        return factor, max(apart, LEAST)
+
+    def corrected(self, way: Way, batch: int) -> Way:
+        """A simulated way as it was measured, if it was, or else corrected by what was."""
+        same = [record for record in self.records
+                if (record["settings"], record["batch"]) == (way.settings, batch)]
+        if same:
+            tpot = [record["tpot"] for record in same]
+            return replace(way, tpot=median(tpot), kind="measured", predicted=way.tpot,
+                           error=max(LEAST, (max(tpot) - min(tpot)) / 2 / median(tpot)))
+        factor, error = self.correction()
+        return replace(way, tpot=way.tpot * factor, error=error)
+
+
+def verify(model: Model, ways: Sequence[Way], kept: Kept, *, context: int, batch: int, rounds: int = 2,
+           loss: bool = False) -> list[str]:
+    """Run ways for real, in turn, and keep what is measured; Ctrl-C stops, and what there is stays.
+
+    ways : simulated, not corrected.    loss : measure the language loss of few bits, and of the model as it is.
+
+    Returns what could not be run, with the reason.
+    """
+    from moelab.advice.space import PROMPT, TIMED, WARM
+    failed: dict[str, str] = {}
+    windows: dict[str, list[float]] = {}
+    everything = [way for _ in range(rounds) for way in ways]
+    try:
+        with progress(total=len(everything), desc="running the best (Ctrl-C stops)", unit="runs") as bar:
+            if loss and any(way.loss is None for way in ways) and not any(way.lossless for way in ways):
+                raise ValueError("a loss is measured beside a lossless way; give one")
+            for way in sorted(everything[:len(ways)], key=lambda way: not way.lossless) + everything[len(ways):]:
+                if way.name in failed:
+                    continue
+                bar.note(way.name)
+                asked = loss and way.form not in windows
+                try:
+                    found = fresh(stored(model, way.form), options_of(way, model), prompt=min(context, PROMPT),
+                                  tokens=WARM + TIMED, batch=batch, loss=asked)
+                except (RuntimeError, OSError, ValueError) as error:
+                    failed[way.name] = str(error)
+                    continue
+                if asked and found["loss"]:
+                    windows[way.form] = found["loss"]
+                kept.add(settings=way.settings, batch=batch, predicted=way.tpot, ttft=found["ttft"],
+                         tpot=median(found["tpot"][-TIMED:]), peak=found["peak"],
+                         loss=relative(windows, way, ways) if asked else None)
+                bar.update()
+    except KeyboardInterrupt:
+        failed["the rest"] = "stopped"
+    return [f"{name}: {why}" for name, why in failed.items()]
+
+
+def relative(windows: Mapping[str, Sequence[float]], way: Way, ways: Iterable[Way]) -> list[float] | None:
+    """[mean, error] of a form's loss against that of a lossless one, paired by window; None without either."""
+    import numpy as np
+
+    from moelab.evaluation.accuracy import paired
+    base = next((windows[one.form] for one in ways if one.lossless and one.form in windows), None)
+    if base is None or way.form not in windows or way.lossless:
+        return None
+    row = paired(np.array(base), np.array(windows[way.form]))
+    return [row["relative"] / 100, row["relative error"] / 100]
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(run(**json.loads(sys.argv[1]))), flush=True)

@@ -1,0 +1,55 @@
+"""The figure of an advice: time of a token against memory and against loss, and what no other way beats."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from moelab.advice.answer import Advice
+from moelab.advice.ways import Way, front
+from moelab.viz import theme
+from moelab.viz.figures import add_points, finish, panels
+from moelab.viz.notebook import show
+
+
+def pareto(advice: Advice) -> go.Figure:
+    """TPOT against memory and, of ways whose loss is known, against their loss; the Pareto front is a line.
+
+    Ways that lose nothing, ways of known and of unknown loss differ in colour and symbol; each says in the legend
+    whether it was modelled, simulated or measured.
+    """
+    ways = [*advice.ways, *advice.elsewhere]
+    groups: dict[str, list[Way]] = {}
+    for way in ways:
+        loss = "lossless" if way.lossless else "loss unknown" if way.loss is None else "loss measured"
+        groups.setdefault(f"{loss}, {way.kind}", []).append(way)
+    known = [way for way in ways if way.loss]
+    figure, places = panels(["memory", "loss"] if known else ["memory"], horizontal_spacing=0.12,
+                            y="TPOT (ms)")
+    for i, (name, of) in enumerate(sorted(groups.items())):
+        told = {"text": [f"{way.name}, {way.memory / 1e9:.3g} GB" for way in of]}
+        add_points(figure, [(way.memory / 1e9, 1e3 * way.tpot) for way in of], name, i, "%{text}: %{y:.4g} ms", **told,
+                   **places[0])
+        if known and of[0].loss is not None:
+            add_points(figure, [(100 * way.loss, 1e3 * way.tpot) for way in of], name, i, "%{text}: %{y:.4g} ms",
+                       **told, **places[1])
+    sound = sorted(front(way for way in ways if way.lossless), key=lambda way: way.memory)
+    figure.add_scatter(x=[way.memory / 1e9 for way in sound], y=[1e3 * way.tpot for way in sound], mode="lines",
+                       name="nothing lossless is better", line={"color": theme.BLACK, "width": 1.5, "shape": "hv"},
+                       hoverinfo="skip", **places[0])
+    best = advice.best
+    figure.add_scatter(x=[best.memory / 1e9], y=[1e3 * best.tpot], mode="markers", name="advised", hoverinfo="skip",
+                       marker={"symbol": "circle-open", "size": 20, "color": theme.BLACK, "line": {"width": 2}},
+                       **places[0])
+    figure.update_xaxes(title="memory of the process (GB)", **places[0])
+    if known:
+        figure.update_xaxes(title="more language loss (%)", **places[1])
+    return finish(figure, legend="ways", height=420)
+
+
+def draw(advice: Advice) -> None:
+    """Show the figure of an advice in a notebook."""
+    best = advice.best
+    show(pareto(advice), f"{advice.model.spec.name} on {advice.device.name}: time of a token and memory of the process, "
+         f"of every way that was tried. Kinds of numbers differ by series; the ring is what is advised.",
+         f"Points: {len(advice.ways) + len(advice.elsewhere)} ways of running {advice.model.spec.name}; the advised one, "
+         f"{best.name}, takes {1e3 * best.tpot:.3g} ms a token in {best.memory / 1e9:.3g} GB", "advice")

@@ -1,0 +1,112 @@
+"""The simulated space beside counts by hand, and properties that hold for any model, machine and memory."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import advise
+from moelab.advice import space
+from moelab.advice.model import AS_IS, DECODED, Model
+from moelab.advice.space import PROMPT, TIMED, WARM, Search, card_costs, forms_of, play, scene, stored_bytes
+from moelab.advice.ways import fitted, needed, zipf
+from moelab.specs import DeviceSpec, Figure, MoESpec
+
+SPEC = MoESpec("m", "m", 2, (0, 1), 8, 2, H=64, I=32)
+MODEL = Model("m", SPEC, 0, "given")
+CARD = DeviceSpec("card", {name: Figure(value, unit, "published", "here") for name, value, unit in (
+    ("storage_read_gbs", 1e-3, "GB/s"), ("memory_bandwidth_gbs", 1.0, "GB/s"), ("fp32_tflops", 1e6, "TFLOPS"))})
+LOSS = {AS_IS: 0.0, "bf12": 0.0, DECODED: 0.0}
+WEIGHTS = 3 * 64 * 32
+BYTES = {AS_IS: 2 * WEIGHTS, "bf12": 1.5 * WEIGHTS, "int8": 8.5 / 8 * WEIGHTS, "int4": 4.5 / 8 * WEIGHTS,
+         "mxfp4": 4.25 / 8 * WEIGHTS}
+
+
+def played(experts, form, seen, gbs=None):
+    """A form with memory for so many of its experts."""
+    costs = card_costs(CARD, MODEL, gbs)(form)
+    memory = needed(MODEL, 16, 1) + int(experts * costs.sizes.full)
+    way = fitted(MODEL, form, LOSS.get(form), costs.sizes.full, memory, 16, 1)
+    return way and play(MODEL, way, costs, seen, 16)
+
+
+def test_forms_by_hand():
+    """With room for all, a token reads its experts from memory; with room for few, its misses come from the disk."""
+    seen = scene(zipf(SPEC))
+    for form, nbytes in BYTES.items():
+        assert stored_bytes(SPEC, form) == nbytes
+        everything = played(16, form, seen)
+        assert everything.tpot == pytest.approx(2 * 2 * nbytes / 1e9, rel=1e-3) and everything.hit_rate == 1
+        assert everything.read == 0 and everything.kind == "simulated" and everything.resident
+        assert everything.written == (0 if form == AS_IS else 16 * nbytes)
+        few = played(6, form, seen)
+        assert few.read == pytest.approx(4 * (1 - few.hit_rate) * nbytes)
+        assert few.tpot > 0.9 * 4 * (1 - few.hit_rate) * nbytes / 1e6               # by the disk, of 1 MB/s
+    assert 1.2 < played(4, AS_IS, seen).tpot / played(4, "bf12", seen).tpot < 1.6
+    assert played(3, AS_IS, seen) is None
+    assert card_costs(CARD, MODEL)(DECODED) is None                                 # nobody said how fast it is decoded
+    kept = played(6, DECODED, seen, 1e6)
+    assert kept.pools.capacity > 4 and kept.written == pytest.approx(16 * WEIGHTS * (1 + 2.65 / 8), rel=1e-3)
+
+
+@given(st.integers(1, 3))
+@settings(max_examples=3)
+def test_a_scene_has_as_many_tokens_as_it_says(batch):
+    seen = scene(zipf(SPEC), batch)
+    assert [phase for _, phase in seen.forwards] == ["prefill"] + ["decode"] * (WARM + TIMED)
+    for (tokens, phase), step in zip(seen.forwards, seen.steps):
+        assert tokens == batch * (PROMPT if phase == "prefill" else 1)
+        assert all(sum(experts.values()) == SPEC.K * tokens for _, experts in step)
+    counts = Counter(e for step in seen.steps for _, experts in step for e in Counter(experts).elements())
+    assert counts[0] > counts[7]                                                    # by rank
+    right = [e in dict(step)[layer] for step, said in zip(seen.steps[1:], seen.predictions[1:])
+             for layer, experts in said for e in experts]
+    assert space.RECALL - 0.1 < np.mean(right) < space.RECALL + 0.25                # some hit by chance
+
+
+def search(memory, allowed, loss=LOSS.get, device=CARD):
+    found = Search(MODEL, card_costs(device, MODEL, 1.0), scene(zipf(SPEC)), memory, 16, 1, loss, allowed)
+    found.run(forms_of(MODEL))
+    return found
+
+
+def test_the_search_finds_what_trying_everything_in_one_respect_finds():
+    memory = needed(MODEL, 16, 1) + 6 * 2 * WEIGHTS
+    found = search(memory, 0.0)
+    best = min(found.found, key=lambda way: way.tpot if way.within(0.0) else 9)
+    plain = [played(memory - needed(MODEL, 16, 1), form, found.seen, 1.0) for form in ()]
+    for form in (AS_IS, "bf12", DECODED):
+        costs = card_costs(CARD, MODEL, 1.0)(form)
+        way = fitted(MODEL, form, 0.0, costs.sizes.full, memory, 16, 1)
+        plain += [play(MODEL, replace(way, cache=cache), costs, found.seen, 16) for cache in ("lru", "lfu", "lrfu")]
+    assert best.lossless and best.tpot <= min(way.tpot for way in plain) * (1 + 1e-9)
+    assert all(way.memory <= memory for way in found.found)
+    assert {way.memory <= memory for way in found.elsewhere} == {True, False}
+    assert {way.form for way in found.found} == {*BYTES, "fp8", DECODED}
+    assert any(way.prefetch for way in found.found) and len({way.cache for way in found.found}) > 4
+
+
+def test_loss_decides_whom_to_try_further():
+    memory = needed(MODEL, 16, 1) + 6 * 2 * WEIGHTS
+    known = {**LOSS, "int8": 0.004, "int4": 0.04}
+    found = search(memory, 0.01, known.get)
+    assert [way.form for way in found.leaders()][0] == "int8"
+    assert not {"int4", "mxfp4"} & {way.form for way in found.leaders()[:2]}
+
+
+def test_an_advice_by_a_card():
+    found = advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True, decompress_gbs=1.0)
+    assert {way.form for way in found.ways} == {AS_IS, "bf12", DECODED, "int8", "fp8", "mxfp4", "int4"}
+    spec = found.model.spec
+    for way in found.ways:                                          # the least that memory allows
+        assert way.tpot > spec.K / spec.E * way.experts / 400e9 and way.memory <= found.memory
+    assert [way.tpot for way in found.ways] == sorted(way.tpot for way in found.ways)
+    assert found.best.lossless and found.best.error is None
+    assert "simulated" in str(found) and "left out" not in str(found)
+    assert "Huffman is left out" in str(advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True))
+    assert advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True, batch=2).best.form == AS_IS
+    with pytest.raises(ValueError, match="only a model whose weights are here"):
+        advise("Phi-tiny-MoE", "6GB", verify=True)

@@ -1,0 +1,129 @@
+"""Ways for real: on tiny models in this process, beside what the simulator counts; and what is kept of them."""
+
+import math
+from statistics import geometric_mean
+
+import pytest
+
+from moelab import advise
+from moelab.advice import sample, simulated, verify
+from moelab.advice.model import AS_IS, Model, find_model
+from moelab.advice.verify import Kept, options_of, run
+from moelab.advice.ways import Way
+from moelab.journal import Journal
+from moelab.specs import MoESpec
+from tests.models import tiny
+
+SPEC = MoESpec("m", "m", 2, (0, 1), 8, 2, H=64, I=32)
+MODEL = Model("m", SPEC, 0, "given", folder="m")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))
+
+
+def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
+    return Way(form, loss, 100, budget, 200, 0.5, 10, tpot, 2.0, kind="simulated", **how)
+
+
+def record(kept, one, tpot, predicted=None, loss=None):
+    kept.add(settings=one.settings, batch=1, predicted=predicted or one.tpot, tpot=tpot, ttft=1.0, peak=1, loss=loss)
+
+
+def test_what_was_measured_corrects_the_rest_and_says_so():
+    kept = Kept("abc")
+    assert kept.correction() == (1.0, None) and kept.corrected(way(), 1) == way()
+    record(kept, way(), 1.5)
+    (factor, error), other = kept.correction(), kept.corrected(way("bf12", 2.0), 1)
+    assert factor == pytest.approx(1.5) and error == pytest.approx(0.5) and other.tpot == pytest.approx(3.0)
+    assert other.kind == "simulated" and other.error == error
+    record(kept, way("bf12", 2.0), 2.4)
+    again = Kept("abc-int4")                                        # a rounded copy is the same model
+    assert again.correction()[0] == pytest.approx(geometric_mean([1.5, 1.2])) and again.records == kept.records
+    assert again.correction()[1] == pytest.approx(max(abs(r / again.correction()[0] - 1) for r in (1.5, 1.2)))
+    known = again.corrected(way(), 1)
+    assert (known.tpot, known.kind, known.predicted) == (1.5, "measured", 1.0)
+    assert again.corrected(way(), 2).kind == "simulated"            # a batch of two is another thing
+    assert Kept("def").correction() == (1.0, None)
+
+
+def test_another_machine_knows_nothing_and_a_torn_line_is_left_out(monkeypatch):
+    record(kept := Kept("abc"), way(), 1.5)
+    with open(kept.path, "ab") as file:
+        file.write(b"{half a line")
+    assert len(Kept("abc").records) == 1
+    monkeypatch.setattr(verify, "machine", lambda: "another")
+    assert Kept("abc").records == []
+    journal = Journal(kept.path)
+    journal.close()
+    assert len(journal.lines) == 1
+
+
+def test_the_loss_of_a_form_is_the_last_that_was_measured():
+    kept = Kept("abc")
+    record(kept, way("int4"), 1.0, loss=[0.05, 0.01])
+    record(kept, way("int4", budget=60), 1.0, loss=[0.02, 0.005])
+    record(kept, way("int8"), 1.0, loss=[-0.01, 0.005])
+    assert kept.loss("int4") == pytest.approx(0.025) and kept.loss("int8") == 0.0 and kept.loss("fp8") is None
+
+
+def test_ways_take_turns_and_an_interruption_keeps_what_there_is(monkeypatch):
+    asked, kept = [], Kept("abc")
+
+    def fake(source, options, **how):
+        asked.append(options["memory"])
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        if options["memory"] == 7:
+            raise RuntimeError("no room")
+        return {"tpot": [9.0] * how["tokens"], "ttft": 1.0, "peak": 5, "loss": None}
+    monkeypatch.setattr(verify, "fresh", fake)
+    monkeypatch.setattr(verify, "stored", lambda model, form: form)
+    ways = [way(budget=5), way(budget=7, executor="exact"), way(budget=6)]
+    told = verify.verify(MODEL, ways, kept, context=64, batch=1)
+    assert asked == [5, 7, 6, 5] and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
+    assert any("no room" in one for one in told) and any("stopped" in one for one in told)
+
+
+def test_a_loss_is_relative_to_the_model_as_it_is():
+    windows, ways = {AS_IS: [1.0, 2.0, 3.0], "int4": [1.1, 2.2, 3.3]}, [way(), way("int4", loss=None)]
+    mean, error = verify.relative(windows, ways[1], ways)
+    assert mean == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-9)
+    assert verify.relative(windows, ways[0], ways) is None and verify.relative({}, ways[1], ways) is None
+
+
+def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "model")
+    found = run(str(folder), {"memory": "50%", "executor": "exact"}, prompt=5, tokens=3, batch=2)
+    spec = find_model(folder).spec
+    assert [tuple(one) for one in found["forwards"]] == [(10, "prefill")] + [(2, "decode")] * 3
+    assert len(found["tpot"]) == 3 and all(seconds > 0 for seconds in found["tpot"])
+    for (tokens, _), step in zip(found["forwards"], found["steps"]):
+        assert [layer for layer, _ in step] == list(range(spec.L))
+        assert all(sum(n for _, n in experts) == tokens * spec.K for _, experts in step)
+    assert options_of(way(budget=100), MODEL) == {"executor": "fast"}
+    assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
+
+
+def test_a_model_that_is_here_is_advised_verified_and_remembered(tmp_path, monkeypatch):
+    import torch
+    folder = tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+    monkeypatch.setattr(verify, "fresh", run)                       # a process of its own takes seconds
+    monkeypatch.setattr(sample, "SECONDS", 0.01)
+    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+    monkeypatch.setattr(simulated, "forms_of", lambda model: [AS_IS, "bf12"])
+    model = find_model(folder)
+    memory = model.others + 600_000_000
+    first = advise(folder, memory, context=32)
+    assert len(first.ways) > 1 and all(one.memory <= memory for one in first.ways)
+    assert "as in what ran here" in str(first)
+    verified = advise(folder, memory, context=32, verify=True)
+    measured = [one for one in verified.ways if one.kind == "measured"]
+    assert {one.form for one in measured} == {AS_IS, "bf12"} and all(one.predicted for one in measured)
+    monkeypatch.setattr(verify, "fresh", lambda *_, **__: pytest.fail("everything is kept"))
+    again = advise(folder, memory, context=32)
+    assert {one.name: one.tpot for one in again.ways if one.kind == "measured"} == {
+        one.name: one.tpot for one in measured}
+    assert "measured on this machine" in str(again) and "expected" in str(again)
+    assert not math.isnan(again.best.tpot)
