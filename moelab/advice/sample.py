@@ -13,16 +13,15 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from moelab import __version__
 from moelab.advice.model import AS_IS, Model
-from moelab.advice.space import Costs, stored_bytes
+from moelab.advice.space import Costs
 from moelab.files import cache_root
 from moelab.models import opening
 from moelab.models.fast_decode import FastDecode
@@ -67,20 +66,16 @@ def measured(spec: MoESpec, form: str, executor: str) -> Profile:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
-        found = of_store(synthesize(Path(folder) / "sample", sample, **how), executor)
+        found = of_store(ExpertStore(synthesize(Path(folder) / "sample", sample, **how)), executor)
     found.save(file)
     return found
 
 
-def of_store(store: ExpertStore | str | Path, executor: str, model: Any = None) -> Profile:
-    """The profile of a store as `open_model` runs it with an executor; a model that is given runs so already."""
+def of_store(store: ExpertStore, executor: str) -> Profile:
+    """The profile of a store as `open_model` runs it with an executor."""
     fast = executor == "fast"
-    store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    with ExitStack() as stack:
-        if model is None:
-            model = opening.open_checkpoint(store.folder, experts="external")
-            if fast:
-                stack.enter_context(FastDecode(model))
+    model = opening.open_checkpoint(store.folder, experts="external")
+    with FastDecode(model) if fast else nullcontext():
         return profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
 
 

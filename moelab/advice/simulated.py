@@ -18,8 +18,8 @@ from moelab.advice import verify as real
 from moelab.advice.answer import Advice, more_of
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine, sample_costs
-from moelab.advice.space import (PREFETCH, PROMPT, TIMED, WARM, Costs, Scene, Search, card_costs, forms_of, scene,
-                                 twice_as_fast)
+from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Scene, Search, card_costs, forms_of,
+                                 predicted, scene, twice_as_fast)
 from moelab.advice.ways import Way, fitted
 from moelab.files import cache_root, read_json, write_json
 from moelab.offloading.profile import Profile
@@ -63,9 +63,9 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
         if not way.resident and all(record["settings"] != way.settings for record in kept.records) and (
                 played := search.play(way, [])):
             kept.add(settings=way.settings, batch=batch, predicted=played.tpot, tpot=median(ran["tpot"][-TIMED:]),
-                     ttft=ran["ttft"], peak=ran["peak"], loss=None)
+                     ttft=ran["ttft"], peak=ran["peak"], limit=ran["limit"], loss=None)
     if verify:
-        notes += real.verify(model, chosen(search, kept, loss), kept, context=context, batch=batch, loss=loss > 0)
+        notes += real.verify(model, chosen(search, kept, loss), kept, memory=memory, batch=batch, loss=loss > 0)
         search.found = [replace(way, loss=loss_of(way.form)) for way in search.found]
     return judged(search, kept, device, costs_of, popularity, notes)
 
@@ -142,8 +142,8 @@ def looked(model: Model, kept: real.Kept, **within: int) -> tuple[tuple[Scene, P
             return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"
         options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}
         try:
-            found = real.fresh(str(model.folder), options, prompt=PROMPT, tokens=WARM + TIMED, batch=within["batch"],
-                               profile=str(profile))
+            found = real.fresh(str(model.folder), options, within["memory"], prompt=PROMPT, tokens=WARM + TIMED,
+                               batch=within["batch"], profile=str(profile))
         except (RuntimeError, OSError) as error:
             return None, str(error)
         write_json(file, found | within)
@@ -153,6 +153,6 @@ def looked(model: Model, kept: real.Kept, **within: int) -> tuple[tuple[Scene, P
     for layer, experts in flat(steps):
         for expert, n in experts.items():
             shares[layer, expert] += n / tokens
-    seen = Scene(steps, [tuple(one) for one in found["forwards"]], found["predictions"], np.minimum(shares, 1),
-                 within["batch"])
+    seen = Scene(steps, [tuple(one) for one in found["forwards"]],
+                 predicted(steps, model.spec.E, found["recall"] or RECALL), np.minimum(shares, 1), within["batch"])
     return (seen, Profile.load(profile), found), ""

@@ -65,7 +65,7 @@ class Costs:
 class Scene:
     """The tokens that every way plays: a prompt, `WARM` steps, `TIMED` steps.
 
-    forwards : (tokens, phase) of each.    predictions : of the router's prefetcher.    batch : sequences.
+    forwards : (tokens, phase) of each.    predictions : of the prefetcher.    batch : sequences.
     shares : [L, E] of tokens that need each expert.
     """
 
@@ -76,10 +76,17 @@ class Scene:
     batch: int
 
 
+def predicted(steps: Steps, E: int, recall: float = RECALL, seed: int = 0) -> Predictions:
+    """Predictions that find such a share of each step's experts; others are random."""
+    rng = np.random.default_rng(seed)
+    return [[(layer, [e if rng.random() < recall else int(rng.integers(E)) for e in experts])
+             for layer, experts in step[1:]] for step in steps]
+
+
 def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
     """Tokens drawn by popularity, and predictions that find `RECALL` of their experts; shares [L, E]."""
-    tokens, rng = iter(drawn(shares, batch * (PROMPT + WARM + TIMED), seed)), np.random.default_rng(seed)
-    steps, forwards, E = [], [], shares.shape[1]
+    tokens = iter(drawn(shares, batch * (PROMPT + WARM + TIMED), seed))
+    steps, forwards = [], []
     for n, phase in [(PROMPT, "prefill")] + [(1, "decode")] * (WARM + TIMED):
         counts = [Counter() for _ in shares]
         for _ in range(batch * n):
@@ -87,9 +94,7 @@ def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
                 counts[layer].update(experts)
         steps.append([(layer, dict(sorted(count.items()))) for layer, count in enumerate(counts)])
         forwards.append((batch * n, phase))
-    predictions = [[(layer, [e if rng.random() < RECALL else int(rng.integers(E)) for e in experts])
-                    for layer, experts in step[1:]] for step in steps]
-    return Scene(steps, forwards, predictions, shares, batch)
+    return Scene(steps, forwards, predicted(steps, shares.shape[1]), shares, batch)
 
 
 def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:

@@ -8,7 +8,7 @@ also asked for their language loss, on windows of library text, beside that of t
 A measurement is kept under this machine and the model's identity, with what had been predicted for it. The ratios of
 the two correct the next predictions, by their geometric mean; how far they are apart is the uncertainty that is left.
 
-    python -m moelab.advice.verify '{"source": …, "options": …}'         prints the measurement as its last line
+    python -m moelab.advice.verify '{"source": …, "options": …, …}'      prints what `run` returns as its last line
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from moelab.advice.sample import machine
 from moelab.advice.ways import Way
 from moelab.files import cache_root
 from moelab.journal import Journal
+from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.progress import progress
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
 TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
+#: bytes that a process may take beyond its memory before it is killed
+SPARE = 256 << 20
 #: the least uncertainty of a corrected prediction, as this much differs between two runs of one way
 LEAST = 0.05
 
@@ -43,10 +46,10 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
         profile: str | None = None) -> dict[str, Any]:
     """One way, here and now: open the model, give it `prompt` and then `tokens` single tokens of `batch` sequences.
 
-    loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the opened model, too.
+    loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the model, if it is offloaded.
 
-    Returns "identity", "ttft" and "tpot" (s, of each forward), "hit_rate", "peak" (bytes), "steps", "forwards",
-    "predictions", and "loss": nats a token of each window.
+    Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak" (bytes), "steps",
+    "forwards", and "loss": nats a token of each window.
     """
     import torch
     from transformers import DynamicCache
@@ -54,7 +57,6 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
     from moelab.advice import sample
     from moelab.cache.pools import Pools
     from moelab.evaluation import scores
-    from moelab.models.identity import opened_from
     from moelab.opening import open_model
     plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
     with open_model(source, **dict(options) | plan) as lm:
@@ -74,30 +76,41 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
                 at += n
         this, seconds = lm.moelab, [end - start for start, end, *_ in lm.moelab.forwards]
         found = this.metrics()
-        report = {"identity": opened_from(lm), "ttft": seconds[0], "tpot": seconds[1:], "hit_rate": found.hit_rate,
-                  "peak": found.peak_rss_bytes, "text": text, "predictions": this.predictions,
+        recall = [] if this.speculation is None else this.speculation.recall()
+        known = [share for share in map(float, recall) if not math.isnan(share)]
+        report = {"ttft": seconds[0], "tpot": seconds[1:], "hit_rate": found.hit_rate, "text": text,
+                  "recall": fmean(known) if known else None, "peak": found.peak_rss_bytes,
                   "steps": [[[layer, list(experts.items())] for layer, experts in step] for step in this.steps],
                   "forwards": [[tokens, phase] for *_, tokens, phase in this.forwards], "loss": None}
         if loss and lm.tokenizer is not None:
             windows = scores.text_windows(lm.tokenizer, "test", WINDOWS, TOKENS)
             report["loss"] = [float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")]
-        if profile is not None:
-            sample.of_store(this.store, options.get("executor", "exact"), lm).save(profile)
-        return report
+        store = this.store
+    if profile is not None:
+        sample.of_store(store, options["executor"]).save(profile)
+    return report
 
 
-def fresh(source: str, options: Mapping[str, Any], **how: Any) -> dict[str, Any]:
-    """`run` in a process of its own. RuntimeError with its last words if it fails or takes too long."""
-    task = json.dumps({"source": source, "options": dict(options), **how})
+def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> dict[str, Any]:
+    """`run` in a process of its own, in a control group of `memory` bytes and some to spare, where one can be made: a
+    larger machine's page cache would hold what this model shall not have. Also returns "limit": whether one could.
+
+    Raises RuntimeError with the process's last words if it fails or takes too long.
+    """
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    try:
-        done = subprocess.run([sys.executable, "-m", "moelab.advice.verify", task], capture_output=True, text=True,
-                              timeout=TIMEOUT, env=os.environ | {"PYTHONPATH": path})
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"gave up after {TIMEOUT / 60:.0f} minutes") from None
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip() or "the process died without a word").splitlines()[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    drop_cached(Path(source))
+    with memory_limit(memory + SPARE) as group:
+        task = {"source": source, "options": dict(options), **how}
+        words = [sys.executable, "-m", "moelab.advice.verify", json.dumps(task), *filter(None, [group.procs])]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT,
+                                  env=os.environ | {"PYTHONPATH": path})
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"gave up after {TIMEOUT / 60:.0f} minutes") from None
+        if done.returncode:
+            killed = ["killed; it took more than its memory?"] * (done.returncode == -9)
+            raise RuntimeError([*(done.stderr.strip() or "it died without a word").splitlines(), *killed][-1])
+        return json.loads(done.stdout.strip().splitlines()[-1]) | {"limit": group.reason}
 
 
 def options_of(way: Way, model: Model) -> dict[str, Any]:
@@ -123,7 +136,8 @@ class Kept:
     """What was measured of a model on this machine, in a journal that all models share.
 
     records : of this model, as dictionaries: "settings" of the `Way`, "batch", "predicted" (by simulation, before any
-        correction), "tpot", "ttft" (s), "peak" (bytes), "loss" (relative, [mean, error]; None if it was not asked).
+        correction), "tpot", "ttft" (s), "peak" (bytes), "limit" (in words, of its memory), "loss" (relative, [mean,
+        error]; None if it was not asked), "when", "load" (of the machine).
     """
 
     def __init__(self, identity: str) -> None:
@@ -183,7 +197,7 @@ class Kept:
         return replace(way, tpot=way.tpot * factor, error=error)
 
 
-def verify(model: Model, ways: Sequence[Way], kept: Kept, *, context: int, batch: int, rounds: int = 2,
+def verify(model: Model, ways: Sequence[Way], kept: Kept, *, memory: int, batch: int, rounds: int = 2,
            loss: bool = False) -> list[str]:
     """Run ways for real, in turn, and keep what is measured; Ctrl-C stops, and what there is stays.
 
@@ -205,7 +219,7 @@ def verify(model: Model, ways: Sequence[Way], kept: Kept, *, context: int, batch
                 bar.note(way.name)
                 asked = loss and way.form not in windows
                 try:
-                    found = fresh(stored(model, way.form), options_of(way, model), prompt=min(context, PROMPT),
+                    found = fresh(stored(model, way.form), options_of(way, model), memory, prompt=PROMPT,
                                   tokens=WARM + TIMED, batch=batch, loss=asked)
                 except (RuntimeError, OSError, ValueError) as error:
                     failed[way.name] = str(error)
@@ -213,7 +227,7 @@ def verify(model: Model, ways: Sequence[Way], kept: Kept, *, context: int, batch
                 if asked and found["loss"]:
                     windows[way.form] = found["loss"]
                 kept.add(settings=way.settings, batch=batch, predicted=way.tpot, ttft=found["ttft"],
-                         tpot=median(found["tpot"][-TIMED:]), peak=found["peak"],
+                         tpot=median(found["tpot"][-TIMED:]), peak=found["peak"], limit=found["limit"],
                          loss=relative(windows, way, ways) if asked else None)
                 bar.update()
     except KeyboardInterrupt:
@@ -234,4 +248,6 @@ def relative(windows: Mapping[str, Sequence[float]], way: Way, ways: Iterable[Wa
 
 
 if __name__ == "__main__":
+    for group in sys.argv[2:]:
+        Path(group).write_text(str(os.getpid()))
     print("\n" + json.dumps(run(**json.loads(sys.argv[1]))), flush=True)

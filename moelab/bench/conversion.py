@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from moelab.bench.machine import drop_cached
 from moelab.bench.measure import in_process, seconds
 from moelab.models.synthesize import draw, synthesize
+from moelab.offloading.control_group import drop_cached
 from moelab.store.codecs import DEFAULT, compress_tensor
 from moelab.store.layout import ExpertStore
 

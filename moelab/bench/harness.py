@@ -19,7 +19,7 @@ from typing import Any
 from moelab.bench import measure
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
-from moelab.bench.machine import drop_cached, memory_limit
+from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.specs import MoESpec
 
 Arm = tuple[str, dict[str, Any], int | None]                    # engine, options, memory limit in bytes

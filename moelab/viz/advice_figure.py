@@ -48,8 +48,9 @@ def pareto(advice: Advice) -> go.Figure:
 
 def draw(advice: Advice) -> None:
     """Show the figure of an advice in a notebook."""
-    best = advice.best
-    show(pareto(advice), f"{advice.model.spec.name} on {advice.device.name}: time of a token and memory of the process, "
-         f"of every way that was tried. Kinds of numbers differ by series; the ring is what is advised.",
-         f"Points: {len(advice.ways) + len(advice.elsewhere)} ways of running {advice.model.spec.name}; the advised one, "
-         f"{best.name}, takes {1e3 * best.tpot:.3g} ms a token in {best.memory / 1e9:.3g} GB", "advice")
+    name, best = advice.model.spec.name, advice.best
+    tried = len(advice.ways) + len(advice.elsewhere)
+    show(pareto(advice), f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
+         f"that was tried. Kinds of numbers differ by series; the ring is what is advised.",
+         f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {1e3 * best.tpot:.3g} ms a "
+         f"token in {best.memory / 1e9:.3g} GB", "advice")

@@ -71,17 +71,17 @@ def test_the_loss_of_a_form_is_the_last_that_was_measured():
 def test_ways_take_turns_and_an_interruption_keeps_what_there_is(monkeypatch):
     asked, kept = [], Kept("abc")
 
-    def fake(source, options, **how):
+    def fake(source, options, memory, **how):
         asked.append(options["memory"])
         if len(asked) == 4:
             raise KeyboardInterrupt
         if options["memory"] == 7:
             raise RuntimeError("no room")
-        return {"tpot": [9.0] * how["tokens"], "ttft": 1.0, "peak": 5, "loss": None}
+        return {"tpot": [9.0] * how["tokens"], "ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form: form)
     ways = [way(budget=5), way(budget=7, executor="exact"), way(budget=6)]
-    told = verify.verify(MODEL, ways, kept, context=64, batch=1)
+    told = verify.verify(MODEL, ways, kept, memory=1, batch=1)
     assert asked == [5, 7, 6, 5] and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
     assert any("no room" in one for one in told) and any("stopped" in one for one in told)
 
@@ -109,7 +109,9 @@ def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
 def test_a_model_that_is_here_is_advised_verified_and_remembered(tmp_path, monkeypatch):
     import torch
     folder = tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
-    monkeypatch.setattr(verify, "fresh", run)                       # a process of its own takes seconds
+    # a process of its own takes seconds
+    monkeypatch.setattr(verify, "fresh", lambda source, options, memory, **how: run(source, options, **how) | {
+        "limit": "none"})
     monkeypatch.setattr(sample, "SECONDS", 0.01)
     monkeypatch.setattr(sample, "SIZE", 1 << 20)
     monkeypatch.setattr(simulated, "forms_of", lambda model: [AS_IS, "bf12"])

@@ -11,6 +11,7 @@ import pytest
 from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, scale
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
+from moelab.offloading import control_group
 from moelab.specs import MoESpec
 from moelab.viz.scale_figure import beside_memory
 
@@ -211,20 +212,21 @@ def test_a_process_that_fails_is_a_row_with_its_last_word(place):
 
 
 def test_no_control_group_is_said_and_limits_nothing(tmp_path):
-    with machine.memory_limit(10**9, tmp_path) as group:
+    with control_group.memory_limit(10**9, tmp_path) as group:
         assert group.procs is None and "nothing was limited" in group.reason and group.peak_bytes is None
 
 
 def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_path, monkeypatch):
     (tmp_path / "v2").mkdir()
     (tmp_path / "v2" / "cgroup.controllers").write_text("memory")
-    monkeypatch.setattr(machine, "_remove", lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()])
-    monkeypatch.setattr(machine, "_own_group", lambda: "")
+    monkeypatch.setattr(control_group, "_remove",
+                        lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()])
+    monkeypatch.setattr(control_group, "_own_group", lambda: "")
     (tmp_path / "v1" / "memory").mkdir(parents=True)
     (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("-1")
     for root, parent, file in ((tmp_path / "v2", "", "memory.max"), (tmp_path / "v1", "memory",
                                                                      "memory.limit_in_bytes")):
-        with machine.memory_limit(12345, root) as group:
+        with control_group.memory_limit(12345, root) as group:
             assert (group.procs.parent / file).read_text() == "12345" and group.procs.parent.parent == root / parent
         assert not group.procs.parent.exists()
 

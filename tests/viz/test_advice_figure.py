@@ -1,0 +1,48 @@
+"""The figure of an advice draws every way where it is, says each one's kind, and its line is what nothing beats."""
+
+from dataclasses import replace
+
+import pytest
+
+pio = pytest.importorskip("plotly.io")
+
+from moelab import advise  # noqa: E402
+from moelab.viz.advice_figure import draw, pareto  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def advice():
+    found = advise("Phi-tiny-MoE", "6GB", device="m2-max", loss="any")
+    few = replace(found.ways[0], loss=0.005, kind="measured")
+    less = [replace(way, memory=way.memory // 2, tpot=2 * way.tpot, kind="simulated") for way in found.ways
+            if way.lossless]
+    return replace(found, ways=(few, *found.ways[1:]), elsewhere=tuple(less))
+
+
+def test_every_way_is_drawn_in_ms_and_gb_with_its_kind(advice):
+    figure = pio.from_json(pareto(advice).to_json())
+    points = [trace for trace in figure.data if trace.mode == "markers" and trace.name != "advised"]
+    left = [trace for trace in points if trace.xaxis == "x"]
+    drawn = sorted((x, y) for trace in left for x, y in zip(trace.x, trace.y))
+    assert drawn == sorted((way.memory / 1e9, 1e3 * way.tpot) for way in (*advice.ways, *advice.elsewhere))
+    assert {trace.name for trace in left} == {"lossless, modelled", "lossless, simulated", "loss unknown, modelled",
+                                              "loss measured, measured"}
+    assert len({trace.marker.symbol for trace in left}) == 4
+    titles = [axis.title.text for axis in figure.select_xaxes()] + [axis.title.text for axis in figure.select_yaxes()]
+    assert all("(" in title for title in titles if title)
+    assert [trace.x for trace in points if trace.name == "loss measured, measured" and trace.xaxis == "x2"] == [(0.5,)]
+
+
+def test_the_line_falls_and_nothing_lossless_is_below_it(advice):
+    line = next(trace for trace in pareto(advice).data if trace.mode == "lines")
+    points = list(zip(line.x, line.y))
+    assert points == sorted(points) and list(line.y) == sorted(line.y, reverse=True)
+    for way in (*advice.ways, *advice.elsewhere):
+        assert not way.lossless or min(y for x, y in points if x <= way.memory / 1e9) <= 1e3 * way.tpot
+
+
+def test_it_is_shown_with_words(advice, monkeypatch):
+    said = []
+    monkeypatch.setattr("moelab.viz.advice_figure.show", lambda figure, *words: said.extend(words))
+    draw(advice)
+    assert advice.best.name in said[1] and "Phi-tiny-MoE" in said[0]
