@@ -32,7 +32,7 @@ from moelab.cache.residency import Residency
 from moelab.offloading.limits import MachineRates
 from moelab.offloading.planner import best_pools, drawn
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.simulator import Linear, Predictions, Simulation, Steps, delays_of, simulate
+from moelab.offloading.simulator import Linear, Predictions, Simulation, Steps, delays_of, flat, simulate
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
 from moelab.schedule.requests import Delays
@@ -42,6 +42,10 @@ from moelab.store.layout import aligned
 
 #: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
 PROMPT, WARM, TIMED = 64, 24, 24
+#: of a search
+SECONDS = 45.0
+#: plans of a compressed cache, and tokens, by which its division is chosen
+FEW = 4
 #: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
 RHO = 2.65 / 8
 #: the prefetcher that needs no preparation, and the share of experts that it finds where nothing was recorded: about
@@ -108,9 +112,9 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
             return None
         pools, staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
         if sizes.sm:
-            pools = best_pools(seen.shares, seen.steps, room - staging * sizes.in_flight, sizes, delays,
-                               workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM,
-                               other=costs.other)[0].pools
+            pools = way.pools or best_pools(
+                seen.shares, seen.steps[:1 + WARM + FEW], room - staging * sizes.in_flight, sizes, delays, most=FEW,
+                workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM, other=costs.other)[0].pools
     residency = Residency(spec.L, spec.E, pools, way.cache)
     gate, across = PrefetchGate(), CrossToken(spec.E)
 
@@ -125,8 +129,10 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         for step in whole[0]:
             residency.begin(*step)
     prompt = run(whole, [(tokens, "prefill")], [[]])
-    first = 1 + WARM
-    run(seen.steps[:first], seen.forwards[:first], seen.predictions[:first])
+    first, gone = 1 + WARM, 0 if ahead else WARM            # the gate has to learn, a cache just to be filled
+    for step in flat(seen.steps[:gone]):
+        residency.begin(*step)
+    run(seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
     timed = run(seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
     found = timed.metrics()
     return replace(
@@ -137,7 +143,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
 
 
 class Search:
-    """Plays ways in the space until `seconds` are over; `found` are those that were played in the memory that is given,
+    """Plays ways in the space, of every form one, then until `SECONDS` are over; `found` are those that were played in the memory that is given,
     `elsewhere` those in other memory.
 
     costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
@@ -145,13 +151,12 @@ class Search:
     """
 
     def __init__(self, model: Model, costs_of: Callable[[str, str], Costs | None], seen: Scene, memory: int,
-                 context: int, batch: int, loss: Callable[[str], float | None], allowed: float,
-                 seconds: float = 45.0) -> None:
+                 context: int, batch: int, loss: Callable[[str], float | None], allowed: float) -> None:
         self.model, self.costs_of, self.seen, self.memory = model, costs_of, seen, memory
         self.context, self.batch, self.loss, self.allowed = context, batch, loss, allowed
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
-        self.end = time.monotonic() + seconds
+        self.end = time.monotonic() + SECONDS
 
     @property
     def late(self) -> bool:
@@ -194,8 +199,8 @@ class Search:
         """Change a way in one respect after another; what is faster stays."""
         caches = [name for name, (_, use) in registry.describe("cache").items() if use == "use" and name not in NEEDS]
         groups: list[list[dict[str, Any]]] = [] if way.resident else [
-            [{"cache": name} for name in caches if name != way.cache], [{"prefetch": PREFETCH}],
-            [{"workers": n} for n in (2, 4) if n <= (os.cpu_count() or 1) and way.pools]]
+            [{"cache": name} for name in caches if name != way.cache], [{"prefetch": PREFETCH, "pools": None}],
+            [{"workers": n, "pools": None} for n in (2, 4) if n <= (os.cpu_count() or 1) and way.pools]]
         for group in [*groups, [{"executor": "exact"}]]:
             tried = [self.play(replace(way, **change), self.found) for change in group if not self.late]
             way = min([way, *filter(None, tried)], key=lambda one: one.tpot)

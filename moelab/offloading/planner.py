@@ -64,8 +64,8 @@ def shares_of(calibration: Calibration) -> np.ndarray:
 
 def best_pools(shares: np.ndarray, steps: Steps, room: int, sizes: Sizes, delays: Delays, *, workers: int, staging: int,
                policy: Any = DEFAULT_POLICY, scope: str = "model", margin: float | None = None, warm: int = WARM,
-               other: Linear = (0.0, 0.0)) -> list[Tried]:
-    """The ten best plans and the caches of one state on the same tokens, fastest first.
+               other: Linear = (0.0, 0.0), most: int = 10) -> list[Tried]:
+    """The `most` best plans and the caches of one state on the same tokens, fastest first.
 
     shares : [L, E].    steps : tokens one by one, of which the first `warm` only fill the cache.
     room : bytes for the pools.    policy, scope, margin : of the `Residency`.    other : as of `simulate`.
@@ -80,7 +80,7 @@ def best_pools(shares: np.ndarray, steps: Steps, room: int, sizes: Sizes, delays
     bytes_of = {"F": full} | ({"C": sm + e, "S": sm, "E": e} if sm and e else {})
     pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
     if len(pools) > 1 and each >= layers * min(sm, e):
-        pools += [found.pools for found in plan(f, each, (full, sm, e), k, delays, workers, layers=layers).best(10)]
+        pools += [found.pools for found in plan(f, each, (full, sm, e), k, delays, workers, layers=layers).best(most)]
     tried = []
     for one in progress(list(dict.fromkeys(pools)), "choosing pools") if len(pools) > 1 else pools:
         residency = Residency(L, E, one, deepcopy(policy), scope, margin)

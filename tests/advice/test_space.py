@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moelab import advise
 from moelab.advice import space
 from moelab.advice.model import AS_IS, DECODED, Model
-from moelab.advice.space import PROMPT, TIMED, WARM, Search, card_costs, forms_of, play, scene, stored_bytes
+from moelab.advice.space import PROMPT, TIMED, WARM, Search, card_costs, play, scene, stored_bytes
 from moelab.advice.ways import fitted, needed, zipf
 from moelab.specs import DeviceSpec, Figure, MoESpec
 
@@ -67,37 +67,36 @@ def test_a_scene_has_as_many_tokens_as_it_says(batch):
     assert space.RECALL - 0.1 < np.mean(right) < space.RECALL + 0.25                # some hit by chance
 
 
-def search(memory, allowed, loss=LOSS.get, device=CARD):
-    found = Search(MODEL, card_costs(device, MODEL, 1.0), scene(zipf(SPEC)), memory, 16, 1, loss, allowed)
-    found.run(forms_of(MODEL))
+def search(memory, allowed, loss=LOSS.get, forms=(AS_IS, "bf12", "int8", "int4")):
+    found = Search(MODEL, card_costs(CARD, MODEL, 1.0), scene(zipf(SPEC)), memory, 16, 1, loss, allowed)
+    found.run(forms)
     return found
 
 
-def test_the_search_finds_what_trying_everything_in_one_respect_finds():
+def test_the_search_finds_what_trying_every_cache_finds():
     memory = needed(MODEL, 16, 1) + 6 * 2 * WEIGHTS
     found = search(memory, 0.0)
-    best = min(found.found, key=lambda way: way.tpot if way.within(0.0) else 9)
-    plain = [played(memory - needed(MODEL, 16, 1), form, found.seen, 1.0) for form in ()]
-    for form in (AS_IS, "bf12", DECODED):
-        costs = card_costs(CARD, MODEL, 1.0)(form)
+    best, plain = min((way for way in found.found if way.within(0.0)), key=lambda way: way.tpot), []
+    for form in (AS_IS, "bf12"):
+        costs = card_costs(CARD, MODEL)(form)
         way = fitted(MODEL, form, 0.0, costs.sizes.full, memory, 16, 1)
         plain += [play(MODEL, replace(way, cache=cache), costs, found.seen, 16) for cache in ("lru", "lfu", "lrfu")]
     assert best.lossless and best.tpot <= min(way.tpot for way in plain) * (1 + 1e-9)
-    assert all(way.memory <= memory for way in found.found)
-    assert {way.memory <= memory for way in found.elsewhere} == {True, False}
-    assert {way.form for way in found.found} == {*BYTES, "fp8", DECODED}
+    assert all(way.memory <= memory for way in found.found) and all(way.memory >= memory for way in found.elsewhere)
+    assert {way.form for way in found.found} == {AS_IS, "bf12", "int8", "int4"}
     assert any(way.prefetch for way in found.found) and len({way.cache for way in found.found}) > 4
 
 
 def test_loss_decides_whom_to_try_further():
     memory = needed(MODEL, 16, 1) + 6 * 2 * WEIGHTS
-    known = {**LOSS, "int8": 0.004, "int4": 0.04}
-    found = search(memory, 0.01, known.get)
-    assert [way.form for way in found.leaders()][0] == "int8"
-    assert not {"int4", "mxfp4"} & {way.form for way in found.leaders()[:2]}
+    found = search(memory, 0.01, {**LOSS, "int8": 0.004, "int4": 0.04}.get)
+    assert found.leaders()[0].form == "int8" and [way.form for way in found.leaders()[:2]].count("int4") == 0
 
 
-def test_an_advice_by_a_card():
+def test_an_advice_by_a_card(monkeypatch):
+    for name in ("WARM", "TIMED", "FEW"):
+        monkeypatch.setattr(space, name, 3)
+    monkeypatch.setattr(space, "SECONDS", 1.0)
     found = advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True, decompress_gbs=1.0)
     assert {way.form for way in found.ways} == {AS_IS, "bf12", DECODED, "int8", "fp8", "mxfp4", "int4"}
     spec = found.model.spec
@@ -106,7 +105,7 @@ def test_an_advice_by_a_card():
     assert [way.tpot for way in found.ways] == sorted(way.tpot for way in found.ways)
     assert found.best.lossless and found.best.error is None
     assert "simulated" in str(found) and "left out" not in str(found)
-    assert "Huffman is left out" in str(advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True))
-    assert advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True, batch=2).best.form == AS_IS
+    few = advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True, batch=2)
+    assert few.best.form == AS_IS and few.batch == 2
     with pytest.raises(ValueError, match="only a model whose weights are here"):
         advise("Phi-tiny-MoE", "6GB", verify=True)
