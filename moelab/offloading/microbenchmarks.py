@@ -71,7 +71,7 @@ class Microbenchmarks:
                 self.whole[slot], = reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
             else:
                 decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer, expert))
-        largest = max(layer.size for layer in store.layers)
+        largest = max(getattr(layer, "size", 0) for layer in store.layers)      # a checkpoint has no file a layer
         self.sizes = [size for size in READS if size <= largest]
         self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
         self.buffer = aligned_buffer(max(self.sizes, default=0))
