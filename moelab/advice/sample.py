@@ -19,14 +19,13 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from moelab import __version__
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs
 from moelab.files import cache_root
 from moelab.models import opening
 from moelab.models.fast_decode import FastDecode
 from moelab.models.synthesize import VOCABULARY, synthesize
-from moelab.offloading.profile import Profile, profile
+from moelab.offloading.profile import FORMAT, Profile, profile
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.specs import MoESpec
@@ -59,7 +58,7 @@ def sample_spec(spec: MoESpec) -> MoESpec:
 def measured(spec: MoESpec, form: str, executor: str) -> Profile:
     """The profile of a sample in a form, kept from an earlier time or measured now, in a few seconds."""
     sample = sample_spec(spec)
-    key = "\n".join(map(str, (__version__, machine(), sample, form, executor)))
+    key = "\n".join(map(str, (FORMAT, machine(), sample, form, executor)))
     file = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
     if file.is_file():
         return Profile.load(file)

@@ -143,8 +143,9 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
 
 
 class Search:
-    """Plays ways in the space, of every form one, then until `SECONDS` are over; `found` are those that were played in the memory that is given,
-    `elsewhere` those in other memory.
+    """Plays ways in the space: one of every form, then others until `SECONDS` are over.
+
+    found, elsewhere : the ways that were played, in the memory that is given and in other memory.
 
     costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
     memory : bytes for everything.
@@ -176,6 +177,7 @@ class Search:
         return played
 
     def run(self, forms: Iterable[str]) -> None:
+        """Find what there is to be found among some forms."""
         for form in progress(list(forms), "simulating", unit="forms"):
             if (way := self.way(form)) is not None:
                 self.play(way, self.found)
