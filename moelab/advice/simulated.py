@@ -96,9 +96,10 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
         notes.append(f"Ways of running this model that were measured on this machine ({machine()}): {len(ratios)}, at "
                      f"{span(min(ratios), max(ratios))} of the time simulated. What else was simulated is corrected by "
                      f"{factor:.3g}, ± {error:.0%}.")
-    notes.append(f"Simulated with {PROMPT} tokens, {WARM} to fill the cache and {TIMED} that count, the median; the "
-                 f"prompt of {search.context:,} for TTFT, without the growth of attention. Kept measurements: "
-                 f"{kept.path if kept else 'none'}.")
+    notes.append(f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
+                 f"median; for TTFT a prompt of {search.context:,}, without the growth of attention.")
+    if kept:
+        notes.append(f"What was measured is kept in {kept.path.parent}; without that folder, all is measured anew.")
     return Advice(search.model, device, search.memory, search.context, search.batch, search.allowed, tuple(ways),
                   more_of(best, options), popularity, tuple(map(corrected, search.elsewhere)), tuple(notes))
 
