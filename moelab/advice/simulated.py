@@ -95,7 +95,7 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
         factor, error = kept.correction()
         notes.append(f"Ways of running this model that were measured on this machine ({machine()}): {len(ratios)}, at "
                      f"{span(min(ratios), max(ratios))} of the time simulated. What else was simulated is corrected by "
-                     f"{factor:.3g}, ± {error:.0%}.")
+                     f"{factor:.3g}, ± {'unknown' if error is None else f'{error:.0%}'}.")
     notes.append(f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
                  f"median; for TTFT a prompt of {search.context:,}, without the growth of attention.")
     if kept:

@@ -178,12 +178,12 @@ class Kept:
         return [record["tpot"] / record["predicted"] for record in latest.values() if record["predicted"]]
 
     def correction(self) -> tuple[float, float | None]:
-        """(factor on a predicted TPOT, relative uncertainty that is left: None if nothing was measured)."""
+        """(factor on a predicted TPOT, relative uncertainty that is left: None where fewer than two ways tell it)."""
         if not (ratios := self.ratios()):
             return 1.0, None
         factor = math.exp(fmean(map(math.log, ratios)))
-        apart = max(abs(ratio / factor - 1) for ratio in ratios) if len(ratios) > 1 else abs(factor - 1)
-        return factor, max(apart, LEAST)
+        apart = max(abs(ratio / factor - 1) for ratio in ratios)
+        return factor, max(apart, LEAST) if len(ratios) > 1 else None
 
     def corrected(self, way: Way, batch: int) -> Way:
         """A simulated way as it was measured, if it was, or else corrected by what was."""

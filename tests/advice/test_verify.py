@@ -36,8 +36,8 @@ def test_what_was_measured_corrects_the_rest_and_says_so():
     assert kept.correction() == (1.0, None) and kept.corrected(way(), 1) == way()
     record(kept, way(), 1.5)
     (factor, error), other = kept.correction(), kept.corrected(way("bf12", 2.0), 1)
-    assert factor == pytest.approx(1.5) and error == pytest.approx(0.5) and other.tpot == pytest.approx(3.0)
-    assert other.kind == "simulated" and other.error == error
+    assert factor == pytest.approx(1.5) and other.tpot == pytest.approx(3.0)
+    assert other.kind == "simulated" and other.error is error is None      # one does not tell how far others are off
     record(kept, way("bf12", 2.0), 2.4)
     again = Kept("abc-int4")                                        # a rounded copy is the same model
     assert again.correction()[0] == pytest.approx(geometric_mean([1.5, 1.2])) and again.records == kept.records
