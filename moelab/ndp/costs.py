@@ -55,8 +55,9 @@ class Costs:
 
     def balance_terms(self, n: float = 1.0, pieces: int = 1) -> dict[str, float]:
         """The arguments of `moelab.ndp.balance.balance` for experts of n tokens, sent in so many pieces."""
-        return {"T_w": self.transfer(pieces), "T_g": float(self.gpu(n)), "T_n": float(self.unit(n)) / self.hardware.units,
-                "T_a": self.activation, "K": self.spec.K, "N": self.hardware.units}
+        return {"T_w": self.transfer(pieces), "T_g": float(self.gpu(n)),
+                "T_n": float(self.unit(n)) / self.hardware.units, "T_a": self.activation,
+                "K": self.spec.K, "N": self.hardware.units}
 
     def _roofline(self, n: np.ndarray | float, bandwidth: float, flops: float) -> np.ndarray:
         n = np.asarray(n, float)

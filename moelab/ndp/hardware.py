@@ -97,8 +97,9 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
     if host_channels and "channel_bandwidth_gbs" in u.figures:
         link = min(link, u["channel_bandwidth_gbs"] * min(host_channels, units))
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
+    linked = f"{link_gbs:g} GB/s" if link_gbs else f"PCIe {pcie}"
     return Hardware(
-        f"{g.name} + {units} × {u.name}, " + (f"{link_gbs:g} GB/s" if link_gbs else f"PCIe {pcie}"), units, (gpu_gb or g["memory_gb"]) * GB,
+        f"{g.name} + {units} × {u.name}, {linked}", units, (gpu_gb or g["memory_gb"]) * GB,
         g["memory_bandwidth_gbs"] * rate,
         g["bf16_tflops"] * flops, link * rate, h["memory_gb"] * GB, h["memory_bandwidth_gbs"] * rate,
         h["fp32_tflops"] * flops, u["memory_gb"] * GB, bandwidth * GB,

@@ -20,12 +20,12 @@ COLUMNS = ("experts", "tokens", "home", "resident")
 
 @dataclass(frozen=True, eq=False)
 class LayerStep:
-    """The A experts that one layer must compute in one forward of S tokens (those of a batch when decoding), hottest first.
+    """The A experts that one layer must compute in one forward of S tokens, hottest first.
 
     experts, tokens : int [A], ids and the tokens each gets. resident : bool [A], in GPU memory.
     home : int [A], the unit that holds an expert where units hold whole experts.
-    decode : whether the answer is decoded. now : seconds since the run began; 0 where a system is timeless
-        (`System.situations`).
+    decode : whether the answer is decoded, S being 1 or a batch's sequences. now : seconds since the run began, if
+        steps are planned one by one (see `System.situations`).
     """
 
     experts: np.ndarray

@@ -87,7 +87,7 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
 def batched(routings: Sequence[PromptRouting]) -> PromptRouting:
     """Prompts that run together, a token of each in every decode step. ValueError: no, other models or lengths."""
     if len({(of.spec, len(of.prefill), of.decode.shape, of.batch) for of in routings}) != 1 or routings[0].batch != 1:
-        raise ValueError("a batch is of at least one prompt, all of one model, with prompts and answers of equal length")
+        raise ValueError("a batch is of at least one prompt, all of one model, prompts and answers of equal length")
     return PromptRouting(routings[0].spec, np.concatenate([of.prefill for of in routings]),
                          np.stack([of.decode for of in routings], 1).reshape(-1, *routings[0].decode.shape[1:]),
                          np.mean([of.history for of in routings], 0), len(routings))

@@ -93,8 +93,8 @@ class NDPRun:
         L, E = self.home.shape
         if np.shape(mask) != (L, E) or np.asarray(mask).dtype != bool or np.sum(mask) > self.room:
             raise ValueError(f"{type(self.system).__name__} has {np.sum(mask)} experts in GPU memory, as "
-                             f"{np.asarray(mask).dtype} {list(np.shape(mask))}; it must be a mask, bool [{L}, {E}], and "
-                             f"{self.room} fit beside everything else")
+                             f"{np.asarray(mask).dtype} {list(np.shape(mask))}; it must be a mask, "
+                             f"bool [{L}, {E}], and {self.room} fit beside everything else")
         return np.array(mask)
 
     def plan(self, step: LayerStep) -> Plan:

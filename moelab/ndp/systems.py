@@ -214,7 +214,8 @@ class GPUNDP(System):
 
     def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
-        terms = costs.balance_terms(n, costs.hardware.units if self.tensor_parallel else 1) | {"K": min(costs.spec.K, len(step))}
+        pieces = costs.hardware.units if self.tensor_parallel else 1
+        terms = costs.balance_terms(n, pieces) | {"K": min(costs.spec.K, len(step))}
         E_g = 0
         if here.any():                                                      # §III-D, step 3, Eq. 3
             del terms["T_w"]
