@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "to keep in which state, chosen by simulation (default: whole experts)")
     parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")
-    parser.add_argument("--cache-aware", type=number(), metavar="MARGIN", help="with --memory and --executor fast, "
+    parser.add_argument("--cache-aware", type=number(0), metavar="MARGIN", help="with --memory and --executor fast, "
                         "lossy: experts in memory are chosen before others that lead them by less than so many logits")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
                         help="with --memory, decode workers (default: %(default)s)")

@@ -63,7 +63,10 @@ def test_threads_cross_where_fig_4_does():
 
 
 def test_its_result_answers_the_claims(monkeypatch):
-    monkeypatch.setattr(zipmoe, "BOARDS", {"jetson-agx-orin-32gb": (10,)})
+    monkeypatch.setattr(zipmoe, "BOARDS", {"jetson-agx-orin-32gb": 10})
+    monkeypatch.setattr(zipmoe, "READINGS", zipmoe.READINGS[:1])
+    monkeypatch.setattr(zipmoe, "WARM", 8)
+    monkeypatch.setattr(zipmoe, "TIMED", 2)
     monkeypatch.setattr(zipmoe, "MODELS", ("Qwen1.5-MoE-A2.7B", "Switch-Large-128"))
     monkeypatch.setattr(zipmoe, "BATCHES", (1, 4))
     found = zipmoe.run(prompt=16)

@@ -209,7 +209,7 @@ def test_other_links_and_cards_of_ones_own(tmp_path):
 
 
 def test_a_sweep_of_ones_own_models_and_systems():
-    spec = replace(load_model("Qwen3-30B-A3B"), name="mine", L=4, moe_layers=tuple(range(4)), num_layers=4)
+    spec = replace(load_model("Qwen3-30B-A3B"), name="mine", moe_layers=tuple(range(4)), num_layers=4)
     sweep = paper_sweep(models=(spec, "DeepSeek-MoE-16B"), units=(1, 2), seeds=(0,), prompt=8, answer=4,
                         systems={"ours": recent(), "MoE-OnDemand": OnDemand()})
     assert sweep.models == ["mine", "DeepSeek-MoE-16B"] and len(sweep.cells) == 8
