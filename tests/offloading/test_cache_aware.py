@@ -22,7 +22,7 @@ from tests.models import tiny
 PROMPT = torch.tensor([[5, 9, 33, 12, 60, 7, 8]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 9999), st.integers(1, 12), st.floats(0, 3), st.booleans(), st.booleans(),
        st.sampled_from(("softmax", "sigmoid")))
 def test_one_on_disk_gives_way_to_one_in_memory_that_trails_by_less(seed, E, margin, before, normalise, activation):
@@ -48,13 +48,13 @@ def generate(model):
                           output_logits=True, return_dict_in_generate=True)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_it_chooses_what_is_in_memory_and_counts(name, tmp_path):
     """What experts are given, beside the router's own rule on its own input, and what residency has just then."""
-    with open_model(tiny.save(name, tmp_path, torch.float32), memory="50%", executor="fast") as model:
+    with open_model(tiny.save(name, tmp_path, torch.float32), memory="50%", executor="sorted") as model:
         plain, residency = generate(model), model.moelab.residency
+        routers = [LinearRouter.of(layer, model.config) for layer in discover(model)]
         for margin in (0.0, 5.0):
-            residency.clear() if hasattr(residency, "clear") else None
             asked = held = changed = 0
             layers, inputs, handles = discover(model), {}, []
 
@@ -64,7 +64,7 @@ def test_it_chooses_what_is_in_memory_and_counts(name, tmp_path):
                 if len(ids) > 1:
                     return
                 there = [residency.state((layer.index, e)) is State.FULL for e in range(layer.E)]
-                router = LinearRouter.of(layer, model.config)
+                router = routers[layer.index]
                 own = router(inputs[layer.index].reshape(1, -1))
                 wanted = router(inputs[layer.index].reshape(1, -1), margin * torch.tensor(there).float())
                 assert set(wanted.ids[0].tolist()) == set(ids[0].tolist())
@@ -97,10 +97,10 @@ def test_nothing_changes_at_margin_0_nor_in_prefill(tmp_path):
             assert math.isnan(model.moelab.routing.hit_rate)
             generated = generate(model)
         assert all(map(torch.equal, generated.logits, generate(model).logits))
-        with using(model, executor="fast"), using(model, cache_aware=9.0):
+        with using(model, executor="sorted"), using(model, cache_aware=9.0):
             again = model(PROMPT).logits
             assert model.moelab.routing.changed == 0
-        with using(model, executor="fast"):
+        with using(model, executor="sorted"):
             assert torch.equal(model(PROMPT).logits, again)
 
 
@@ -126,7 +126,7 @@ def test_what_is_no_margin(margin):
 
 @pytest.mark.parametrize("name", ["phimoe", "deepseek_v3"])
 def test_routers_that_choose_otherwise_are_refused(name, tmp_path):
-    with open_model(tiny.save(name, tmp_path, torch.float32), memory="50%", executor="fast") as model:
+    with open_model(tiny.save(name, tmp_path, torch.float32), memory="50%", executor="sorted") as model:
         with pytest.raises(ValueError, match="routers that take the K best of all logits"):
             CacheAwareRouting(model, 0.5)
 
