@@ -22,7 +22,8 @@ from moelab.offloading.cache_aware import CacheAwareRouting
 TASKS = ("loss", "needle_multikey", "lookup")
 
 
-def compare(model: Any, margins: Sequence[float], tasks: Sequence[str] = TASKS, **how: Any) -> dict[str, dict[str, Any]]:
+def compare(model: Any, margins: Sequence[float], tasks: Sequence[str] = TASKS, **how: Any
+            ) -> dict[str, dict[str, Any]]:
     """One row a margin of an offloaded model that computes with "fast"; `how` is of `accuracy.compare`."""
     used: dict[str, list[CacheAwareRouting]] = {}
 

@@ -192,9 +192,9 @@ def threads(decompress_gbs: float, counts: Sequence[int] = THREADS) -> dict[str,
         delays, raw = machine.compressed[0], machine.raw[0]
         miss = [Request(ExpertKey(0, 0), 1, State.MISSED, State.MISSED)]
         lone = {n: execute(miss, default_order(miss, delays, n), delays, n)[1] for n in counts}
-        whole = raw.e_read + raw.expert(1)
-        found[model] = {f"decompression ÷ read, {n} threads": delays.decompress / n / (raw.e_read / 2) for n in counts} | {
-            f"a miss ÷ uncompressed, {n} threads": lone[n] / whole for n in counts}
+        whole_read = raw.e_read + raw.expert(1)
+        found[model] = {f"decompression ÷ read, {n} threads": 2 * delays.decompress / n / raw.e_read for n in counts}
+        found[model] |= {f"a miss ÷ uncompressed, {n} threads": lone[n] / whole_read for n in counts}
     return found
 
 
