@@ -48,8 +48,8 @@ READINGS = (("1/rank", "experts"), ("1/rank", "all weights"), ("alike", "experts
 RIVALS = ("LRU", "on demand", "streamed")
 OURS = "zipmoe"                 # the eviction policy
 BATCHES = (1, 4, 16)
-#: of its decode steps, that only fill the cache, and that are timed
-WARM, TIMED = 40, 8
+#: decode steps that are timed; before them, each expert is chosen so often on average, to fill the cache
+TIMED, FILLED = 8, 5
 THREADS = (1, 2, 3, 4, 6)
 
 
@@ -84,7 +84,8 @@ class Machine:
 
     def steps(self, popularity: str, batch: int, seed: int) -> Steps:
         """Decode steps of so many sequences in lockstep."""
-        alone = drawn(self.shares(popularity), batch * (WARM + TIMED), seed)
+        warm = math.ceil(FILLED * self.spec.E / self.spec.K / batch)
+        alone = drawn(self.shares(popularity), batch * (warm + TIMED), seed)
         return [[(layer, dict(sum((Counter(token[layer][1]) for token in alone[at:at + batch]), Counter())))
                  for layer in range(self.spec.L)] for at in range(0, len(alone), batch)]
 
@@ -111,9 +112,9 @@ class Machine:
                 workers: int) -> float:
         """Mean of the timed steps of a batch."""
         (delays, other), residency = clock, Residency(self.spec.L, self.spec.E, pools, policy)
-        for step in flat(steps[:WARM]):
+        for step in flat(steps[:-TIMED]):
             residency.begin(*step)
-        run = simulate(steps[WARM:], [(batch, "decode")] * TIMED, residency, delays, workers=workers, staging=staging,
+        run = simulate(steps[-TIMED:], [(batch, "decode")] * TIMED, residency, delays, workers=workers, staging=staging,
                        other=other, quiet=True)
         return fmean(forward.end - forward.start for forward in run.forwards)
 
@@ -124,8 +125,8 @@ class Machine:
                                 None)
         held = pools.F / (spec.L * spec.E)
         busy = [other[0] + other[1] * batch + sum(delays.expert(n) for n in tokens.values())
-                for step in steps[WARM:] for _, tokens in step]
-        needed = fmean(len(tokens) for step in steps[WARM:] for _, tokens in step)
+                for step in steps[-TIMED:] for _, tokens in step]
+        needed = fmean(len(tokens) for step in steps[-TIMED:] for _, tokens in step)
         return {"LRU": self.seconds(self.raw, pools, "lru", steps, batch, staging, workers),
                 "on demand": spec.L * (fmean(busy) + needed * (1 - held) * delays.e_read),
                 "streamed": spec.L * fmean(max(seconds, spec.E * delays.e_read) for seconds in busy)}

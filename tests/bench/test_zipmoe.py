@@ -39,7 +39,7 @@ def test_compression_and_memory_help(qwen):
 
 def test_a_batch_needs_what_any_of_its_sequences_does(qwen):
     one, four = (qwen.steps("alike", batch, 0) for batch in (1, 4))
-    assert len(one) == len(four) == zipmoe.WARM + zipmoe.TIMED
+    assert len(one) == 75 + zipmoe.TIMED and len(four) == 19 + zipmoe.TIMED
     assert {sum(tokens.values()) for step in four for _, tokens in step} == {16}
     assert 4 < fmean(len(tokens) for step in four for _, tokens in step) <= 16
     assert sum(len(tokens) for step in one for _, tokens in step) == 4 * 24 * len(one)
@@ -65,7 +65,7 @@ def test_threads_cross_where_fig_4_does():
 def test_its_result_answers_the_claims(monkeypatch):
     monkeypatch.setattr(zipmoe, "BOARDS", {"jetson-agx-orin-32gb": 10})
     monkeypatch.setattr(zipmoe, "READINGS", zipmoe.READINGS[:1])
-    monkeypatch.setattr(zipmoe, "WARM", 8)
+    monkeypatch.setattr(zipmoe, "FILLED", 1)
     monkeypatch.setattr(zipmoe, "TIMED", 2)
     monkeypatch.setattr(zipmoe, "MODELS", ("Qwen1.5-MoE-A2.7B", "Switch-Large-128"))
     monkeypatch.setattr(zipmoe, "BATCHES", (1, 4))
