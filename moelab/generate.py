@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "to keep in which state, chosen by simulation (default: whole experts)")
     parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")
+    parser.add_argument("--cache-aware", type=number(0), metavar="MARGIN", help="with --memory and --executor fast, "
+                        "lossy: experts in memory are chosen before others that lead them by less than so many logits")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
                         help="with --memory, decode workers (default: %(default)s)")
     parser.add_argument("--executor", choices=registry.names("executor"), default="exact", metavar="NAME",
@@ -115,6 +117,7 @@ def main(args: argparse.Namespace) -> int:
         calibration = Calibration.load(args.calibration) if args.calibration else None
         result = generate(**options, memory=args.memory, cache=args.cache, prefetch=args.prefetch,
                           workers=args.workers, calibration=calibration, dense=args.dense, quantize=args.quantize,
+                          cache_aware=args.cache_aware,
                           **({"plan": args.plan} if args.plan else {}))
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result), ensure_ascii=False) if args.json else _told(result))
@@ -127,7 +130,7 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
     stream : print the prompt and the text as it comes; only the first rank does.
-    opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize of `moelab.open_model`.
+    opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize, cache_aware of `moelab.open_model`.
 
     Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or an executor that does
     not fit; and what `moelab.open_model` raises. PeerLost: another rank died.

@@ -23,6 +23,7 @@ from moelab.models import eager, identity, open_checkpoint, plug, plugged
 from moelab.models.fast_decode import DENSE, FastDecode
 from moelab.models.convert import kept_store
 from moelab.models.patches import Patches, put
+from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
 from moelab.offloading.offload import DEFAULT_POLICY, offload
 from moelab.offloading.session import Session
 from moelab.speculate import Predictor, Speculation, default_vectors, takes
@@ -40,7 +41,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
                cache: Any = DEFAULT_POLICY, executor: Any = "exact", prefetch: Any = None,
                calibration: Calibration | None = None, dtype: torch.dtype | str = "auto",
                device: str | torch.device | None = None, workers: int = 1, dense: str | None = None,
-               experts: str = "resident", quantize: str | None = None, **options: Any) -> Any:
+               experts: str = "resident", quantize: str | None = None, cache_aware: float | None = None,
+               **options: Any) -> Any:
     """Open a mixture-of-experts model for inference: everything in memory or, with `memory`, its experts on disk.
 
     source : hub id, folder of a checkpoint or an expert store, `ExpertStore`, or None for the small model shipped.
@@ -62,6 +64,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         slowly, until another source is plugged in (`moelab.models.plug`).
     quantize : round the experts to a name of `moelab.names("format")`: the model is converted to a store in the cache
         (~/.cache/moelab, $MOELAB_CACHE), unless that was done before, and opened from there.
+    cache_aware : with `memory`, lossy: logits by which an expert on disk must lead one in memory to be chosen
+        (`moelab.offloading.cache_aware`). Not with the executor "exact".
     options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …
 
     Returns a transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the
@@ -78,6 +82,9 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         raise ValueError(f'dense is {dense!r}; it must be one of {", ".join(DENSE)}, and only the executor "fast" '
                          f'computes with it')
     _check_executor(executor)
+    if cache_aware is not None and require_margin(cache_aware) and executor in ("exact", None):
+        raise ValueError('cache_aware changes the output, and the executor "exact" promises every bit of it: use '
+                         'executor="fast"')
     _check("cache", cache, all(hasattr(cache, name) for name in ("touch", "victim")),
            "a policy with the methods touch(key, step) and victim(resident)")
     if not isinstance(calibration, Calibration | None):
@@ -89,7 +96,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     if quantize is not None:
         source = kept_store(source.folder if isinstance(source, ExpertStore) else source, quantize=quantize)
     if memory is None:
-        wanted = {"cache": cache != DEFAULT_POLICY, "prefetch": prefetch is not None, "workers": workers != 1}
+        wanted = {"cache": cache != DEFAULT_POLICY, "prefetch": prefetch is not None, "workers": workers != 1,
+                  "cache_aware": cache_aware is not None}
         if given := [name for name, differs in wanted.items() if differs] + list(options):
             raise ValueError(f"{', '.join(given)}: for experts that are loaded when they are needed; give "
                              f"memory= (--memory), too")
@@ -112,6 +120,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
             model.moelab.enter(_executing(model, executor, calibration, dense))
         if prefetch is not None:
             model.moelab.enter(_prefetching(model, prefetch))
+        if cache_aware is not None:
+            model.moelab.enter(_routing(model, cache_aware))
         model.moelab.reset()                            # of what was run to measure default vectors
         unless_open.pop_all()
     return model
@@ -132,18 +142,18 @@ def _check_executor(executor: Any) -> None:
 
 @contextmanager
 def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration: Calibration | None = None,
-          **options: Any) -> Iterator[Any]:
+          cache_aware: float | None = None, **options: Any) -> Iterator[Any]:
     """Within the block an opened model runs on another executor or predictor, afterwards as before.
 
-    executor, prefetch, calibration : as of `open_model`; None leaves what is there.
+    executor, prefetch, calibration, cache_aware : as of `open_model`; None leaves what is there.
     options : of the executor, if it is a name.
 
     Raises ValueError: a model that `open_model` has not opened, options without a name; TypeError: no executor.
     """
     _check_executor(executor)
     if options and not isinstance(executor, str):
-        raise ValueError(f"using takes no {', '.join(options)}: it changes executor, prefetch and calibration, and all "
-                         f"else are options of an executor that is given by its name")
+        raise ValueError(f"using takes no {', '.join(options)}: it changes executor, prefetch, calibration and "
+                         f"cache_aware, and all else are options of an executor that is given by its name")
     if not hasattr(model, "moelab"):
         raise ValueError(f"this {type(model).__name__} was not opened by moelab.open_model, or it is closed; on a "
                          f"model of transformers' own, moelab.models.plugged(model, executor) changes the executor")
@@ -152,6 +162,8 @@ def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration
             stack.enter_context(_executing(model, executor, calibration, **options))
         if prefetch is not None:
             stack.enter_context(_prefetching(model, prefetch))
+        if cache_aware is not None:
+            stack.enter_context(_routing(model, cache_aware))
         yield model
 
 
@@ -202,6 +214,13 @@ def _prefetching(model: Any, prefetch: Any) -> Iterator[None]:
             yield
         finally:
             session.speculation = before
+
+
+@contextmanager
+def _routing(model: Any, margin: float) -> Iterator[None]:
+    with CacheAwareRouting(model, margin) as routing, Patches() as patches:
+        put(patches, model.moelab, "routing", routing)
+        yield
 
 
 def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:

@@ -206,7 +206,7 @@ def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
             terms = costs.balance_terms()
             E_g = balance(**terms)
             promised = stay(E_g, terms)
-            step = LayerStep(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1)
+            step = LayerStep(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1, True)
             found = [event_seconds(make_plan(step, N, moved=np.clip(u - np.arange(K), 0, 1), split=True, pieces=N),
                                    costs) for u in (E_g, math.floor(E_g))]
             rows[f"{model}, N={N}"] = {"E_g": E_g, "promised, ms": 1e3 * promised} | {

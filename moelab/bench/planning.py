@@ -50,7 +50,7 @@ def run(instances: int = 10_000, repeats: int = 300, seed: int = 0) -> dict[str,
             "error of the fitted inclusion": f"{abs(inclusion(q, K)[0] - f).max():.1e}"}}
 
 
-def inclusion_of_ranks() -> np.ndarray:
+def inclusion_of_ranks(E: int = E, K: int = K) -> np.ndarray:
     """Inclusion probabilities [E] ~ 1/rank, none above 0.95, of K experts a step."""
     f = 1 / np.arange(1, E + 1)
     for _ in range(100):                                    # scaling up meets the ceiling, so repeatedly

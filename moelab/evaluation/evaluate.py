@@ -4,10 +4,13 @@
     moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator estimator.safetensors
     moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
     moelab evaluate --modes executor:capacity:factor=1.25
+    moelab evaluate --memory 50% --decode-only --modes executor:fast,cache-aware:0.5
 
 Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts, `speculative` the
-predicted ones, `router-free` the estimator's without a router (§4, §5.1, §6.4). With an executor that drops tokens
-every mode runs at batch size 1, as the texts of a batch, and its padding, would compete for the same capacity.
+predicted ones, `router-free` the estimator's without a router (§4, §5.1, §6.4). `cache-aware:MARGIN` computes `fast`,
+in decode steps with experts in memory before others that lead them by less (`moelab.offloading.cache_aware`). With an
+executor that drops tokens every mode runs at batch size 1, as the texts of a batch, and its padding, would compete for
+the same capacity.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, write_json
+from moelab.offloading.cache_aware import require_margin
 from moelab.opening import make_executor
 from moelab.store.layout import INDEX
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
-EXECUTOR = "executor"           # the mode that is no way of speculating
+EXECUTOR, CACHE_AWARE = "executor", "cache-aware"           # the modes that are no ways of speculating
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
                         "ruler … (default: all of moelab's own)")
     parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
-                        "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE]")
+                        "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE], cache-aware:MARGIN")
     parser.add_argument("--limit", type=whole(2), metavar="N", help="questions a task, at least two for a standard "
                         "error; if not given, 200 of moelab's own and all of lm-eval's")
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
@@ -68,6 +72,8 @@ def main(args: argparse.Namespace) -> int:
     others = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
     n = 200 if args.limit is None else args.limit
+    if any(mode == CACHE_AWARE for mode, _ in pairs) and not args.decode_only:
+        raise ValueError("cache-aware routing acts in decode steps: give --decode-only, too")
     stored = args.model is not None and (Path(args.model).expanduser() / INDEX).is_file()
     with moelab.open_model(args.model, memory=args.memory or ("auto" if stored else None), device=args.device) as model:
         modes: dict[str, Any] = {"baseline": nullcontext}
@@ -78,6 +84,9 @@ def main(args: argparse.Namespace) -> int:
                 modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor=name, **options)
                 run = make_executor(model, name, **options)
                 batch = batch if run is None or name == "int8" or run.lossless else 1
+            elif mode == CACHE_AWARE:
+                modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor="fast",
+                                                       cache_aware=float(predictor))
             else:
                 name = mode if mode == "router-free" else f"{mode}:{predictor}"
                 modes[name] = partial(speculation, model, mode, predictor, parts.of(predictor), not args.decode_only)
@@ -106,14 +115,21 @@ def main(args: argparse.Namespace) -> int:
 
 
 def parse_mode(text: str) -> tuple[str, str]:
-    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …; of an executor, its name and options."""
+    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …; of an executor, its name and options, of
+    cache-aware routing its margin."""
     from moelab.speculate import MODES, PREDICTORS
     mode, _, predictor = text.partition(":")
     if mode == EXECUTOR:
         executor_options(predictor)                     # an error comes before a model is opened
         return mode, predictor
+    if mode == CACHE_AWARE:
+        try:
+            return mode, str(require_margin(float(predictor)))
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}; write {CACHE_AWARE}:0.5") from None
     if mode not in MODES:
-        raise ValueError(f"there is no mode {mode!r}; there are baseline, {', '.join(MODES)}, {EXECUTOR}:NAME")
+        raise ValueError(f"there is no mode {mode!r}; there are baseline, {', '.join(MODES)}, {EXECUTOR}:NAME, "
+                         f"{CACHE_AWARE}:MARGIN")
     predictor = predictor or ("estimator" if mode == "router-free" else DEFAULT_PREDICTOR)
     usable = [name for name in PREDICTORS if name != "oracle"]
     if predictor not in usable:

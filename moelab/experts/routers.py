@@ -94,18 +94,21 @@ class TopK:
         logits = logits if self.dtype is None else logits.to(self.dtype)
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
-    def __call__(self, logits: Tensor, correction: Tensor | None = None) -> Routing:
-        """Route logits [..., E]; correction [E] is added, for the choice alone, to what is compared."""
+    def __call__(self, logits: Tensor, correction: Tensor | None = None, favour: Tensor | None = None) -> Routing:
+        """Route logits [..., E]; for the choice alone, correction [E] is added to what is compared, favour [E] to the
+        logits."""
         logits = logits.reshape(-1, logits.shape[-1])
         E = logits.shape[1]
         if self.K > E or self.groups is not None and self.K > self.groups.best * (E // self.groups.n):
             raise ValueError(f"{self.K} experts a token cannot be chosen: there are {E}, limited to {self.groups}")
+        favoured = logits if favour is None else logits + favour
         if not self.before:
-            ids = (logits if correction is None else logits + correction).topk(self.K).indices
+            ids = (favoured if correction is None else favoured + correction).topk(self.K).indices
             weights = self.affinities(logits).gather(1, ids) if self.whole else self.affinities(logits.gather(1, ids))
         else:
             affinities = self.affinities(logits)
-            scores = affinities if correction is None else affinities + correction
+            scores = affinities if favour is None else self.affinities(favoured)
+            scores = scores if correction is None else scores + correction
             if self.groups is not None:
                 scores = scores.masked_fill(~self.groups.chosen(scores), self.groups.mask)
                 if self.groups.score == "max":
@@ -320,9 +323,10 @@ class LinearRouter:
         logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         return logits.float() if self.wide else logits
 
-    def __call__(self, x: Tensor) -> Routing:
-        """Route x [..., H]; for a rule that counts along sequences [..., S, H]."""
-        ids, weights = self.rule(self.logits(x), self.correction)
+    def __call__(self, x: Tensor, favour: Tensor | None = None) -> Routing:
+        """Route x [..., H]; for a rule that counts along sequences [..., S, H]. favour : see `TopK`."""
+        how = {} if favour is None else {"favour": favour}
+        ids, weights = self.rule(self.logits(x), self.correction, **how)
         return Routing(ids, weights.to(x.dtype) if self.back else weights)
 
     @classmethod

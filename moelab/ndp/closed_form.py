@@ -27,6 +27,12 @@ def dram_seconds(plan: Plan, costs: Costs) -> np.ndarray:
     return np.maximum(0, read - costs.unit(plan.step.tokens) @ plan.units)
 
 
+def send_seconds(plan: Plan, costs: Costs) -> np.ndarray:
+    """On the link, of what is sent of each expert, piece by piece: [A]."""
+    return (plan.moved * (costs.spec.expert_bytes / costs.hardware.link)
+            + (plan.moved > 0) * plan.pieces * costs.hardware.latency)
+
+
 def far_side(plan: Plan, costs: Costs) -> float:
     """Until the last output of units and host is back: Eq. 1's right side; 0 if they have no work.
 
@@ -47,7 +53,7 @@ def gpu_side(plan: Plan, costs: Costs) -> float:
     done = float(work @ plan.resident)
     if not plan.moved.any():
         return done
-    send, compute = plan.moved * costs.transfer(), plan.moved * work
+    send, compute = send_seconds(plan, costs), plan.moved * work
     hidden = plan.tokens_out - int((plan.receivers > 0).sum())
     arrived = (plan.tokens_in + hidden) * costs.activation + np.cumsum(send)
     # an expert in p pieces ends no earlier than its last piece plus a p-th of the work, or its first plus all of it
@@ -60,7 +66,7 @@ def gpu_side(plan: Plan, costs: Costs) -> float:
 
 def link_seconds(plan: Plan, costs: Costs) -> float:
     """Of all activations and weights over the link."""
-    return (plan.tokens_in + plan.tokens_out) * costs.activation + float(plan.moved.sum()) * costs.transfer()
+    return (plan.tokens_in + plan.tokens_out) * costs.activation + float(send_seconds(plan, costs).sum())
 
 
 def layer_seconds(plan: Plan, costs: Costs) -> float:

@@ -69,7 +69,8 @@ def random_configuration(rng: random.Random) -> tuple[str, MoESpec, Hardware, Sy
     spec = MoESpec("random", "random", 1, (0,), E, rng.randint(1, min(E, 8)), 64 * rng.randint(1, 64),
                    32 * rng.randint(1, 200), gated=rng.random() < 0.8, heads=8, kv_heads=2, head_dim=64, vocab=1000)
     machine = hardware(rng.randint(1, 16), unit=rng.choice(("ndp-dimm-ddr4", "lpddr-ndp", "hbm-pim")),
-                       pcie=rng.choice(list(PCIE)), mapping=rng.choice(MAPPINGS), shared_dram=rng.random() < 0.5)
+                       pcie=rng.choice(list(PCIE)), mapping=rng.choice(MAPPINGS), shared_dram=rng.random() < 0.5,
+                       latency_us=rng.choice((0, 3)))
     name = rng.choice(list(SYSTEMS))
     routing = simulated_routing(spec, rng.randrange(1 << 30), rng.randint(2, 40), rng.randint(1, 4),
                                 zipf=rng.choice((0, 0.5, 1.5)), bias=rng.choice((0, 0.5)))

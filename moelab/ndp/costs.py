@@ -7,7 +7,8 @@ of tokens n may be an array.
     gpu(n), unit(n), cpu(n)     one expert of n tokens on the GPU, T_g; on one unit, T_n · N; on the host
     activation             T_a  one token's hidden state over the link, one way
 
-Not modelled: launch and message latencies, activation functions, columns that N does not divide (below 1 %).
+A message over the link takes `Hardware.latency` before its first byte: each hidden state and each piece of an expert
+is one. Not modelled: launch latencies, activation functions, columns that N does not divide (below 1 %).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Costs:
     def __init__(self, spec: MoESpec, hardware: Hardware) -> None:
         self.spec, self.hardware = spec, hardware
 
-    def transfer(self) -> float:
-        return self.spec.expert_bytes / self.hardware.link
+    def transfer(self, pieces: int = 1) -> float:
+        return self.spec.expert_bytes / self.hardware.link + pieces * self.hardware.latency
 
     def gpu(self, n: np.ndarray | float) -> np.ndarray:
         return self._roofline(n, self.hardware.gpu_bandwidth, self.hardware.gpu_flops)
@@ -50,12 +51,13 @@ class Costs:
 
     @cached_property
     def activation(self) -> float:
-        return self.activation_bytes / self.hardware.link
+        return self.activation_bytes / self.hardware.link + self.hardware.latency
 
-    def balance_terms(self, n: float = 1.0) -> dict[str, float]:
-        """The arguments of `moelab.ndp.balance.balance` for experts of n tokens."""
-        return {"T_w": self.transfer(), "T_g": float(self.gpu(n)), "T_n": float(self.unit(n)) / self.hardware.units,
-                "T_a": self.activation, "K": self.spec.K, "N": self.hardware.units}
+    def balance_terms(self, n: float = 1.0, pieces: int = 1) -> dict[str, float]:
+        """The arguments of `moelab.ndp.balance.balance` for experts of n tokens, sent in so many pieces."""
+        return {"T_w": self.transfer(pieces), "T_g": float(self.gpu(n)),
+                "T_n": float(self.unit(n)) / self.hardware.units, "T_a": self.activation,
+                "K": self.spec.K, "N": self.hardware.units}
 
     def _roofline(self, n: np.ndarray | float, bandwidth: float, flops: float) -> np.ndarray:
         n = np.asarray(n, float)
@@ -80,16 +82,19 @@ class Costs:
         s = self.spec
         return np.asarray(positions, float) * 2 * ACTIVATION_BYTES * s.num_layers * s.kv_heads * s.head_dim
 
-    def dense_prefill(self, S: int) -> float:
-        """Seconds of everything but the routed experts for a prompt of S tokens; the LM head runs once."""
+    def dense_prefill(self, S: int, prompts: int = 1) -> float:
+        """Seconds of everything but the routed experts for equally long prompts of S tokens together; the LM head runs
+        once for each."""
         s, h, head = self.spec, self.hardware, self.spec.vocab * self.spec.H
-        flops = 2 * S * (self.dense_params - head) + 2 * head + 2 * s.num_layers * s.heads * s.head_dim * S * S
+        attention = 2 * s.num_layers * s.heads * s.head_dim * S * S / prompts
+        flops = 2 * S * (self.dense_params - head) + 2 * head * prompts + attention
         return max(flops / h.gpu_flops, (self.dense_bytes + float(self.kv_bytes(S))) / h.gpu_bandwidth)
 
-    def dense_decode(self, positions: np.ndarray) -> np.ndarray:
-        """Seconds of everything but the routed experts for one token with that many tokens before it."""
+    def dense_decode(self, positions: np.ndarray, batch: int = 1) -> np.ndarray:
+        """Seconds of everything but the routed experts for a token of each sequence, with so many tokens before it."""
         weights = self.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
-        return (weights + self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
+        read = (weights + batch * self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
+        return np.maximum(read, 2 * batch * self.dense_params / self.hardware.gpu_flops)
 
     def free_gpu_bytes(self, tokens: int) -> float:
         """Left beside weights, keys and values of that many tokens, and two experts' buffers for weights in transit."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import simpy
 
-from moelab.ndp.closed_form import dram_seconds
+from moelab.ndp.closed_form import dram_seconds, send_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import Plan
 from moelab.specs import Event
@@ -28,7 +28,7 @@ def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
     env, events = simpy.Environment(), []
     link, gpu, first_token = simpy.PriorityResource(env), simpy.Resource(env), env.event()
     step, receivers = plan.step, plan.receivers.tolist()
-    experts, gpu_work = step.experts.tolist(), costs.gpu(step.tokens)
+    experts, gpu_work, sending = step.experts.tolist(), costs.gpu(step.tokens), send_seconds(plan, costs)
 
     def work(resource: str, kind: str, expert: int, seconds: float, bytes: int = 0) -> Iterator:
         began = start + env.now
@@ -61,8 +61,7 @@ def simulate_layer(plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
             marks = np.rint(share * costs.spec.expert_bytes * np.arange(pieces + 1) / pieces).astype(int).tolist()
             for before, after in zip(marks, marks[1:]):
                 if after > before:
-                    yield from over_link("read weights", share * costs.transfer() / pieces, after - before, WEIGHTS,
-                                         experts[a])
+                    yield from over_link("read weights", sending[a] / pieces, after - before, WEIGHTS, experts[a])
                 env.process(on_gpu(a, share * gpu_work[a] / pieces))
 
     def unit(name: str, shares: np.ndarray, seconds: np.ndarray, tokens: int, waits: float = 0.0) -> Iterator:

@@ -30,6 +30,7 @@ class Hardware:
 
     units : N. link : GPU to host and back; one transfer at a time. unit_… : of one; its bandwidth is that of a stream.
     shared_dram : weights that leave a unit over the link are read from the DRAM that its own computing reads.
+    latency : seconds of a message over the link before its first byte.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Hardware:
     unit_bandwidth: float
     unit_macs: float
     shared_dram: bool = False
+    latency: float = 0.0
 
     def __post_init__(self) -> None:
         if self.units != int(self.units) or self.units < 1:
@@ -54,10 +56,12 @@ class Hardware:
 def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080", host: str = "i7-14700",
              pcie: int = 5, mapping: str = "RoBaRaCoCh", clock_ghz: float | None = None,
              efficiency: tuple[float, float] = (0.85, 0.8), host_channels: int | None = None,
-             gpu_gb: float | None = None, shared_dram: bool = False) -> Hardware:
+             gpu_gb: float | None = None, shared_dram: bool = False, link_gbs: float | None = None,
+             latency_us: float = 0.0) -> Hardware:
     """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change it.
 
-    unit, gpu, host : device cards. pcie : generation of the link, a key of `PCIE`.
+    unit, gpu, host : device cards, by name or by the path of your own. pcie : generation of the link, of `PCIE`.
+    link_gbs : another link's peak, one way, GB/s. latency_us : of each message over the link; the paper has none.
     mapping : of `MAPPINGS`, or "stated"; without a streaming rate of a rank units give their whole internal bandwidth.
     clock_ghz : of the unit's multipliers; None is the card's.
     efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their arithmetic that
@@ -72,6 +76,9 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
         raise ValueError(f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}; {STATED!r} is none")
     if clock_ghz is not None and clock_ghz <= 0:
         raise ValueError(f"a clock of {clock_ghz} GHz multiplies nothing; it must be above 0")
+    if latency_us < 0 or link_gbs is not None and link_gbs <= 0:
+        raise ValueError(f"a link of {link_gbs} GB/s with {latency_us} µs a message: the rate must be above 0 (None: "
+                         f"PCIe's), the latency not below it")
     if host_channels is not None and host_channels < 1:
         raise ValueError(f"{host_channels} memory channels; there is at least one (None: no limit)")
     if not all(0 < share <= 1 for share in efficiency):
@@ -85,17 +92,19 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
         if missing := [figure for figure in needed if figure not in card.figures]:
             raise ValueError(f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; add it to its "
                              "card or choose another one")
-    stream, link = mapping.lower() + "_gbs", PCIE[pcie]
+    stream, link = mapping.lower() + "_gbs", link_gbs or PCIE[pcie]
     bandwidth = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
     if host_channels and "channel_bandwidth_gbs" in u.figures:
         link = min(link, u["channel_bandwidth_gbs"] * min(host_channels, units))
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
+    linked = f"{link_gbs:g} GB/s" if link_gbs else f"PCIe {pcie}"
     return Hardware(
-        f"{g.name} + {units} × {u.name}, PCIe {pcie}", units, (gpu_gb or g["memory_gb"]) * GB,
+        f"{g.name} + {units} × {u.name}, {linked}", units, (gpu_gb or g["memory_gb"]) * GB,
         g["memory_bandwidth_gbs"] * rate,
         g["bf16_tflops"] * flops, link * rate, h["memory_gb"] * GB, h["memory_bandwidth_gbs"] * rate,
         h["fp32_tflops"] * flops, u["memory_gb"] * GB, bandwidth * GB,
-        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9, shared_dram)
+        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9, shared_dram,
+        1e-6 * latency_us)
 
 
 #: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units

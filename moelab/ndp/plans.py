@@ -9,17 +9,23 @@ units is tensor parallelism; every row adds up to 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 
+#: what a step says of each of its experts
+COLUMNS = ("experts", "tokens", "home", "resident")
+
+
 @dataclass(frozen=True, eq=False)
 class LayerStep:
-    """The A experts that one layer must compute in one forward of S tokens (1 when decoding), hottest first.
+    """The A experts that one layer must compute in one forward of S tokens, hottest first.
 
-    experts, tokens : int [A], ids and the tokens each gets. resident : bool [A], prefetched into GPU memory.
+    experts, tokens : int [A], ids and the tokens each gets. resident : bool [A], in GPU memory.
     home : int [A], the unit that holds an expert where units hold whole experts.
+    decode : whether the answer is decoded, S being 1 or a batch's sequences. now : seconds since the run began, if
+        steps are planned one by one (see `System.situations`).
     """
 
     experts: np.ndarray
@@ -27,13 +33,16 @@ class LayerStep:
     home: np.ndarray
     resident: np.ndarray
     S: int
+    decode: bool
+    layer: int = 0
+    now: float = 0.0
 
     def __len__(self) -> int:
         return len(self.experts)
 
     def take(self, order: np.ndarray) -> LayerStep:
         """The experts at those places, in that order, int [A]."""
-        return LayerStep(self.experts[order], self.tokens[order], self.home[order], self.resident[order], self.S)
+        return replace(self, **{name: getattr(self, name)[order] for name in COLUMNS})
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,7 @@ class Plan:
     def receivers(self) -> np.ndarray:
         """Tokens that each unit, and last the host, must be sent: int [N + 1].
 
-        Exact when decoding and if every unit has a share of all experts; otherwise an upper bound, since two experts of
+        Exact for one token and if every unit has a share of all experts; otherwise an upper bound, since two experts of
         one unit may share tokens.
         """
         busy = np.column_stack([self.units, self.host]) > 0
@@ -130,7 +139,7 @@ def problems(plan: Plan, asked: LayerStep | None = None, N: int | None = None,
 
 def _same(one: LayerStep, other: LayerStep) -> bool:
     """Whether two steps differ at most in the order of their experts."""
-    if one.S != other.S or len(one) != len(other):
+    if (one.S, one.decode, one.layer, len(one)) != (other.S, other.decode, other.layer, len(other)):
         return False
     one, other = (step.take(step.experts.argsort()) for step in (one, other))
-    return all((getattr(one, name) == getattr(other, name)).all() for name in ("experts", "tokens", "home", "resident"))
+    return all((getattr(one, name) == getattr(other, name)).all() for name in COLUMNS)

@@ -9,6 +9,7 @@ Tokens choose independently of each other; in recorded traces neighbouring token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,12 +26,18 @@ class PromptRouting:
 
     prefill, decode : int16 [S, L, K] and [D, L, K], expert ids; E where none ran.
     history : float [L, E], expert popularity on other prompts, as calibration knows it.
+    batch : B sequences in lockstep: so many rows of `decode` are one forward, and `prefill` has all prompts.
     """
 
     spec: MoESpec
     prefill: np.ndarray
     decode: np.ndarray
     history: np.ndarray
+    batch: int = 1
+
+    def token(self, number: int) -> np.ndarray:
+        """What decode step 1, 2 … chooses: [B, L, K]."""
+        return self.decode[(number - 1) * self.batch:number * self.batch]
 
     def counts(self) -> np.ndarray:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
@@ -75,6 +82,15 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
         gumbel = rng.gumbel(size=(prompt + answer, E)).astype(np.float32)
         ids[:, layer] = np.argpartition(-(weights[layer] + gumbel), K - 1, axis=1)[:, :K]
     return PromptRouting(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
+
+
+def batched(routings: Sequence[PromptRouting]) -> PromptRouting:
+    """Prompts that run together, a token of each in every decode step. ValueError: no, other models or lengths."""
+    if len({(of.spec, len(of.prefill), of.decode.shape, of.batch) for of in routings}) != 1 or routings[0].batch != 1:
+        raise ValueError("a batch is of at least one prompt, all of one model, prompts and answers of equal length")
+    return PromptRouting(routings[0].spec, np.concatenate([of.prefill for of in routings]),
+                         np.stack([of.decode for of in routings], 1).reshape(-1, *routings[0].decode.shape[1:]),
+                         np.mean([of.history for of in routings], 0), len(routings))
 
 
 def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:

@@ -5,7 +5,7 @@ Routing depends on model and seed alone, and MoE-OnDemand and Fiddler not on N, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,6 +20,7 @@ from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, GPUNDP, MoNDE, System
 from moelab.progress import progress
 from moelab.registry import require
+from moelab.specs import MoESpec
 
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
 #: their names in figures and tables
@@ -82,8 +83,12 @@ class Assumptions:
             return replace(system, rounding=self.rounding, eq2_tokens=self.eq2_tokens, limit=limit)
         return system
 
-    def routing(self, model: str, seed: int = 0, prompt: int = 512, answer: int = 512) -> PromptRouting:
-        return _routing(load_model(model), seed, prompt, answer, self.zipf, self.bias)
+    def routing(self, model: str | MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512) -> PromptRouting:
+        return _routing(spec_of(model), seed, prompt, answer, self.zipf, self.bias)
+
+
+def spec_of(model: str | MoESpec) -> MoESpec:
+    return load_model(model) if isinstance(model, str) else model
 
 
 _routing = lru_cache(maxsize=16)(simulated_routing)
@@ -137,14 +142,19 @@ class Sweep:
         return {cell: gain[0] for cell in cells if (gain := self.gain(*cell, system, over, what))}
 
 
-def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str] = MODELS,
-                units: Sequence[int] = UNITS, systems: Sequence[str] = PAPER, seeds: Iterable[int] = SEEDS,
-                prompt: int = 512, answer: int = 512) -> Sweep:
-    """Simulate every combination by the closed form; shows progress."""
-    sweep, by_host = Sweep(assumptions), {}
+def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str | MoESpec] = MODELS,
+                units: Sequence[int] = UNITS, systems: Sequence[str] | Mapping[str, System] = PAPER,
+                seeds: Iterable[int] = SEEDS, prompt: int = 512, answer: int = 512) -> Sweep:
+    """Simulate every combination by the closed form; shows progress.
+
+    models : names of cards, or specs, which the sweep then has by their names. systems : names, or name → your own.
+    """
+    sweep, by_host, seeds = Sweep(assumptions), {}, list(seeds)
+    systems = systems if isinstance(systems, Mapping) else {name: assumptions.system(name) for name in systems}
     jobs = [(model, seed, N, name) for model in models for seed in seeds for N in units for name in systems]
     for model, seed, N, name in progress(jobs, "GPU-NDP sweep", unit="run"):
-        routing, system = assumptions.routing(model, seed, prompt, answer), assumptions.system(name)
+        routing, system = assumptions.routing(model, seed, prompt, answer), systems[name]
+        model = model if isinstance(model, str) else model.name
         if (result := by_host.get((model, seed, name))) is None:
             with suppress(NotSupported):
                 result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
@@ -179,10 +189,10 @@ def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
                     "Qwen3, N=2, decode NDP+TP": alone["Qwen3-30B-A3B", 2]}
 
 
-def modules_needed(model: str, assumptions: Assumptions = Assumptions()) -> int:
+def modules_needed(model: str | MoESpec, assumptions: Assumptions = Assumptions()) -> int:
     """The smallest number of units that hold the model's experts (exact): the end of the N.S. cells."""
     for N in range(1, 1000):
         with suppress(NotSupported):
-            Costs(load_model(model), assumptions.hardware(N)).check(0, "units")
+            Costs(spec_of(model), assumptions.hardware(N)).check(0, "units")
             return N
     raise NotSupported(f"{model} fits no machine of this kind")

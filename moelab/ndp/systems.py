@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,14 +28,19 @@ from moelab.ndp.balance import balance, most_on_gpu
 from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
+from moelab.ndp.prefetch import most_used
 from moelab.registry import require
+
+if TYPE_CHECKING:
+    from moelab.ndp.simulation import NDPRun
 
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
 SHARES = ROUND | {"none": np.positive}          # of an expert
 
 
 class System(ABC):
-    """A schedule.
+    """A schedule: of your own with `plan` alone; what else it decides has defaults. Each run has a copy of its own, so
+    a system may keep state.
 
     cached : whether popular experts stay in GPU memory, see above. home : where all experts are, "host" or "units".
     whole : each is on one unit; otherwise a part of each on all units.
@@ -49,18 +55,36 @@ class System(ABC):
     @abstractmethod
     def plan(self, step: LayerStep, costs: Costs) -> Plan: ...
 
+    def resident(self, run: NDPRun) -> np.ndarray:
+        """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most popular ones."""
+        return most_used(run.routing.history, run.most * self.cached)
+
+    def prefetched(self, run: NDPRun) -> np.ndarray:
+        """Which it has when decoding begins, bool [L, E]; what it had not is loaded before. Here, if the system
+        `prefetches`, the ones that the prompt used most, and else those that it has."""
+        if self.prefetches == "none":
+            return run.cached
+        x = run.most if self.prefetches == "memory" else min(run.most, run.costs.spec.K)
+        return most_used(run.routing.counts(), run.experts_that_pay(x) if self.prefetches == "pay" else x)
+
+    def after(self, plan: Plan, costs: Costs) -> np.ndarray | None:
+        """Which experts of the layer stay in GPU memory after this plan, bool [E]; None: those that it had. One that
+        this plan did not send there as a whole is loaded then, while everything waits."""
+        return None
+
     def held(self, step: LayerStep, N: int) -> tuple[np.ndarray | float, float]:
         """The share of each expert's columns that each of N units ([A, N] or one for all) and the host has."""
         if self.home == "host":
             return 0.0, 1.0
         return step.home[:, None] == np.arange(N) if self.whole else 1 / N, 0.0
 
-    @abstractmethod
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        """Decode steps as integers [n, c]: equal rows take equally long.
+        """Steps of one decoded token as integers [n, c]: equal rows take equally long, whenever they come. Without it
+        every step is planned at its time, some thousand times more slowly; what has `after`, always is.
 
         homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran. resident : bool [n, K].
         """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -111,7 +135,7 @@ class MoNDE(System):
         return int(ROUND[self.rounding](active * h.link / (h.link + h.units * h.unit_bandwidth)))
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        if self.relieves == "busiest" and step.S == 1:
+        if self.relieves == "busiest" and step.decode:
             step = step.take(_busiest_first(step, step.resident))
         place = (~step.resident).cumsum()                       # of what must be sent, 1 for the first
         here = int(step.resident.sum())
@@ -119,7 +143,7 @@ class MoNDE(System):
         def first(count: int) -> Plan:
             return make_plan(step, costs.hardware.units, resident=step.resident,
                              moved=~step.resident & (place <= count - here))
-        if step.S == 1 or self.prefill == "share":
+        if step.decode or self.prefill == "share":
             return first(self.share(len(step), costs))
         if self.prefill == "none":
             return first(0)
@@ -190,7 +214,8 @@ class GPUNDP(System):
 
     def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
-        terms = costs.balance_terms(n) | {"K": min(costs.spec.K, len(step))}
+        pieces = costs.hardware.units if self.tensor_parallel else 1
+        terms = costs.balance_terms(n, pieces) | {"K": min(costs.spec.K, len(step))}
         E_g = 0
         if here.any():                                                      # §III-D, step 3, Eq. 3
             del terms["T_w"]

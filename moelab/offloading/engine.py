@@ -67,7 +67,7 @@ class Engine:
         self.pipeline = Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched)
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
         self.cancelled: Callable[[], bool] | None = None
-        self.serial = self._decode = False
+        self.serial = self.decoding = False
         self.gate, self._announced = PrefetchGate(), None       # (layer, experts)
         self.across = CrossToken(residency.E)
         self._asked: float | None = None                        # since when there has been a predictor at work
@@ -88,7 +88,7 @@ class Engine:
         if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         if self.residency.sees:
-            self.residency.see(experts.layer, (x if self._decode else x[-1:]).float().cpu().numpy())
+            self.residency.see(experts.layer, (x if self.decoding else x[-1:]).float().cpu().numpy())
         self._other(clock(), experts.layer)
         compute = self._expert_by_expert if self.executor is None else self._with_executor
         try:
@@ -186,7 +186,7 @@ class Engine:
         self._drop_prefetched()                 # what one that was interrupted has left
         self.gate.begin(phase)
         self.across.begin(phase)
-        self._decode = phase == "decode"
+        self.decoding = phase == "decode"
         self._mark = clock()
         return self._mark
 

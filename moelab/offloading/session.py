@@ -78,9 +78,11 @@ class Session:
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
     executor : the name, or the function, by which experts are computed.
+    routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
     """
 
     executor: Any = "exact"
+    routing: Any = None
     timeline: Timeline = property(lambda self: self.run.timeline)
     forwards: list[Forward] = property(lambda self: self.run.forwards)
     steps: list[list[tuple[int, dict[int, int]]]] = property(lambda self: self.run.steps)
@@ -127,6 +129,8 @@ class Session:
         parts += [named(self.executor)]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
+        if self.routing is not None:
+            parts += [f"lossy: cache-aware routing, margin {self.routing.margin:g}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:

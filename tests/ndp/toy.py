@@ -31,7 +31,7 @@ def costs(units: int = 2, **changes) -> Costs:
 def step(tokens, homes=None, resident=None, S: int = 1) -> LayerStep:
     n = len(tokens)
     return LayerStep(np.arange(n), np.array(tokens), np.array(homes if homes is not None else [0] * n),
-                np.array(resident if resident is not None else [False] * n, bool), S)
+                np.array(resident if resident is not None else [False] * n, bool), S, S == 1)
 
 
 def routing(prefill, decode, history=None, **changes) -> PromptRouting:

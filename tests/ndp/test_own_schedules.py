@@ -1,0 +1,218 @@
+"""Schedules of one's own: the README's, state and time, batches, what is in GPU memory, other links and machines."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moelab.cards import load_model
+from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.costs import Costs
+from moelab.ndp.event_simulation import event_seconds
+from moelab.ndp.hardware import hardware
+from moelab.ndp.plans import make_plan
+from moelab.ndp.routing import batched, simulated_routing
+from moelab.ndp.simulation import NDPRun, simulate, timeline
+from moelab.ndp.sweep import paper_sweep
+from moelab.ndp.systems import SYSTEMS, GPUNDP, OnDemand, System
+from tests.ndp import toy
+from tests.timelines import check
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def recent():
+    names: dict = {}
+    block = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "class Recent" in block)
+    exec(block.rpartition("\nprint")[0], names)
+    return names["Recent"]()
+
+
+def test_the_readmes_recipe_is_what_a_loop_counts():
+    """Sixteen experts a layer, last used last; the prompt's hottest are its last."""
+    spec = toy.spec(L=2, E=40, K=3)
+    routing, machine = simulated_routing(spec, 3, prompt=12, answer=9, zipf=0.6), toy.machine(2)
+    found = simulate(machine, recent(), routing)
+    costs, hits, seconds = Costs(spec, machine), 0, []
+    kept = []
+    for layer in range(2):
+        count = Counter(routing.prefill[:, layer].ravel().tolist())
+        by = sorted(count, key=lambda e: (count[e], routing.history[layer, e]))
+        kept.append(by[-16:])
+    for ids in routing.decode:
+        for layer, chosen in enumerate(ids.tolist()):
+            missed = [e for e in chosen if e not in kept[layer]]
+            hits += 3 - len(missed)
+            work = float(costs.gpu(1))
+            seconds.append(max(3 * work, len(missed) * costs.transfer() + work) if missed else 3 * work)
+            order = sorted(chosen, key=lambda e: routing.history[layer, e])
+            kept[layer] = ([e for e in kept[layer] if e not in chosen] + order)[-16:]
+    assert found.hit_rate == hits / (9 * 2 * 3) and 0.2 < found.hit_rate < 1
+    assert found.moe_decode == pytest.approx(sum(seconds)) and found.intermediate == 0
+
+
+class Diary(System):
+    """Writes down when it was asked for what, and answers as MoE-OnDemand."""
+
+    def __init__(self):
+        self.steps = []
+
+    def plan(self, step, costs):
+        self.steps.append(step)
+        return make_plan(step, costs.hardware.units, resident=step.resident, moved=~step.resident)
+
+
+def test_a_system_sees_time_and_keeps_state_of_its_own_run():
+    routing, machine, mine = simulated_routing(toy.spec(), 1, prompt=5, answer=3), toy.machine(2), Diary()
+    run, costs = NDPRun(machine, mine, routing), Costs(toy.spec(), machine)
+    now, began = 0.0, []
+    for number in range(4):
+        dense = costs.dense_decode(np.array(5 + number - 1)) if number else costs.dense_prefill(5)
+        for layer in range(2):
+            now += float(dense) / 2
+            began.append((number > 0, layer, now))
+            ids = routing.decode[number - 1, layer] if number else routing.prefill[:, layer]
+            count = sorted(Counter(ids.ravel().tolist()).values())
+            now += max(sum(float(costs.gpu(n)) for n in count),
+                       layer_seconds(make_plan(toy.step(count[::-1], S=5), 2, moved=1.0), costs))
+        run.forward(number, lambda plan: layer_seconds(plan, run.costs))
+    assert [(s.decode, s.layer) for s in run.system.steps] == [of[:2] for of in began] and mine.steps == []
+    assert [s.now for s in run.system.steps] == pytest.approx([of[2] for of in began]) and run.now == pytest.approx(now)
+    for a, b in zip((simulate(machine, mine, routing) for _ in range(2)), [simulate(machine, OnDemand(), routing)] * 2):
+        assert a.end_to_end == pytest.approx(b.end_to_end)             # twice alike, and as without situations
+
+
+@pytest.mark.parametrize("name", ["MoE-OnDemand", "MoNDE", "NDP+LB", "NDP+TP+LB+PRE", "NDP+TP+LB+PRE, improved"])
+def test_a_batch_is_decoded_in_lockstep(name):
+    spec, machine, B, D = toy.spec(L=2, E=12, K=3), toy.machine(3), 4, 5
+    alone = [simulated_routing(spec, seed, prompt=6, answer=D, zipf=0.7) for seed in range(B)]
+    together = batched(alone)
+    together.decode[2, 1, 0] = spec.E
+    run, seconds = NDPRun(machine, SYSTEMS[name], together), 0.0
+    for n in range(D):
+        for layer in range(2):
+            tokens = Counter(e for b in range(B) for e in together.decode[n * B + b, layer].tolist() if e < spec.E)
+            step = run.decode_step(layer, together.token(n + 1)[:, layer])
+            assert dict(zip(step.experts.tolist(), step.tokens.tolist())) == tokens
+            assert step.S == B and step.decode and (np.diff(step.tokens) <= 0).all()
+            seconds += layer_seconds(run.plan(step), run.costs)
+    found = simulate(machine, SYSTEMS[name], together)
+    assert found.moe_decode == pytest.approx(seconds)
+    ones = [simulate(machine, SYSTEMS[name], one) for one in alone]
+    assert found.dense_decode < sum(one.dense_decode for one in ones)
+    assert found.dense_prefill <= sum(one.dense_prefill for one in ones) * (1 + 1e-9)
+    assert batched(alone[:1]).decode.shape == alone[0].decode.shape
+    one = simulate(machine, SYSTEMS[name], batched(alone[:1]))
+    assert one.end_to_end == pytest.approx(ones[0].end_to_end)
+    with pytest.raises(ValueError, match="equal length"):
+        batched([alone[0], simulated_routing(spec, 0, prompt=7, answer=D)])
+
+
+@pytest.mark.parametrize("wrong", [[], "twice"])
+def test_what_is_no_batch(wrong):
+    one = simulated_routing(toy.spec(), 0, prompt=3, answer=2)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        batched([batched([one, one])] if wrong else [])
+
+
+class Chooses(System):
+    """Computes on the GPU what is there; `start` and `later` are in its memory, and `kept` after each plan."""
+
+    def __init__(self, start=(), later=(), kept=None):
+        self.start, self.later, self.kept = start, later, kept
+
+    def resident(self, run):
+        return np.isin(np.arange(8), self.start)[None].repeat(2, 0)
+
+    def prefetched(self, run):
+        return np.isin(np.arange(8), self.later)[None].repeat(2, 0)
+
+    def plan(self, step, costs):
+        return make_plan(step, costs.hardware.units, resident=step.resident)
+
+    def after(self, plan, costs):
+        return None if self.kept is None else np.isin(np.arange(8), self.kept)
+
+
+def test_what_is_in_gpu_memory_is_the_systems_choice():
+    routing, costs = toy.routing([[[0, 1], [0, 2]]] * 3, [[[0, 1], [2, 3]]] * 4), toy.costs(2)
+    found = simulate(toy.machine(2), Chooses([5], [0, 5, 2]), routing)
+    assert found.prefetched == 3 and found.intermediate == pytest.approx(4 * costs.transfer())      # 5 was there
+    assert found.hit_rate == 2 / 4
+    events, forwards = timeline(toy.machine(2), Chooses(kept=[0, 1, 2]), routing, forwards=(2, 4))
+    assert check(events) == [] and forwards[0][0] == 0 and forwards[1][0] == forwards[0][1]
+    kept = simulate(toy.machine(2), Chooses(kept=[0, 1, 2]), routing)
+    plain = simulate(toy.machine(2), Chooses(), routing)
+    assert kept.moe_prefill - plain.moe_prefill == pytest.approx(2 * 3 * costs.transfer())      # nothing was sent
+    assert np.isnan(plain.hit_rate) and kept.intermediate == pytest.approx(0)
+
+
+@pytest.mark.parametrize("system", [Chooses(range(8)), Chooses([], range(8)), Chooses(kept=range(8))])
+def test_no_more_than_fits_is_in_gpu_memory(system):
+    spec = toy.spec()
+    room = Costs(spec, toy.machine()).dense_bytes + 9 * spec.expert_bytes
+    routing = simulated_routing(spec, 0, prompt=3, answer=2)
+    with pytest.raises(ValueError, match="Chooses has .* experts in GPU memory"):
+        simulate(toy.machine(gpu_memory=room), system, routing)
+    with pytest.raises(ValueError, match=r"must be a mask, bool \[2, 8\]"):
+        simulate(toy.machine(), type("Lists", (Chooses,), {"resident": lambda self, run: [1, 2]})(), routing)
+
+
+def test_what_pays_needs_situations():
+    class Pays(Diary):
+        prefetches = "pay"
+    with pytest.raises(ValueError, match="Pays prefetches what pays.*situations"):
+        simulate(toy.machine(), Pays(), simulated_routing(toy.spec(), 0, prompt=3, answer=2))
+
+
+def test_what_has_after_is_planned_step_by_step():
+    """Though it inherits situations, in which no time and no change of memory is."""
+    class Keeps(GPUNDP):
+        def after(self, plan, costs):
+            return np.isin(np.arange(8), [0])
+    routing = toy.routing([[[0, 1], [0, 1]]] * 2, [[[0, 1], [1, 0]]] * 3)
+    found = simulate(toy.machine(), Keeps(prefetch=True, limit="memory", cached=True), routing)
+    assert found.hit_rate == (4 + 2 * 2) / 12           # of the first token both; from then on 0 alone
+
+
+@pytest.mark.parametrize("latency", [0.0, 1e-4])
+def test_every_message_has_its_latency(latency):
+    machine = toy.machine(3, latency=latency)
+    costs = Costs(toy.spec(K=4), machine)
+    free = Costs(toy.spec(K=4), toy.machine(3))
+    step = toy.step([1] * 4)
+    for seconds in (layer_seconds, event_seconds):
+        sent = seconds(OnDemand().plan(step, costs), costs) - seconds(OnDemand().plan(step, free), free)
+        assert sent == pytest.approx(4 * latency)               # four experts in a message each
+        pieces = [make_plan(step, 3, moved=1.0, split=True, pieces=3) for _ in range(2)]
+        assert seconds(pieces[0], costs) - seconds(pieces[1], free) == pytest.approx(12 * latency)
+        units = [seconds(SYSTEMS["NDP+TP"].plan(step, of), of) for of in (costs, free)]
+        assert units[0] - units[1] == pytest.approx(4 * latency)        # one in to all, one out of each of three
+
+
+def test_other_links_and_cards_of_ones_own(tmp_path):
+    import moelab.cards
+    text = (Path(moelab.cards.__file__).parent / "devices" / "rtx-5080.toml").read_text()
+    mine = tmp_path / "mine.toml"
+    mine.write_text(re.sub(r'name = ".*?"', 'name = "Mine"', text, count=1))
+    a, b = hardware(2, gpu=mine, link_gbs=100, latency_us=5, efficiency=(0.5, 1.0)), hardware(2)
+    assert a.link == pytest.approx(50e9) and a.latency == pytest.approx(5e-6) and "Mine" in a.name
+    assert "100 GB/s" in a.name and "PCIe" not in a.name and (a.gpu_memory, b.latency) == (b.gpu_memory, 0)
+    for wrong in ({"link_gbs": 0}, {"latency_us": -1}):
+        with pytest.raises(ValueError, match="above 0"):
+            hardware(2, **wrong)
+
+
+def test_a_sweep_of_ones_own_models_and_systems():
+    spec = replace(load_model("Qwen3-30B-A3B"), name="mine", moe_layers=tuple(range(4)), num_layers=4)
+    sweep = paper_sweep(models=(spec, "DeepSeek-MoE-16B"), units=(1, 2), seeds=(0,), prompt=8, answer=4,
+                        systems={"ours": recent(), "MoE-OnDemand": OnDemand()})
+    assert sweep.models == ["mine", "DeepSeek-MoE-16B"] and len(sweep.cells) == 8
+    assert sweep.result("mine", 2, "ours").hit_rate > 0
+    gains = sweep.mean_gains("ours", "MoE-OnDemand", "moe_decode", averaged=False)
+    assert set(gains) == {(model, N) for model in sweep.models for N in (1, 2)} and min(gains.values()) >= 1
