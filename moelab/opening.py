@@ -21,7 +21,7 @@ from moelab.experts.quantization import Quantized
 from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
 from moelab.models import eager, identity, open_checkpoint, plug, plugged
 from moelab.models.fast_decode import DENSE, FastDecode
-from moelab.models.convert import quantized_store
+from moelab.models.convert import kept_store
 from moelab.models.patches import Patches, put
 from moelab.offloading.offload import DEFAULT_POLICY, offload
 from moelab.offloading.session import Session
@@ -61,7 +61,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
         slowly, until another source is plugged in (`moelab.models.plug`).
     quantize : round the experts to a name of `moelab.names("format")`: the model is converted to a store in the cache
-        (~/.cache/moelab, $MOELAB_CACHE), unless that was done before, and opened from there.
+        (data/cache, $MOELAB_CACHE), unless that was done before, and opened from there.
     options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …
 
     Returns a transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if the
@@ -87,7 +87,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
                "a Predictor, or what makes one of a model")
     if quantize is not None:
-        source = quantized_store(source.folder if isinstance(source, ExpertStore) else source, quantize)
+        source = kept_store(source.folder if isinstance(source, ExpertStore) else source, quantize=quantize)
     if memory is None:
         wanted = {"cache": cache != DEFAULT_POLICY, "prefetch": prefetch is not None, "workers": workers != 1}
         if given := [name for name, differs in wanted.items() if differs] + list(options):

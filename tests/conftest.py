@@ -34,4 +34,5 @@ def results(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("results")
     monkeypatch.setenv("MOELAB_RESULTS", str(folder))
     monkeypatch.delenv("MOELAB_RUN_DIR", raising=False)
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     return folder

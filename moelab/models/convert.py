@@ -125,18 +125,18 @@ def quantize_expert(form: str, tensors: Weights, blobs: dict[str, tuple[str, Any
             fewbit.unpack(form, blob, tensor)
 
 
-def quantized_store(source: str | Path | None, form: str) -> Path:
-    """The store of a model in a few-bit format, in the cache, to which it is converted when it is first asked for.
+def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize: str | None = None) -> ExpertStore:
+    """The store of a model in the cache (`cache_root`), to which it is converted when it is first asked for.
 
-    Raises what `convert` raises.
+    codec, quantize : as of `convert`; a store that was quantised so is taken as it is. Raises what `convert` raises.
     """
     folder = opening.find(source)
     checkpoint = Checkpoint.at(folder)
-    if checkpoint.store is not None and checkpoint.store.quantized == form:
-        return folder
-    name = f"{opening.model_name(source, folder)}-{of_checkpoint(checkpoint, load_config(folder))}.{form}"
+    if checkpoint.store is not None and quantize is not None and checkpoint.store.quantized == quantize:
+        return checkpoint.store
+    name = f"{opening.model_name(source, folder)}-{of_checkpoint(checkpoint, load_config(folder))}.{quantize or codec}"
     destination = cache_root() / name.replace("/", "--")
-    return destination if destination.is_dir() else convert(source, destination, quantize=form).folder
+    return ExpertStore(destination) if destination.is_dir() else convert(source, destination, codec, quantize=quantize)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
