@@ -35,7 +35,6 @@ from moelab.offloading.simulator import Simulation, flat, simulate, steps_of
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.specs import State
-from moelab.trace import RoutingTrace
 
 SOURCES = ("code", "prose", "needle", "lookup")
 #: pools, policy
@@ -282,8 +281,8 @@ class Curves:
         """Hit rates with half of the experts in memory that need no simulation."""
         asked, n = flat(self.bench.steps), self.bench.L * self.bench.E // 2
         total = request_count(asked)
-        return {"best fixed set": static_hits(asked, n) / total, "Belady without pinning": belady_hits(asked, n) / total,
-                "uniform": limits.uniform_hit_rate(self.bench.spec, n),
+        return {"best fixed set": static_hits(asked, n) / total,
+                "Belady without pinning": belady_hits(asked, n) / total, "uniform": limits.uniform_hit_rate(self.bench.spec, n),
                 "all but compulsory misses": 1 - compulsory_misses(asked) / total}
 
     @property
