@@ -149,8 +149,7 @@ class Contest:
                 n, began, made = max(1, tokens // part), time.process_time(), []
                 for i in range(seeds if part > 1 else 1):
                     made.append(train(self.train, self.model, self.vectors, validation=self.validation, kind=kind,
-                                      tokens=n, every=-(-n // (10 if part == 1 else 4)),
-                                      seed=seed + i).estimator)
+                                      tokens=n, every=-(-n // 5), seed=seed + i).estimator)
                 if (kind, part) == (DEFAULT_ESTIMATOR, 1):
                     seconds = time.process_time() - began
                 found.setdefault(kind, {})[n] = [mean(score(self.test, self.predictor("estimator", estimator=one),
