@@ -166,11 +166,11 @@ class Contest:
                  ) -> tuple[dict[str, dict[str, Interval]], float]:
         """What executing predictions costs, prompt included: ({task: {name: (difference, low, high)}}, the loss).
 
-        Per cent of the loss on `windows` of text, points of right answers; four times as many lookups as of the others.
+        Per cent of the loss on `windows` of text, points of right answers; twice as many lookups as of the others.
         """
         modes = {"as it is": nullcontext} | {name: partial(self.speculation, name, prefill=True) for name in names}
         asked: Mapping[str, Mapping[str, Any]] = {
-            "loss": {"windows": windows, "tokens": tokens}, "lookup": {"n": 4 * questions, "tokens": 128},
+            "loss": {"windows": windows, "tokens": tokens}, "lookup": {"n": 2 * questions, "tokens": 128},
             "needle_multikey": {"n": questions, "tokens": 128}, "completion": {"n": questions, "tokens": 128}}
         found = {task: accuracy.compare(self.model, modes, (task,), seed=seed, batch_size=32, **how)["scores"][task]
                  for task, how in asked.items()}
