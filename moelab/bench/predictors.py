@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moelab.bench.cache import SOURCES, untrained
-from moelab.datasets import prompts, token_count
+from moelab.datasets import prompts
 from moelab.evaluation import accuracy
 from moelab.intervals import Interval
 from moelab.recording import record
@@ -45,16 +45,15 @@ PARTS = {"sixteenth": 16, "quarter": 4, "all": 1}
 Learned = dict[str, dict[int, list[float]]]
 
 
-def texts(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
-    """`n` prompts of each source, of about so many of the model's own tokens."""
-    how = {"tokens": tokens, "seed": seed, "split": split, "count": token_count(tokenizer)}
+def texts(split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
+    """`n` prompts of each source, of about so many tokens."""
+    how = {"tokens": tokens, "seed": seed, "split": split}
     return [prompt.text for source in SOURCES for prompt in prompts(source, n, **how)]
 
 
 def book(tokenizer: Any, seed: int) -> torch.Tensor:
     """Some thousands of tokens of the test split in a row, [1, N]."""
-    of = texts(tokenizer, "test", 24, 256, seed + 2)
-    return torch.tensor([sum((tokenizer(text)["input_ids"] for text in of), [])])
+    return torch.tensor([sum((tokenizer(text)["input_ids"] for text in texts("test", 24, 256, seed + 2)), [])])
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Contest:
     @classmethod
     def of(cls, model: Any, prompts_each: int, tests_each: int, tokens: int, new_tokens: int, seed: int) -> Contest:
         """Record a model on prompts of each source; decode steps of the test prompts, too."""
-        of = partial(texts, model.tokenizer, tokens=tokens)
+        of = partial(texts, tokens=tokens)
         seen, unseen = of("train", prompts_each, seed=seed), of("test", tests_each, seed=seed)
         if set(seen) & set(unseen):
             raise ValueError("prompts of the train and of the test split are the same")
@@ -88,7 +87,7 @@ class Contest:
     @classmethod
     def control(cls, model: Any, tests_each: int, tokens: int, seed: int) -> Contest:
         """An untrained model of the same shape on the same test prompts, which it also learns popularity from."""
-        control, unseen = untrained(model, seed), texts(model.tokenizer, "test", tests_each, tokens, seed)
+        control, unseen = untrained(model, seed), texts("test", tests_each, tokens, seed)
         trace = record(control, unseen, hidden=True, batch_size=32)
         return cls(control, trace, None, trace, default_vectors(control, unseen[::4]))
 

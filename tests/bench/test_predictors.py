@@ -15,13 +15,13 @@ from moelab.specs import Event
 @pytest.fixture(scope="module")
 def contest():
     torch.set_num_threads(1)
-    return Contest.of(open_model(), 3, 2, 48, 3, seed=0)
+    return Contest.of(open_model(), 3, 2, 64, 3, seed=0)
 
 
 def test_the_controls_come_out(contest):
     found = contest.controls()
     assert found["naive_recall_agrees"] and found["oracle_recall"] == 1
-    control = Contest.control(contest.model, 2, 48, seed=0)
+    control = Contest.control(contest.model, 2, 64, seed=0)
     assert control.model is not contest.model and control.test.spec.E == contest.test.spec.E
     assert {"s", "q"} == set(control.similarity())
 
