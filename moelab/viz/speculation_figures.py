@@ -25,8 +25,8 @@ from moelab.viz.figures import (DASHED, EDGE, NOTE, add_lines, bars, differences
 #: predictor of `moelab.bench.predictors` → how figures call it
 LABEL = {"router": "next router on s", "quasi": "next router on q", "frequency": "frequent in the prompt",
          "previous": "previous token", "static": "popular", "random": "random", "residual": "residual estimator",
-         "residual_hybrid": "its hybrid", "estimator": "appendix A", "estimator_early": "appendix A, a quarter",
-         "hybrid_early": "hybrid of that"}
+         "residual_hybrid": "residual hybrid", "estimator": "appendix A", "estimator_early": "appendix A, a quarter",
+         "hybrid_early": "hybrid of the quarter"}
 #: what a processor and a copy engine do together → colour, pattern of its bar
 OCCUPIED = {"compute alone": (theme.GREEN, ""), "both at once": (theme.YELLOW, "\\"),
             "copy alone": (theme.BLUE, "/"), "idle": ("#dddddd", "x")}
