@@ -267,7 +267,8 @@ class Curves:
         def floor(run: Simulation) -> float:
             records, tokens = limits.layer_records(run.events, run.forwards)
             return limits.on_demand_limit(records, rate, tokens, bench.workers)
-        found.limits = {"on demand, Belady": [(found.memory[held], floor(run)) for held, run in runs["belady"].items()]}
+        found.limits = {"on demand, Belady": [(found.memory[held], floor(run))
+                                              for held, run in runs["belady"].items()]}
         # "next-token" is told what routers saw, which a trace of ids does not have
         found.half = {name: runs[name][L * E // 2] if name in runs else bench.play(Pools(F=L * E // 2), name)
                       for name in POLICIES if name != "next-token"}
