@@ -283,7 +283,8 @@ class Curves:
         asked, n = flat(self.bench.steps), self.bench.L * self.bench.E // 2
         total = request_count(asked)
         return {"best fixed set": static_hits(asked, n) / total,
-                "Belady without pinning": belady_hits(asked, n) / total, "uniform": limits.uniform_hit_rate(self.bench.spec, n),
+                "Belady without pinning": belady_hits(asked, n) / total,
+                "uniform": limits.uniform_hit_rate(self.bench.spec, n),
                 "all but compulsory misses": 1 - compulsory_misses(asked) / total}
 
     @property
