@@ -15,6 +15,7 @@ _HOMES = {
     "advise": "moelab.advice.advise", "open_model": "moelab.opening", "using": "moelab.opening",
     "prompts": "moelab.datasets",
     "record": "moelab.recording", "calibrate": "moelab.calibration", "convert": "moelab.models.convert",
+    "kept_store": "moelab.models.convert",
     "restore": "moelab.models.restore", "simulate": "moelab.offloading.simulator:replay",
     "profile": "moelab.offloading.profile", "names": "moelab.registry", "describe": "moelab.registry",
     "MoESpec": "moelab.specs", "DeviceSpec": "moelab.specs", "ExpertKey": "moelab.specs",

@@ -47,8 +47,15 @@ def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path
 
 
 def cache_root() -> Path:
-    """Where stores are kept that were converted on the way: $MOELAB_CACHE, or ~/.cache/moelab."""
-    return Path(os.environ.get("MOELAB_CACHE") or Path.home() / ".cache" / "moelab").resolve()
+    """Where stores are kept that were converted on the way: $MOELAB_CACHE, else `data/cache` of the clone, else
+    ~/.cache/moelab."""
+    kept = CHECKOUT / "data" / "cache" if CHECKOUT else Path.home() / ".cache" / "moelab"
+    return Path(os.environ.get("MOELAB_CACHE") or kept).resolve()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder and in those below it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense", choices=DENSE, help="with --executor fast: all other linear layers by copies "
                         "of fewer bits, made when it is opened; bf12 is lossless, the others round")
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
-                        help="round the experts, once, to a store in ~/.cache/moelab, and run that")
+                        help="round the experts, once, to a store in data/cache, and run that")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with "
                         "capacities and for --plan auto")
     parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "

@@ -63,7 +63,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
         slowly, until another source is plugged in (`moelab.models.plug`).
     quantize : round the experts to a name of `moelab.names("format")`: the model is converted to a store in the cache
-        (~/.cache/moelab, $MOELAB_CACHE), unless that was done before, and opened from there.
+        (data/cache, $MOELAB_CACHE), unless that was done before, and opened from there.
     cache_aware : with `memory`, lossy: logits by which an expert on disk must lead one in memory to be chosen
         (`moelab.offloading.cache_aware`). Not with the executor "exact".
     options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …

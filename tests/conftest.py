@@ -28,6 +28,14 @@ def threads_stay_as_they_were():
     assert after == before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def stores_are_kept_for_a_session(tmp_path_factory):
+    """MOELAB_CACHE points to a folder of its own, for fixtures of any scope."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOELAB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def results(tmp_path_factory, monkeypatch):
     """A folder for results of its own; MOELAB_RESULTS points there."""

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from moelab.advice.machine import disk_rate, memory_rate
-from moelab.files import cache_root
+from moelab.files import cache_root, folder_bytes
 from moelab.offloading.budget import available
 
 #: processor's features that the kernels or torch's products use → what they are good for
@@ -46,7 +46,7 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
                             "none: this is no Mac; models can be converted and checked, not run")
     yield "hub", _hub()
     yield "kernels", _kernels()
-    yield "cache", f"{cache_root()}, {_size(cache_root()) / 1e9:.3g} GB"
+    yield "cache", f"{cache_root()}, {folder_bytes(cache_root()) / 1e9:.3g} GB"
     for package, purpose in PACKAGES.items():
         try:
             yield package, version(package)
@@ -101,10 +101,6 @@ def _kernels() -> str:
     if not os.access(folder if folder.is_dir() else folder.parent, os.W_OK):
         return f"{made} cached; {folder} cannot be written, so others are compiled in every process"
     return f"{made} cached; the first use of another compiles it, seconds each"
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -129,7 +129,8 @@ def stored(model: Model, form: str) -> str:
         return model.source if model.folder is None else str(model.folder)
     from moelab.models.convert import kept_store
     from moelab.store import fewbit
-    return str(kept_store(model.folder, **({"quantize": form} if form in fewbit.FORMATS else {"codec": form})))
+    how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
+    return str(kept_store(model.folder, **how).folder)
 
 
 class Kept:

@@ -71,6 +71,15 @@ def compare(fitted: NextToken, trace: RoutingTrace, share: float,
             for name, scope in progress(arms, f"{share:.0%} of the experts", unit="policy")}
 
 
+def missed(train: RoutingTrace, test: RoutingTrace, shares: str, arms: dict[str, tuple[str, str]]
+           ) -> dict[float, dict[str, np.ndarray]]:
+    """`compare` at each share of "0.25,0.5" on every other prompt, by the names of `arms`; "next-token" is fitted to
+    `train`."""
+    fitted, some = fit(train), test.select(test.sequence % 2 == 0)
+    found = {share: compare(fitted, some, share, list(arms.values())) for share in map(float, shares.split(","))}
+    return {share: {name: of[arm][::2] for name, arm in arms.items()} for share, of in found.items()}
+
+
 def table(found: dict[tuple[str, str], np.ndarray], requests: int) -> dict[str, dict[str, float]]:
     """Rows of a comparison: hit rate, and misses over the default's with their interval."""
     rows = {}
@@ -81,10 +90,10 @@ def table(found: dict[tuple[str, str], np.ndarray], requests: int) -> dict[str, 
     return rows
 
 
-def untrained(model: Any, seed: int) -> Any:
-    """A model of `OTHER`'s shape with random weights and the same tokenizer."""
+def untrained(model: Any, seed: int, **changes: Any) -> Any:
+    """A model of the same shape, but for `changes` of its config, with random weights and the same tokenizer."""
     config = copy.deepcopy(model.config)
-    for name, value in OTHER.items():
+    for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
     made = type(model)(config).to(model.dtype).eval()
@@ -102,7 +111,7 @@ def traces(model: Any, n: int, calibrated: int, tokens: int, seed: int) -> tuple
 def run(prompts_each: int = 4, calibrated: int = 16, tokens: int = 256, budgets: Sequence[float] = BUDGETS,
         seed: int = 0) -> dict[str, dict[str, Any]]:
     small, sections = open_model(), {}
-    for name, model in (("small model", small), ("untrained model of another shape", untrained(small, seed))):
+    for name, model in (("small model", small), ("untrained model of another shape", untrained(small, seed, **OTHER))):
         calibration, test = traces(model, prompts_each, calibrated, tokens, seed)
         spec, fitted, requests = spec_of(model), fit(calibration), int((test.ids != test.spec.E).sum())
         for share in budgets:

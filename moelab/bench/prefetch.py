@@ -14,6 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -24,12 +25,14 @@ import torch
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.engine import SPEC
+from moelab.cache.pools import Pools
 from moelab.intervals import Interval, ratio as ratio_of
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
 from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.slots import Sizes
 from moelab.opening import using
 from moelab.registry import make
 from moelab.specs import Event, MoESpec
@@ -136,21 +139,28 @@ class PrefetchBenchmark:
 
     def __init__(self, model: Any, ids: torch.Tensor, predictor: Callable[[], Predictor]) -> None:
         self.model, self.ids, self.predictor = model, ids, predictor
+        self.prompts, self.free = {}, None
         self.ahead = model.moelab.engine.pipeline.queue.ahead
         model.moelab.engine.across.ends = lambda layer: False       # the next token is another way's
         self.begin(1)
 
     def begin(self, length: int, first: int = 0) -> None:
-        """Start anew with `length` ids from the first on as the prompt."""
-        self.past, self.at = None, first
-        self._forward(length)
+        """Start anew with `length` ids from the first on as the prompt, which is read once, as fast as it goes."""
+        if (length, first) not in self.prompts:
+            reader = self.model.moelab.engine.pipeline.reader
+            self.past, self.at, limit, reader.bandwidth = None, first, reader.bandwidth, None
+            self._forward(length)
+            reader.bandwidth, self.prompts[length, first] = limit, self.past
+        with torch.inference_mode():
+            self.past, self.at = deepcopy(self.prompts[length, first]), first + length
 
-    def samples(self, arms: Sequence[str], tokens: int, name: str, length: int = 1) -> list[dict[str, list[Taken]]]:
-        """Three prompts of `length` tokens, three times each: nine samples of `tokens` an arm."""
+    def samples(self, arms: Sequence[str], tokens: int, name: str, length: int = 1, times: int = 3
+                ) -> list[dict[str, list[Taken]]]:
+        """Three prompts of `length` tokens, each so many times: samples of `tokens` an arm."""
         found = []
-        for number in range(9):
+        for number in range(3 * times):
             self.begin(length, self.ids.shape[1] // 3 * (number % 3))
-            found.append(self.turns(arms, tokens, f"{name}, {number + 1} of 9"))
+            found.append(self.turns(arms, tokens, f"{name}, {number + 1} of {3 * times}"))
         return found
 
     def token(self, arm: str) -> Taken:
@@ -168,6 +178,18 @@ class PrefetchBenchmark:
         for _, arm in measure.turns(arms[::-1], tokens + WARM, name, "turns"):
             found[arm].append(self.token(arm))
         return {arm: taken[WARM:] for arm, taken in found.items()}
+
+    def study(self, ratios: Sequence[float], tokens: int, length: int, times: int = 3
+              ) -> tuple[dict[float, dict[str, list[Taken]]], dict[float, dict[str, float]]]:
+        """Every ratio of copying to computing: (the tokens of each arm, figures against the bounds)."""
+        if self.free is None:
+            self.free = pooled(self.samples(ARMS[:1], tokens, "without a limit", length, times))[ARMS[0]]
+        ran, against = {}, {}
+        for ratio in ratios:
+            rate = self.slow_down(ratio, self.free)
+            samples = self.samples(ARMS, tokens, f"{length} tokens, copying {ratio:g} × computing", length, times)
+            ran[ratio], against[ratio] = pooled(samples), compare(samples, ratio, rate)[1]
+        return ran, against
 
     def slow_down(self, ratio: float, found: Sequence[Taken]) -> float:
         """Throttle copying to `ratio` × computing, as both were in `found`; returns bytes a second."""
@@ -192,6 +214,30 @@ def pooled(samples: Iterable[Mapping[str, Sequence[Taken]]]) -> dict[str, list[T
     return found
 
 
+def offloaded(store: ExpertStore) -> Any:
+    """A model that keeps no expert: slots for those of one layer and the next, all read from the store."""
+    K, sizes = store.spec.K, Sizes.of(store)
+    return offload(store, (2 * K + 2) * sizes.in_flight, plan=Pools(), staging=K + 2, ahead=K, mode="buffered",
+                   verify=False)
+
+
+def tpot_metrics(ran: Mapping[float, Mapping[str, Sequence[Taken]]]) -> dict[str, float]:
+    """Median TPOT of each ratio and arm, ms, by the names of metrics."""
+    return {f"tpot_{ratio:g}_{arm.replace(', ', '_').replace(' ', '_')}": 1e3 * median(one.seconds for one in taken)
+            for ratio, found in ran.items() for arm, taken in found.items()}
+
+
+def typical(found: Mapping[str, Sequence[Taken]]) -> dict[str, list[Event]]:
+    """The events of each arm's token of median duration."""
+    return {arm: sorted(taken, key=lambda one: one.seconds)[len(taken) // 2].events for arm, taken in found.items()}
+
+
+def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
+    """How long each of these tokens waits, in words."""
+    took = {arm: sum(e.end - e.start for e in events if e.kind == "wait") for arm, events in tokens.items()}
+    return "waiting " + ", ".join(f"{arm} {1e3 * seconds:.1f} ms" for arm, seconds in took.items()) + " (measured)"
+
+
 def row(found: Sequence[Taken]) -> dict[str, float]:
     ahead = [t.metrics.prefetched for t in found]
     return {"TPOT s": median(t.seconds for t in found), "mean s": fmean(t.seconds for t in found),
@@ -207,12 +253,13 @@ def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float
     rows = {arm: row(taken) for arm, taken in found.items()}
     over_serial, over_demand = (gains(samples, "speculative", arm) for arm in ARMS[:2])
     copy, compute = copy_and_compute(found[ARMS[0]])
-    share, low, high = reached(over_serial)
+    (share, low, high), hinted = reached(over_serial), reached(gains(samples, "hint"))
     return rows, {
         "copied at GB/s": rate / 1e9, "copy ÷ compute, wanted": ratio, "copy ÷ compute, found": copy / compute,
         "gain s": fmean(one.seconds for one in over_serial), "bound s": fmean(one.bound for one in over_serial),
         "eq. (1) s": fmean(eq1(by_layer(taken)) for taken in found[ARMS[0]]),
         "gain ÷ bound": share, "95 % from": low, "to": high,
+        "hint's gain ÷ bound": hinted[0], "hint's 95 % from": hinted[1], "hint's to": hinted[2],
         "gain over on demand s": fmean(one.seconds for one in over_demand),
         "left of it s": fmean(one.bound for one in over_demand),
         "speculative ÷ on demand": rows["speculative"]["TPOT s"] / rows["on demand"]["TPOT s"],

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import queue
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from moelab.bench.measure import Samples, speed_up
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader, decode, empty_tensors
+from moelab.store.reader import Reader, decode, empty_tensors, modes
 from moelab.store.writer import StoreWriter
 
 #: row of a timeline → (kind, begin, end) in seconds from the start
@@ -113,6 +115,64 @@ def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequenc
             if repeat:
                 samples[name].append(duration(last[name]))
     return samples, last
+
+
+@dataclass(frozen=True)
+class Study:
+    """Loading from this machine's disk, and from slower ones that a bandwidth limit emulates.
+
+    ways : of `summary`, by the disk's limit in bytes a second, 0 for none. rows : `compare`'s last timelines.
+    """
+
+    mode: str
+    threads: Sequence[int]
+    ways: dict[float, dict[str, dict[str, float]]]
+    rows: dict[str, Timeline]
+
+    @classmethod
+    def of(cls, nbytes: int, experts: int, threads: Sequence[int], repeats: int, seed: int, limits: Sequence[float],
+           make: Callable[[int, int], torch.Tensor], codec: str) -> Study:
+        """`experts` made by make(nbytes, seed), in the system's temporary folder, raw and in a codec."""
+        weights, mode = [make(nbytes, seed + i) for i in range(experts)], modes()[0]
+        total, ways = sum(w.numel() * 2 for w in weights), {}
+        with tempfile.TemporaryDirectory(prefix="moelab-store-") as folder:
+            stores = [write_store(f"{folder}/{name}", weights, name) for name in ("raw", codec)]
+            samples, rows = compare(*stores, mode, threads, repeats)
+            ways[0.0] = summary(samples, total)
+            for limit in limits:
+                ways[limit] = summary(compare(*stores, mode, threads, 2, limit)[0], total)
+        return cls(mode, threads, ways, rows)
+
+    def gain(self, way: str, limit: float = 0.0) -> float:
+        """Times the rate of uncompressed reading."""
+        return self.ways[limit][way]["÷ uncompressed"]
+
+    @property
+    def here(self) -> dict[str, dict[str, float]]:
+        return self.ways[0.0]
+
+    def rate(self, f: float) -> float:
+        """GB a second that this disk reads of a compressed store, f of the weights' size."""
+        return self.here["compressed, read only"]["GB/s"] * f
+
+    def metrics(self) -> dict[str, float]:
+        return {"load_" + name.replace(", ", "_").replace(" ", "_"): row["GB/s"] for name, row in self.here.items()}
+
+    def spans(self) -> dict[str, list[tuple[str, float, float]]]:
+        """Rows of a timeline in ms: read and decoded in turn, and at once with all threads."""
+        names = {"read, then decoded": "in turn", f"overlapped, {self.threads[-1]} decoding": "at once"}
+        return {f"{short}: {row}": [(kind, 1e3 * begin, 1e3 * end) for kind, begin, end in found]
+                for name, short in names.items() for row, found in self.rows[name].items()}
+
+    def curves(self, f: float, D: dict[int, float]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list]]:
+        """(read rates, GB/s; what is modelled to be delivered, by the way; what was measured, (rate, delivered))."""
+        by_rate = {limit / 1e9 or self.rate(f): found for limit, found in self.ways.items()}
+        rates = np.geomspace(min(0.1, *by_rate), max(4.0, *by_rate), 60)
+        modelled = {"uncompressed": rates, "in turn": 1 / (f / rates + 1 / D[1])}
+        modelled |= {f"overlapped, {n} decoding": np.minimum(rates / f, D[n]) for n in self.threads}
+        names = {"uncompressed": "uncompressed, read only", "in turn": "read, then decoded"}
+        return rates, modelled, {name: [(rate, found[names.get(name, name)]["GB/s"]) for rate, found in by_rate.items()]
+                                 for name in modelled}
 
 
 def summary(samples: Samples, nbytes: float) -> dict[str, dict[str, float]]:

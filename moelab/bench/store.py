@@ -24,10 +24,13 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, interleaved, load_average, speed_up
+from moelab.models.direct import CheckpointExperts
+from moelab.models.opening import examine
 from moelab.models.synthesize import COLUMNS, draw
 from moelab.store import bits
 from moelab.store.codecs import CODECS, DEFAULT, compress_tensor, decompress_tensor
-from moelab.store.entropy import describe, joint_counts
+from moelab.store.entropy import FORMATS, describe, joint_counts
+from moelab.store.headers import NAMES
 from moelab.store.reader import measure_modes, modes
 
 EXPERT = 16 << 20               # bytes of the expert that is measured
@@ -103,11 +106,11 @@ def copies(weights: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 7) -> Samples:
-    """Seconds of processor time of "memcpy", "recovery" and "NAME compress", "NAME decode" of every coder."""
-    arms = copies(weights)
-    for name, coder in made.items():
-        arms |= {f"{name} compress": coder.compress, f"{name} decode": coder.decode}
-    return interleaved(arms, repeats)
+    """Seconds of processor time of "memcpy", "recovery" and "NAME decode" of every coder; "NAME compress", which takes
+    up to seconds and is compared with nothing, twice at most."""
+    decode = copies(weights) | {f"{name} decode": coder.decode for name, coder in made.items()}
+    compress = {f"{name} compress": coder.compress for name, coder in made.items()}
+    return interleaved(decode, repeats) | interleaved(compress, min(repeats, 2), loops=1)
 
 
 def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4) -> Samples:
@@ -156,6 +159,119 @@ def scaling(samples: Samples, nbytes: float, loops: int = 4) -> dict[str, float]
         if n != "1":
             found[f"{arm} ÷ × 1"] = int(n) * speed_up(samples, arm, f"{name} × 1")
     return found
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What coders do on one expert: alone by processor time, together by the clock; GB of weights a second."""
+
+    alone: dict[str, dict[str, Any]]        # of `rates`
+    several: dict[str, float]               # of `scaling`
+    memcpy: float
+    recovery: float                         # time of recovery alone over that of memcpy
+    threads: list[int]
+    load: float                             # of the machine, before threads ran together
+
+    @classmethod
+    def of(cls, weights: torch.Tensor, made: Mapping[str, Coder], repeats: int, threads: list[int]) -> Rates:
+        size, samples = weights.numel() * 2, per_thread(weights, made, repeats)
+        load, real = load_average(), {name: coder for name, coder in made.items() if name != "raw"}
+        return cls({name: row for name, row in rates(samples, size).items() if name != "raw"},
+                   scaling(together(real, threads, repeats), size), rate(samples, "memcpy", size),
+                   1 / speed_up(samples, "recovery", "memcpy"), threads, load)
+
+    def by_task(self) -> dict[str, dict[str, float]]:
+        found = {what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
+                 for what in ("compress", "decode")}
+        found["decode"]["recovery alone"] = self.memcpy / self.recovery
+        return found
+
+    def by_threads(self) -> dict[str, dict[str, float]]:
+        return {f"{n} thread{'s' * (n > 1)}": {name: self.several[f"{name} × {n} GB/s"] for name in self.alone}
+                for n in self.threads}
+
+    def decode(self, n: int) -> float:
+        """Of the default codec by n threads together."""
+        return self.several[f"{DEFAULT} × {n} GB/s"]
+
+    def scaling(self, n: int) -> float:
+        """Of the default codec, n threads over one."""
+        return self.several[f"{DEFAULT} × {n} ÷ × 1"] if n > 1 else 1.0
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Unit → name of a metric → value."""
+        alone = {f"{what}_{name.replace('-', '_')}": row[f"{what} GB/s"] for name, row in self.alone.items()
+                 for what in ("compress", "decode")}
+        peer = self.alone[DEFAULT][f"decode ÷ {PEER}"]
+        return {"GB/s": {"memcpy_rate": self.memcpy}, "× the time": {"recovery_over_memcpy": self.recovery},
+                "GB of weights/s a thread": alone, "processes": {"load_before_threads": self.load},
+                "× one thread": {f"decode_scaling_{n}_threads": self.scaling(n) for n in self.threads if n > 1},
+                "×": {} if peer == MISSING else {f"decode_over_{PEER}": peer}}
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Expert weights of a model, spread evenly over its experts and read one expert at a time."""
+
+    spec: Any
+    source: Callable[[int, int], dict[str, torch.Tensor]]           # (layer, expert) → its tensors
+    tensors: list[torch.Tensor]
+    dtype: str
+    counts: np.ndarray                                              # joint histogram of their bits, [65536]
+
+    @classmethod
+    def of(cls, model: str | None, nbytes: int) -> Sample:
+        """About `nbytes` of a checkpoint's. ValueError: weights that are not all of one float type of `FORMATS`."""
+        found = examine(model)
+        source, spec = CheckpointExperts(found.checkpoint, found.config), found.spec
+        every = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
+        step = max(1, -(-len(every) * spec.expert_bytes // nbytes))
+        tensors = [tensor for key in every[::step] for tensor in source(*key).values()]
+        dtype = NAMES[tensors[0].dtype]
+        if dtype not in FORMATS or len({tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError(f"the experts of {spec.name} are {dtype}; their entropy is known of {', '.join(FORMATS)}")
+        counts = np.zeros(1 << 16, np.int64)
+        for tensor in tensors:
+            joint_counts(tensor, dtype, counts)
+        return cls(spec, source, tensors, dtype, counts)
+
+    @property
+    def weights(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def sigma(self) -> float:
+        return torch.cat([tensor.flatten()[:65536].float() for tensor in self.tensors[:64]]).std().item()
+
+    def fractions(self) -> dict[str, float]:
+        """Compressed size over size by each codec, all weights in one piece."""
+        joined = torch.cat([tensor.flatten() for tensor in self.tensors])[None]
+        return {name: compress_tensor(joined, name).nbytes / joined.nbytes for name in CODECS if name != "raw"}
+
+    def apart(self, codec: str) -> float:
+        """The same of some tensors, each by itself, with a code table of its own."""
+        some = self.tensors[::8]
+        return sum(compress_tensor(of, codec).nbytes for of in some) / sum(of.nbytes for of in some)
+
+    def microscope(self, layer: int, expert: int, tensor: str, codec: str) -> tuple[np.ndarray, str]:
+        """(joint histogram of one tensor, what its entropy allows and a codec reaches, in words)."""
+        weights = self.source(layer, expert)[tensor]
+        counts, (size, same) = joint_counts(weights, self.dtype), round_trip(weights, codec)
+        return counts, (f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy bound "
+                        f"{describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} of the size; round "
+                        f"trip {'bit-identical' if same else 'FAILED'} (exact).")
+
+    def round_trips(self) -> bool:
+        """Whether some fifty tensors come back from every codec bit for bit."""
+        return all(round_trip(tensor, codec)[1] for tensor in self.tensors[::max(1, len(self.tensors) // 50)]
+                   for codec in CODECS)
+
+
+def round_trip(weights: torch.Tensor, codec: str) -> tuple[float, bool]:
+    """(compressed size over size, whether the same bytes come back)."""
+    packed, back = compress_tensor(weights, codec), torch.zeros_like(weights)
+    decompress_tensor(packed, back)
+    return packed.nbytes / weights.nbytes, np.array_equal(bits.as_bytes(back), bits.as_bytes(weights))
 
 
 def from_disk(nbytes: int, repeats: int) -> tuple[dict[str, Any], Samples]:

@@ -125,21 +125,18 @@ def quantize_expert(form: str, tensors: Weights, blobs: dict[str, tuple[str, Any
             fewbit.unpack(form, blob, tensor)
 
 
-def kept_store(source: str | Path | None, *, codec: str = codecs.DEFAULT, quantize: str | None = None) -> Path:
-    """The store of a model by a codec, or in a few-bit format, in the cache, to which it is converted when it is first
-    asked for.
+def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize: str | None = None) -> ExpertStore:
+    """The store of a model in the cache (`cache_root`), to which it is converted when it is first asked for.
 
-    Raises what `convert` raises.
+    codec, quantize : as of `convert`; a store that is of that form is taken as it is. Raises what `convert` raises.
     """
     folder = opening.find(source)
     checkpoint, form = Checkpoint.at(folder), quantize or codec
     if checkpoint.store is not None and form == (checkpoint.store.quantized or checkpoint.store.codec):
-        return folder
+        return checkpoint.store
     name = f"{opening.model_name(source, folder)}-{of_checkpoint(checkpoint, load_config(folder))}.{form}"
     destination = cache_root() / name.replace("/", "--")
-    if destination.is_dir():
-        return destination
-    return convert(source, destination, codec, quantize=quantize).folder
+    return ExpertStore(destination) if destination.is_dir() else convert(source, destination, codec, quantize=quantize)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ are counted, so its `mantissa` and `joint` are those of the leading 7 mantissa b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,6 +101,12 @@ def describe(counts: np.ndarray, dtype: str = "BF16", *, scope: str = "tensor", 
     H = entropy(exponent)
     return EntropyRow(scope, name, layer, kind, dtype, int(counts.sum()), entropy(sign), H, entropy(mantissa),
                       entropy(counts), float((exponent > 0).mean()), (bits - e + H) / bits)
+
+
+def gaussian_exponents(sigma: float) -> np.ndarray:
+    """Probability of each stored exponent of a bf16 weight that is normal with this standard deviation: [256]."""
+    edges = [math.erf(2.0**x / (sigma * math.sqrt(2))) for x in range(-127, 2)] + [1.0] * 128
+    return np.diff(edges)
 
 
 def analyse(checkpoint: str | Path, select: Callable[[str], bool] | None = None) -> list[EntropyRow]:

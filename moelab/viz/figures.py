@@ -117,6 +117,31 @@ def add_reference(figure: go.Figure, y: float, text: str, dash: str = "dash", sh
                      annotation_font_size=11, annotation_yshift=shift)
 
 
+def apart(values: Sequence[float], gap: float, high: float) -> list[float]:
+    """Values moved so that any two are at least `gap` from each other and none is above `high`, in their order."""
+    order, moved = np.argsort(values, kind="stable"), np.array(values, dtype=float)
+    for before, here in zip(order, order[1:]):
+        moved[here] = max(moved[here], moved[before] + gap)
+    above = high + gap
+    for here in order[::-1]:
+        moved[here] = above = min(moved[here], above - gap)
+    return moved.tolist()
+
+
+def label_ends(figure: go.Figure, high: float, height: int) -> go.Figure:
+    """Names beside the last points of the right panel's lines in place of a legend, moved apart where they are close.
+
+    high : the upper end of the vertical axis, which begins at 0. height : of the figure, pixels.
+    """
+    last = figure.data[-1].yaxis or "y"
+    lines = {trace.name: trace for trace in figure.data if (trace.yaxis or "y") == last}
+    ends = [next((y for y in trace.y[::-1] if np.isfinite(y)), 0.0) for trace in lines.values()]
+    for (name, trace), y in zip(lines.items(), apart(ends, 17 * high / (height - 96), high)):
+        figure.add_annotation(x=1.01, xref="paper", y=y, yref=last, xanchor="left", showarrow=False, font={"size": 12},
+                              text=f'<span style="color:{trace.line.color}">■</span> {name}')
+    return figure.update_layout(showlegend=False, margin_r=40 + 7 * max(map(len, lines)), height=height)
+
+
 def quantiles(samples: Sequence[float]) -> Spread:
     """Median, tenth and ninetieth percentile of seconds, in ms."""
     low, middle, high = np.quantile(1e3 * np.asarray(samples, dtype=float), (0.1, 0.5, 0.9))

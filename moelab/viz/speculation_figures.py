@@ -6,17 +6,27 @@ A layer on an axis, "0→1", is the one that predicts and the one that is predic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
+from moelab.bench.predictors import Learned
+from moelab.bench.prefetch import ARMS, Taken, by_layer as by_layers, hideable
+from moelab.intervals import Interval, interval
 from moelab.specs import Event
+from moelab.speculate.scoring import Score
 from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt
-from moelab.viz.figures import (DASHED, EDGE, NOTE, Points, add_lines, add_points, bars, finish, hover, line_look,
-                                panels, pattern, quantiles)
+from moelab.viz.figures import (DASHED, EDGE, NOTE, add_lines, bars, differences, finish, hover, label_ends,
+                                line_look, panels, pattern, quantiles)
 
+#: predictor of `moelab.bench.predictors` → how figures call it
+LABEL = {"router": "next router on s", "quasi": "next router on q", "frequency": "frequent in the prompt",
+         "previous": "previous token", "static": "popular", "random": "random", "residual": "residual estimator",
+         "residual_hybrid": "residual hybrid", "estimator": "appendix A", "estimator_early": "appendix A, a quarter",
+         "hybrid_early": "hybrid of the quarter"}
 #: what a processor and a copy engine do together → colour, pattern of its bar
 OCCUPIED = {"compute alone": (theme.GREEN, ""), "both at once": (theme.YELLOW, "\\"),
             "copy alone": (theme.BLUE, "/"), "idle": ("#dddddd", "x")}
@@ -24,10 +34,11 @@ OCCUPIED = {"compute alone": (theme.GREEN, ""), "both at once": (theme.YELLOW, "
 
 def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
              errors: Mapping[str, Mapping[str, ArrayLike]] | None = None, chance: float | None = None,
-             percent: bool = True, legend: str = "") -> go.Figure:
+             percent: bool = True) -> go.Figure:
     """Values by predicting layer, a line a series, panels side by side with a common scale (Figs. 3, 4, 5 and 10).
 
-    groups : {panel: {series: [L − 1]}}, NaN where there is nothing. title, legend : of the vertical axis, the legend.
+    groups : {panel: {series: [L − 1]}}, NaN where there is nothing; the last panel has all series, named at their ends.
+    title : of the vertical axis.
     errors : of the same shape, half of each error bar (`Score.margin`); series without have none.
     chance : a dashed line across. percent : values from 0 to 1 are drawn in per cent.
     """
@@ -48,7 +59,40 @@ def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
         figure.add_annotation(x=0, xref="paper", y=scale * chance, xanchor="left", yanchor="top", showarrow=False,
                               text=f"chance: {scale * chance:.3g}" + " %" * percent, font=NOTE)
     figure.update_xaxes(type="category", showgrid=False).update_yaxes(range=[0, scale * 1.02])
-    return finish(figure, legend=legend, height=400)
+    return label_ends(finish(figure), scale, 400)
+
+
+def recall(found: Mapping[str, Mapping[str, Score]], chance: float) -> go.Figure:
+    """`by_layer` of scores, {panel: {predictor: score}}, with 95 % intervals over prompts; the last panel has all."""
+    shares, errors = ({panel: {LABEL[name]: getattr(score, what) for name, score in of.items()}
+                       for panel, of in found.items()} for what in ("recall", "margin"))
+    return by_layer(shares, "recall@K (%, exact counts)", errors=errors, chance=chance)
+
+
+def learning_curves(learned: Learned) -> dict[str, list[tuple[float, ...]]]:
+    """Of `training`: a line a kind of estimator, with intervals over seeds."""
+    return {LABEL.get(kind, "appendix A"): [(n, *interval(rates)) for n, rates in of.items()]
+            for kind, of in learned.items()}
+
+
+def costs(found: Mapping[str, Mapping[str, Interval]], title: Mapping[str, str], limits: Mapping[str, float]
+          ) -> go.Figure:
+    """`differences` of executing predictions; the controls' loss, which is off the scale, is left out."""
+    controls = [] if len(found["loss"]) < 3 else list(found["loss"])[-2:]
+    return differences({task: {LABEL[name]: (np.nan,) * 3 if task == "loss" and name in controls else of
+                               for name, of in rows.items()} for task, rows in found.items()}, title, limits)
+
+
+def told(costs: Mapping[str, Interval]) -> str:
+    """Differences in per cent, in words."""
+    return ", ".join(f"**{of[0]:+.2f} %** [{of[1]:+.2f}, {of[2]:+.2f}] ({LABEL[name]})" for name, of in costs.items())
+
+
+def misses(over: Mapping[float, Mapping[str, Interval]]) -> go.Figure:
+    """Misses of policies over LRU's, {share of the experts: {policy: ratio}}, exact counts."""
+    return differences({f"memory for {share:.0%}": {name: tuple(100 * (x - 1) for x in of)
+                                                    for name, of in rows.items() if name != "LRU"}
+                        for share, rows in over.items()}, "misses against LRU (%)")
 
 
 def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapping[str, float]) -> go.Figure:
@@ -80,6 +124,15 @@ def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str
                        name="eq. (1): no less", hovertemplate=hover("%{x}: %{y:.2f} ms", "eq. (1)"),
                        marker={"symbol": "line-ew", "size": 90, "color": theme.BLACK, "line": EDGE | {"width": 3}})
     return figure.update_layout(scattermode="overlay")
+
+
+def tpot_of(found: Mapping[float, Mapping[str, Sequence[Taken]]], title: str) -> go.Figure:
+    """`tpot` of tokens, {setting: {mode: tokens}}, with what the layers of "copy, then compute" allow at the least."""
+    serial = {f"{setting:g}": of[ARMS[0]] for setting, of in found.items()}
+    return tpot({f"{setting:g}": {arm: [one.seconds for one in taken] for arm, taken in of.items()}
+                 for setting, of in found.items()},
+                {setting: fmean(one.seconds - hideable(by_layers(one)) for one in taken)
+                 for setting, taken in serial.items()}, title)
 
 
 def occupancy(events: Sequence[Event], start: float, end: float) -> dict[str, float]:
@@ -127,16 +180,3 @@ def kind_of(event: Event, events: Sequence[Event]) -> str:
         return event.kind
     routed = min((e.end for e in events if e.kind == "other" and e.layer == event.layer), default=event.start)
     return AHEAD if event.start < routed else "read"
-
-
-def what_if(modelled: Mapping[str, Points], chosen: float, measured: Mapping[str, Points]) -> go.Figure:
-    """TPOT against copy ÷ compute: {mode: [(ratio, seconds), …]}, measured as points; the ratio `chosen` is marked."""
-    figure = go.Figure()
-    for i, (name, values) in enumerate(modelled.items()):
-        for what, points, look in ((name, values, {"mode": "lines", "line": line_look(i)["line"] | {"width": 2.5}}),
-                                   (f"{name}, measured", measured.get(name), {})):
-            if points:
-                add_points(figure, [(x, 1e3 * y) for x, y in sorted(points)], what, i, "%{x:.2f}: %{y:.2f} ms", **look)
-    figure.add_vline(x=chosen, line=DASHED, annotation_text=f"{chosen:.2g}", annotation_font=NOTE | {"size": 12})
-    return finish(figure, "copy ÷ compute (ratio of seconds a token)", "TPOT (ms)", "lines: modelled",
-                  xaxis_rangemode="tozero")

@@ -29,3 +29,15 @@ def test_the_bench_runs():
         assert len(rows) == len(POLICIES) + len(bench.BY_LAYER)
         assert rows["lrfu, whole model"]["misses ÷ lrfu"] == 1
         assert max(row["hit rate"] for row in rows.values()) == rows["belady, whole model"]["hit rate"]
+
+
+def test_every_other_prompt_is_compared():
+    spec = MoESpec("made", "qwen3_moe", 2, (0, 1), 6, 2, 8, 8, vocab=9, heads=1, kv_heads=1, head_dim=8)
+    ids = torch.rand(60, 2, 6, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.int16)
+    row, hidden = torch.arange(60), torch.randn(60, 2, 8)
+    trace = RoutingTrace(ids, torch.ones(ids.shape), torch.full((60,), DECODE), row % 6, row // 6, row, spec, "",
+                         router_inputs=hidden, residuals=hidden)
+    found = bench.missed(trace, trace, "0.5", {"LRU": ("lru", "model"), "ours": bench.OURS})[0.5]
+    some = trace.select(trace.sequence % 2 == 0)
+    assert found["LRU"].tolist() == [n for n in bench.misses(some, "lru", "model", 0.5).tolist() if n]
+    assert len(found["LRU"]) == len(found["ours"]) == 3

@@ -87,6 +87,23 @@ def test_nine_samples_of_three_prompts():
     assert fmean(prefetch.pooled(found)["b"]) == 5 and len(prefetch.pooled(found)["b"]) == 18
 
 
+def test_a_prompt_is_read_once_and_without_a_limit():
+    reader, read = SimpleNamespace(bandwidth=7.0), []
+    bench = object.__new__(prefetch.PrefetchBenchmark)
+    bench.model, bench.prompts = SimpleNamespace(moelab=SimpleNamespace(engine=SimpleNamespace(
+        pipeline=SimpleNamespace(reader=reader)))), {}
+
+    def forward(n):
+        read.append((n, bench.at, reader.bandwidth))
+        bench.past = [n, bench.at]
+    bench._forward = forward
+    for length, first in ((5, 0), (5, 10), (5, 0)):
+        bench.begin(length, first)
+        assert (bench.past, bench.at, reader.bandwidth) == ([length, first], first + length, 7.0)
+        bench.past.append("a token")                            # what is decoded is not in the next sample's prompt
+    assert read == [(5, 0, None), (5, 10, None)]
+
+
 def test_the_bench_runs(tmp_path):
     spec = MoESpec("synthetic-mini", "qwen3_moe", 3, (0, 1, 2), 16, 2, 64, 64, vocab=256, heads=4, kv_heads=2,
                    head_dim=16)

@@ -131,3 +131,23 @@ def test_the_document(peer, monkeypatch):
     assert json.loads(json.dumps(found)) == found
     for figures in found.values():
         assert all(bench._text(name, value) for name, value in figures.items())
+
+
+def test_a_sample_of_the_small_model():
+    sample = store.Sample.of(None, 1 << 20)
+    assert 1 << 18 < sample.weights * 2 <= 2 << 20 and sample.counts.sum() == sample.weights
+    joined = torch.cat([tensor.flatten() for tensor in sample.tensors])
+    assert sample.fractions()["huffman"] == pytest.approx(
+        store.compress_tensor(joined[None], "huffman").nbytes / (2 * len(joined)))
+    assert sample.apart("huffman") > sample.fractions()["huffman"] and sample.round_trips()
+    counts, said = sample.microscope(0, 0, next(iter(sample.source(0, 0))), "bf12")
+    assert counts.sum() and "bit-identical" in said
+
+
+def test_rates_of_coders_have_the_names_of_metrics():
+    weights = store.synthetic_expert(1 << 18)
+    found = store.Rates.of(weights, store.coders(weights, ("raw", "huffman")), 1, [1, 2])
+    assert set(found.by_task()["decode"]) >= {"huffman", "recovery alone"} and list(found.by_threads())[1] == "2 threads"
+    metrics = found.metrics()
+    assert metrics["GB of weights/s a thread"]["decode_huffman"] > 0
+    assert metrics["× one thread"] == {"decode_scaling_2_threads": found.scaling(2)}

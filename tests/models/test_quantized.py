@@ -13,7 +13,7 @@ import moelab
 from moelab import open_model
 from moelab.__main__ import main
 from moelab.models import compat, convert as converting, discover, identity, plug
-from moelab.models.convert import convert
+from moelab.models.convert import convert, kept_store
 from moelab.models.direct import CheckpointExperts
 from moelab.models.restore import restore
 from moelab.store import fewbit
@@ -137,7 +137,10 @@ def test_on_the_way_it_is_converted_once(tmp_path, monkeypatch, capsys):
         first = logits(model)
     store, = (tmp_path / "cache").iterdir()
     assert ExpertStore(store).quantized == "int8"
+    lossless = kept_store(source, "raw").folder
+    assert lossless.parent == store.parent and lossless != store and ExpertStore(lossless).quantized is None
     monkeypatch.setattr(converting, "convert", None)
+    assert kept_store(source, "raw").folder == lossless
     for again in (source, store):
         assert torch.equal(logits(open_model(again, quantize="int8")), first)
     with pytest.raises(ValueError, match="unknown format 'int3'"):

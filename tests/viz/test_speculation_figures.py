@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 pio = pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
 from moelab.viz import speculation_figures as figures  # noqa: E402
-from moelab.viz.figures import differences  # noqa: E402
+from moelab.viz.figures import apart, differences  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
 #: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router has run
@@ -22,7 +23,6 @@ PANELS = {"trained": {"s": [0.5, 0.7, np.nan], "q": [0.6, 0.8, 0.9]}, "untrained
 SAMPLES = {"1 ×": {"on demand": [0.01, 0.02, 0.03], "speculative": [0.01, 0.01, 0.02]},
            "3 ×": {"on demand": [0.04, 0.05], "speculative": [0.03, 0.02]}}
 PARTS = dict(zip(figures.OCCUPIED, (0.003, 0.001, 0.004, 0.002)))
-LINES = {"on demand": [(1, 0.02), (0, 0.01)], "speculative": [(0, 0.01), (1, 0.01)]}
 MADE = Lazily({
     "by_layer": lambda:
         figures.by_layer(PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}),
@@ -33,7 +33,6 @@ MADE = Lazily({
     "tpot": lambda: figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
     "breakdown": lambda: figures.breakdown({"on demand": PARTS, "speculative": PARTS}),
     "token_timeline": lambda: figures.token_timeline({"on demand": TOKEN, "speculative": LATER}),
-    "what_if": lambda: figures.what_if(LINES, 0.5, {"speculative": [(0.5, 0.011)]}),
 })
 
 
@@ -52,7 +51,6 @@ def test_axes_have_titles_with_units_and_figures_survive_json(name):
 
 @pytest.mark.parametrize("name, look", [
     ("by_layer", lambda trace: trace.line.dash), ("training", lambda trace: trace.line.dash),
-    ("what_if", lambda trace: (trace.line.dash, trace.mode)),
     ("tpot", lambda trace: trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol),
     ("breakdown", lambda trace: trace.marker.pattern.shape),
     ("token_timeline", lambda trace: (trace.marker.pattern.shape, trace.y[0]))])
@@ -68,10 +66,21 @@ def test_layers_are_named_by_who_predicts_and_who_is_predicted():
     np.testing.assert_allclose(named(MADE["by_layer"], "s").error_y.array, [1, 2, 0])
 
 
-def test_a_series_looks_alike_in_every_panel_and_stands_in_the_legend_once():
+def test_a_series_looks_alike_in_every_panel_and_is_named_at_its_end():
     first, second = [trace for trace in MADE["by_layer"].data if trace.name == "q"]
     assert first.line.dash == second.line.dash and first.line.color == second.line.color
-    assert (first.showlegend, second.showlegend) == (True, False) and first.xaxis != second.xaxis
+    assert first.xaxis != second.xaxis and not MADE["by_layer"].layout.showlegend
+    named_ends = [note for note in MADE["by_layer"].layout.annotations if note.text.endswith(" q")]
+    assert [(note.y, note.yref, note.xref) for note in named_ends] == [(pytest.approx(50), second.yaxis, "paper")]
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
+def test_labels_are_moved_apart_in_their_order(values):
+    moved = apart(values, 5, 100)
+    order = np.argsort(values, kind="stable")
+    assert (np.diff(np.array(moved)[order]) >= 5 - 1e-9).all() and max(moved) <= 100
+    if len(values) == 1 or np.diff(np.sort(values)).min() >= 5:
+        np.testing.assert_allclose(moved, values)
 
 
 def test_training_counts_thousands_of_tokens():
@@ -130,10 +139,3 @@ def test_the_timeline_has_one_clock_and_says_how_long_each_run_takes():
     assert [note.text for note in figure.layout.annotations] == ["on demand: 9.00 ms", "speculative: 10.00 ms"]
     assert [shape.x0 for shape in figure.layout.shapes] == pytest.approx([9, 10])
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
-
-
-def test_measured_points_look_like_their_line():
-    figure = MADE["what_if"]
-    np.testing.assert_allclose(named(figure, "on demand").y, [10, 20])          # in order of the ratio
-    points = named(figure, "speculative, measured")
-    assert points.marker.color == named(figure, "speculative").line.color and points.mode == "markers"
