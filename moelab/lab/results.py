@@ -9,8 +9,8 @@
     run.verdicts()                  # the sources' claims that this notebook answers
     run.save()
 
-A run is one directory: `metrics.json`, which also keeps takeaways and tables, and `figures/*.json`. The runner names it in MOELAB_RUN_DIR; in JupyterLab it
-is `results/runs/<notebook>/interactive-<time>/`, which check and report ignore.
+A run is one directory: `metrics.json`, which also keeps takeaways and tables, and `figures/*.json`. The runner names
+it in MOELAB_RUN_DIR; in JupyterLab it is `results/runs/<notebook>/interactive-<time>/`, which check and report ignore.
 """
 
 from __future__ import annotations
