@@ -26,8 +26,7 @@ from moelab.ndp.hardware import VARIANTS
 from moelab.ndp.readings import Readings, readings
 from moelab.ndp.routing import recorded_routing, simulated_routing
 from moelab.ndp.simulation import timeline
-from moelab.ndp.sweep import (MODELS, SHORT, UNITS, Assumptions, Spread, Sweep, modules_needed, over_seeds,
-                              paper_sweep)
+from moelab.ndp.sweep import MODELS, SHORT, Assumptions, Spread, Sweep, modules_needed, over_seeds
 from moelab.ndp.systems import PAPER, SYSTEMS
 from moelab.recording import record
 from moelab.table import ms
