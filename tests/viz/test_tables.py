@@ -96,7 +96,6 @@ def test_of_the_neural_engine():
     rows = shown(ane_tables.cards({"Phi-tiny-MoE": plan}), 1)
     assert rows[0]["L × E, top-K"] == f"{plan.spec.L} × {plan.spec.E}, {plan.spec.K}"
     device = DeviceModel.of()
-    shown(ane_tables.fit(device), 4)
     shown(ane_tables.parameters(device), 4)
     rows = shown(ane_tables.slots(comparison.slot_grid(device)), 5)
     sample = next(s for s in TABLE_5 if (s.G, s.C, s.mode) == (8, 32, "serial"))
