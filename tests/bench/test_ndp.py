@@ -141,6 +141,14 @@ def test_a_cached_expert_is_not_sent():
     assert found.moe_prefill < alone.moe_prefill and found.moe_decode < alone.moe_decode
 
 
+def test_a_sweep_is_completed_by_what_it_lacks():
+    sizes = dict(units=(2,), prompt=4, answer=4)
+    part, both = (paper_sweep(ASSUMED, systems=names, seeds=(0,), **sizes)
+                  for names in (["MoNDE"], ["MoNDE", "NDP+TP"]))
+    assert ndp.completed(part, ["MoNDE", "NDP+TP"], 0, **sizes).cells == both.cells
+    assert ndp.completed(both, ["NDP+TP"], 0, **sizes) is both
+
+
 def test_equal_memory_helps_the_others_more():
     found = ndp.means(Sweep(ASSUMED), units=(3,), prompt=8, answer=8)
     assert set(found) == {"MoE-OnDemand", "Fiddler", "MoNDE"}

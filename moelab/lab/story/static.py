@@ -295,7 +295,7 @@ def formats(run: Run, lm: Any, tokens: int, windows: int, seed: int) -> None:
 
 def exchange(run: Run, tokens: int, seed: int, W: int = 2) -> Mapping[str, Any]:
     """Rows that ranks send each other, counted on two processes beside the formulas; the bench's sections."""
-    found = parallel.run(tokens, (W,), seed)
+    found = parallel.run(tokens, (W,), seed, rounds=0)
     rows = found[f"volume on {W} ranks, {tokens} tokens (exact)"]
     sent, as_formula = {way: row["dispatched"] for way, row in rows.items()}, all(
         row["as predicted"] for row in rows.values())
