@@ -232,7 +232,8 @@ def clocks(run: Run, configurations: int, seed: int, smoke: bool) -> None:
 def dram(run: Run, sweep: Sweep, shared: Sweep, seed: int, sizes: Mapping[str, Any]) -> None:
     """What load balancing gives where the link reads for free, and where it shares the modules' DRAM."""
     found = bench.dram(sweep, shared, seed, **sizes)
-    run.figure("dram", bars({"": {label: {name.replace("NDP+", "+"): (of[how],) * 3 for name, of in found.items()}
+    run.figure("dram", bars({"": {label: {name.replace("NDP+", "+"): (of[how],) * 3 for name, of in found.items()
+                                          if how in of}
                                   for label, how in (("link reads for free", "free"),
                                                      ("link shares the DRAM", "shared"))}},
                             "speedup over MoNDE (×)", columns=1, line=(found["NDP+TP"]["shared"], "+TP, DRAM shared")),

@@ -30,8 +30,8 @@ def generated(run: Run, spec: Any, found: Metrics, budget: int, equal: bool) -> 
 def budgets(run: Run, happened: Any, spec: Any) -> None:
     """The same generation, replayed by the simulator with other budgets, by a policy that could be had and the best."""
     expert, every = spec.expert_bytes, spec.L * spec.E
-    curves = {policy: [(n * expert, of.tpot, of.hit_rate) for n in (max(spec.K, round(share * every)) for share in SHARES)
-                       for of in [replay(happened, cache=policy, pools=Pools(F=n))]]
+    curves = {policy: [(n * expert, of.tpot, of.hit_rate)
+                       for n in (max(spec.K, round(share * every)) for share in SHARES) for of in [replay(happened, cache=policy, pools=Pools(F=n))]]
               for policy in (DEFAULT_POLICY, "belady")}
     run.figure("budgets", budget_curve({DEFAULT_POLICY: curves[DEFAULT_POLICY]}, ceiling=curves["belady"]),
                caption="The generation above with other budgets, from an empty cache, by the default policy and by "

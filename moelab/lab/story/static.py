@@ -199,7 +199,8 @@ def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
 
 def executors(run: Run, bench: experts.ExpertBenchmark, prefill: int, rounds: int) -> experts.ExpertTimes:
     """All executors on a prompt and on single tokens beside transformers' own and the roofline; those of one token."""
-    found = {"prefill": bench.executors(prefill, rounds), "decode": bench.executors(1, 3 * rounds)}
+    without = (*experts.LEFT_OUT, *experts.PACKED)              # few bits are another section's matter
+    found = {"prefill": bench.executors(prefill, rounds, without), "decode": bench.executors(1, 3 * rounds, without)}
     timed = dict(zip((f"prefill, {prefill} tokens", "decode, 1 token"), found.values()))
     config = bench.layers.config
     run.figure("executors", figures.executors({phase: of.samples for phase, of in timed.items()},
