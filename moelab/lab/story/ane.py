@@ -209,8 +209,8 @@ def dropping(run: Run, found: ane_accuracy.LossByOrder, slacks: Sequence[float],
     run.figure("dropping", figures.dropping({mode: list(of.values()) for mode, of in found.cost.items()},
                                             "language loss beside dense (%)"),
                caption=f"Language loss of {windows} windows of unseen library text, by share of choices dropped and "
-                       "order of dropping (measured; bars: standard error of the paired difference; capacities × ', "
-                       f"'.join(f'{s:g}' for s in slacks)).",
+                       "order of dropping (measured; bars: standard error of the paired difference; capacities × "
+                       + ", ".join(f"{s:g}" for s in slacks) + ").",
                alt="A line an order of dropping, loss against the share dropped; at the tightest capacities from the "
                    "lowest to the highest: " + ", ".join(found.at(min(slacks))) + ".")
     for s in slacks:
