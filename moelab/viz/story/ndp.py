@@ -9,15 +9,15 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import ipywidgets
 import numpy as np
 
 from moelab import datasets
 from moelab.bench import dataset_free
 from moelab.bench import ndp as bench
 from moelab.cards import load_model
-from moelab.lab.results import Run
 from moelab.ndp import conditions
 from moelab.ndp.conservation import conserve
 from moelab.ndp.costs import Costs, NotSupported
@@ -36,6 +36,9 @@ from moelab.viz.engine_figures import gantt
 from moelab.viz.figures import bars, lines
 from moelab.viz.ndp_tables import times
 from moelab.viz.notebook import interact, say, show
+
+if TYPE_CHECKING:
+    from moelab.lab.results import Run
 
 OURS, BEST, PAPERS = PAPER[-1], PAPER[-1] + ", improved", next(iter(VARIANTS))
 _, QWEN, PHI, MIXTRAL = MODELS
@@ -338,7 +341,6 @@ def machines(run: Run, seed: int, smoke: bool) -> None:
 
 def one_layer(seed: int, answer: int) -> None:
     """Controls: one MoE layer of one decode step, by model, machine, units and system."""
-    import ipywidgets
     routing_of = lru_cache(lambda name: CHOSEN.routing(name, seed, 32, answer))
 
     def turned(name: str, N: int, machine: str, system: str) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
 
 from moelab import datasets
 from moelab.ane.coreml.linter import lint_examples
@@ -25,7 +27,6 @@ from moelab.bench.ane import plan_card
 from moelab.calibration import calibrate
 from moelab.cards import MODELS
 from moelab.claims import NOT_REPRODUCED
-from moelab.lab.results import Run
 from moelab.models import plug
 from moelab.table import span
 from moelab.trace import PREFILL, RoutingTrace
@@ -33,6 +34,9 @@ from moelab.viz import ane_figures as figures
 from moelab.viz import ane_tables as tables
 from moelab.viz.figures import load_distribution
 from moelab.viz.notebook import interact, say, show
+
+if TYPE_CHECKING:
+    from moelab.lab.results import Run
 
 SHOWN = ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B", "Mixtral-8x7B", "Llama4-Scout")     # of what fits
 ALLOWED = 0.18                                  # share of the choices that a setting may drop
@@ -323,7 +327,6 @@ def held_out(run: Run, studies: dict[str, comparison.Study], device: DeviceModel
 
 def settings(run: Run, card: str, device: DeviceModel, smoke: bool, seed: int) -> None:
     """Every combination of tiers, slack, group size and chunk for a card, and controls to walk through them."""
-    import ipywidgets
     swept = comparison.settings(card, groups=(1, 8) if smoke else GROUPS, seed=seed)
     best = fastest(swept, ALLOWED)
     usual = {setting.chunk: of for setting, of in swept.items() if setting == Setting(chunk=setting.chunk)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
-from moelab.lab.results import Run
 from moelab.offloading.metrics import Metrics
 from moelab.offloading.simulator import replay
 from moelab.viz.engine_figures import budget_curve
+
+if TYPE_CHECKING:
+    from moelab.lab.results import Run
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
@@ -31,7 +33,8 @@ def budgets(run: Run, happened: Any, spec: Any) -> None:
     """The same generation, replayed by the simulator with other budgets, by a policy that could be had and the best."""
     expert, every = spec.expert_bytes, spec.L * spec.E
     curves = {policy: [(n * expert, of.tpot, of.hit_rate)
-                       for n in (max(spec.K, round(share * every)) for share in SHARES) for of in [replay(happened, cache=policy, pools=Pools(F=n))]]
+                       for n in (max(spec.K, round(share * every)) for share in SHARES)
+                       for of in [replay(happened, cache=policy, pools=Pools(F=n))]]
               for policy in (DEFAULT_POLICY, "belady")}
     run.figure("budgets", budget_curve({DEFAULT_POLICY: curves[DEFAULT_POLICY]}, ceiling=curves["belady"]),
                caption="The generation above with other budgets, from an empty cache, by the default policy and by "

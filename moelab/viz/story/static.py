@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
 
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench import experts, neuron_examples, parallel, static
@@ -17,7 +19,6 @@ from moelab.experts import blocks
 from moelab.experts.neuron import expected_unique
 from moelab.experts.quantization import FORMATS, Quantized
 from moelab.experts.static import ORDERS
-from moelab.lab.results import Run
 from moelab.models import plug, unplug
 from moelab.parallel import volumes
 from moelab.table import ms, percent, slug
@@ -25,6 +26,9 @@ from moelab.trace import PREFILL, RoutingTrace
 from moelab.viz import expert_figures as figures
 from moelab.viz import expert_tables as tables
 from moelab.viz.notebook import interact, show
+
+if TYPE_CHECKING:
+    from moelab.lab.results import Run
 
 LOWEST, *_, HIGHEST = sorted(TABLE_3, key=TABLE_3.get)      # of NPUMoE's tasks, by what they drop
 LABELS = {"ep": "all-gather", "ep-a2a": "all-to-all-v", "ep-dedup": "deduplicated"}
@@ -352,7 +356,6 @@ def balance(run: Run, found: Mapping[str, Any], calibration: Calibration, test: 
 
 def turning(E: int, K: int, seed: int) -> None:
     """Controls: padding by block size, skew and tokens."""
-    import ipywidgets
 
     def turned(B: int, skew: float, T: int) -> None:
         made = static.block_paddings(T, E, K, skew, seed)

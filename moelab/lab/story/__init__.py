@@ -1,1 +1,0 @@
-"""What notebooks 05 to 07 show, say and record, section by section; what they compute is in the rooms below."""
