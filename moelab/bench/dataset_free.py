@@ -11,7 +11,6 @@ prompts of the same source, or from other sources. Utilisation is the share of r
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,8 @@ from moelab.models import discover
 from moelab.ndp.prefetch import most_used
 from moelab.progress import progress
 from moelab.recording import record
-from moelab.models.convert import convert
+from moelab.models.direct import CheckpointStore
+from moelab.models.opening import examine
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.specs import ExpertKey, MoESpec
@@ -79,16 +79,19 @@ class Answer:
 
 
 class Prefetcher:
-    """A store's model that keeps x chosen experts of each layer, 1 to E; a context manager."""
+    """A model that keeps x chosen experts of each layer, 1 to E; a context manager. source : as of `open_model`."""
 
-    def __init__(self, store: ExpertStore | str | Path, x: int) -> None:
-        store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+    def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
+        store = source
+        if not isinstance(store, ExpertStore):
+            found = examine(source)
+            store = found.checkpoint.store or CheckpointStore(found, found.dtype("auto"))
         self.spec, self.x, self.policy = store.spec, x, Chosen()
         if not 1 <= x <= self.spec.E:
             raise ValueError(f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched")
         sizes, staging = Sizes.of(store), self.spec.K + 2
-        self.model = offload(store, self.spec.L * x * sizes.full + staging * sizes.in_flight, policy=self.policy,
-                             plan=Pools(F=x), scope="layer", staging=staging)
+        room = self.spec.L * x * sizes.full + staging * sizes.in_flight + store.scratch
+        self.model = offload(store, room, policy=self.policy, plan=Pools(F=x), scope="layer", staging=staging)
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -155,15 +158,15 @@ def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Ca
     return dict(zip(WAYS, (lambda counts: most_used(counts, x), lambda _: same, lambda _: others)))
 
 
-def measure(model: Any, store: ExpertStore | str | Path, x: int = 0, n: int = 8, steps: int = 16,
+def measure(model: Any, opened_from: ExpertStore | str | Path | None = None, x: int = 0, n: int = 8, steps: int = 16,
             calibrated: int = 48, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
-    """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`; `model` is the store's, whole, to
-    calibrate with on so many prompts of each train split; x : 0 for K."""
+    """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`; `model` calibrates, on so many
+    prompts of each train split; x : 0 for K."""
     how = {"tokens": 256, "seed": seed, "count": token_count(model.tokenizer)}
-    history = {source: record(model, prompts(source, calibrated, split="train", **how)).counts().numpy()
+    history = {source: record(model, prompts(source, calibrated, split="train", **how), batch_size=16).counts().numpy()
                for source in SOURCES}
     found = {}
-    with Prefetcher(store, x or model.spec.K) as prefetcher:
+    with Prefetcher(opened_from, x or model.spec.K) as prefetcher:
         for source in SOURCES:
             asked = [model.tokenizer(p.text)["input_ids"] for p in prompts(source, n, split="test", **how)]
             choose = ways(history, source, prefetcher.x)
@@ -199,9 +202,7 @@ def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[
 
 
 def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> dict[str, dict[str, Any]]:
-    model = open_model()
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(model, convert(None, f"{folder}/store", codec="raw"), x, prompts_each, steps, seed=seed)
+    found = measure(open_model(), None, x, prompts_each, steps, seed=seed)
     ends = ("", ", low", ", high")
     return {f"{source}: utilisation of prefetched experts (exact counts)": {
         way: {what + end: value for what, triple in row.items() for end, value in zip(ends, triple)}

@@ -84,7 +84,7 @@ class Layers:
                           (weights / weights.sum(-1, keepdim=True)).to(self.dtype)))
         return found
 
-    def arms(self, T: int, rounds: int) -> tuple[Arms, int]:
+    def arms(self, T: int, rounds: int, left_out: Collection[str] = ()) -> tuple[Arms, int]:
         """All that compute the steps of T tokens, of which step 0 warms up (packs weights, compiles kernels); and the
         bytes of weights that a step must read, on average."""
         steps, arms = self.steps(T, rounds), {}
@@ -96,14 +96,15 @@ class Layers:
                 if (run := make("executor", name)).lossless:
                     arms[name] = self._arm(run, steps)
         E = self.config.num_experts
-        if T == 1 and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
-            for name in PACKED:
-                packed = [copy.copy(seam) for seam in self.seam]
-                for seam in packed:
+        packed = [name for name in PACKED if name not in left_out]
+        if T == 1 and packed and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
+            for name in packed:
+                seams = [copy.copy(seam) for seam in self.seam]
+                for seam in seams:
                     seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
                     seam.source = PackedExperts(seam, name.split()[-1])
                 self.stored[name] = sum(map(len, seam.source.blobs)) / (E * self.expert_bytes)
-                arms[name] = lambda i, packed=packed: GEMV()(*steps[i][1:], packed[steps[i][0]])
+                arms[name] = lambda i, seams=seams: GEMV()(*steps[i][1:], seams[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
 
@@ -344,7 +345,7 @@ class ExpertBenchmark:
     def executors(self, T: int, rounds: int, left_out: Collection[str] = LEFT_OUT) -> ExpertTimes:
         """Every executor on T tokens, in turn, another routing and layer in each round."""
         with measure.torch_threads(self.threads), torch.inference_mode():
-            arms, read = self.layers.arms(T, rounds + 1)
+            arms, read = self.layers.arms(T, rounds + 1, left_out)
             arms = {name: arm for name, arm in arms.items() if name not in left_out}
             samples = rounds_of(self._limits.arms | arms, rounds + 1, f"{T} token{'s' * (T > 1)}")
         own = {name: samples.pop(name) for name in arms}

@@ -7,7 +7,6 @@ gives the band of those that fit. Random configurations are checked for work tha
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moelab import open_model
 from moelab.arguments import whole
 from moelab.cards import load_model
 from moelab.models import plug
@@ -59,8 +59,9 @@ def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, s
         "published figures (paper, modelled)": published(found, assumptions),
         "agreement": agreement(found),
         "a predictor without a simulator (published ratios)": predicted(found),
-        "decode over MoNDE, DRAM shared with the link or not (modelled)": dram(assumptions),
-        "ours over each system, equal GPU memory for all or the paper's (modelled)": means(assumptions),
+        "decode over MoNDE, DRAM shared with the link or not (modelled)": dram(
+            sweep, Sweep(physical(assumptions))),
+        "ours over each system, equal GPU memory for all or the paper's (modelled)": means(sweep),
         "improved over literal, DRAM shared with the link (modelled)": improved(physical(assumptions), range(seeds)),
         "room beyond the paper, gain over literal NDP+TP+LB+PRE, DRAM shared (modelled)": room(physical(assumptions)),
         "Eq. 1's promise and the event simulation (modelled, simulated)": promises(assumptions),
@@ -112,19 +113,32 @@ def predicted(found: dict[str, Spread]) -> dict[str, dict[str, Any]]:
                    "follows": CLAIMS[name].predicted} for name, null in nulls().items()}
 
 
-def dram(assumptions: Assumptions, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
-    """System → decode over MoNDE where the link's reads cost a module's DRAM nothing (the paper), and where they do."""
-    names = [*PAPER[2:], *(f"{name}, improved" for name in (OURS[0], OURS[-1]))]
-    swept = [paper_sweep(of, systems=names, seeds=(seed,), **sizes) for of in (assumptions, physical(assumptions))]
-    return {name: {how: mean(of.speedups(name, "MoNDE", "moe_decode", seed).values())
-                   for how, of in zip(("free", "shared"), swept)} for name in names[1:]}
+def completed(sweep: Sweep, systems: Sequence[str], seed: int, **sizes: Any) -> Sweep:
+    """The sweep with those systems that it lacks for that seed; `sizes` are its units, prompt and answer."""
+    there = {name for *_, name, of in sweep.cells if of == seed}
+    missing = [name for name in systems if name not in there]
+    return sweep.joined(paper_sweep(sweep.assumptions, systems=missing, seeds=(seed,), **sizes)) if missing else sweep
 
 
-def means(assumptions: Assumptions, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
-    """Other system → the framework's end to end over it, mean and most, as the paper has it and with equal memory."""
+def dram(free: Sweep, shared: Sweep, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
+    """System → decode over MoNDE where the link's reads cost a module's DRAM nothing (the paper), and where they do;
+    the sweeps are of the former's assumptions and of `physical` ones, on which alone the improved ones are judged."""
+    better = [f"{name}, improved" for name in (OURS[0], OURS[-1])]
+    swept = {"free": (completed(free, PAPER[2:], seed, **sizes), PAPER[3:]),
+             "shared": (completed(shared, (*PAPER[2:], *better), seed, **sizes), (*PAPER[3:], *better))}
+    found: dict[str, dict[str, float]] = {}
+    for how, (of, names) in swept.items():
+        for name in names:
+            found.setdefault(name, {})[how] = mean(of.speedups(name, "MoNDE", "moe_decode", seed).values())
+    return found
+
+
+def means(sweep: Sweep, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
+    """Other system → the framework's end to end over it, mean and most, as the paper's sweep has it and with equal
+    memory."""
     found: dict[str, dict[str, float]] = {name: {} for name in PAPER[:3]}
-    for how, of in (("the paper", assumptions), ("equal memory", replace(assumptions, cached="all"))):
-        swept = paper_sweep(of, systems=(*PAPER[:3], OURS[-1]), seeds=(seed,), **sizes)
+    for how, of in (("the paper", sweep), ("equal memory", Sweep(replace(sweep.assumptions, cached="all")))):
+        swept = completed(of, (*PAPER[:3], OURS[-1]), seed, **sizes)
         for name in found:
             gained = swept.speedups(OURS[-1], name, "end_to_end", seed).values()
             found[name] |= {f"{how}: mean": mean(gained), f"{how}: most": max(gained)}
@@ -296,9 +310,13 @@ def decode_times(routing: PromptRouting, systems: dict[str, str], assumptions: A
     return {label: result.intermediate + result.moe_decode for label, result in found.items()}
 
 
-def tensor_parallel_error(model: Any, ids: Sequence[int], units: Sequence[int] = (1, 3, 6)) -> dict[int, float]:
-    """Modules → largest difference of a logit, relative to the largest, of a float32 copy whose experts are cut."""
-    whole, ids = copy.deepcopy(model).float(), torch.tensor([list(ids)])
+def tensor_parallel_error(source: Any, ids: Sequence[int], units: Sequence[int] = (1, 3, 6), experts: str = "resident"
+                          ) -> dict[int, float]:
+    """Modules → largest difference of a logit, relative to the largest, if experts are cut; in float32.
+
+    source, experts : as of `open_model`.
+    """
+    whole, ids = open_model(source, dtype=torch.float32, experts=experts), torch.tensor([list(ids)])
     with torch.inference_mode():
         expected, found = whole(input_ids=ids).logits, {}
         for N in units:

@@ -26,10 +26,12 @@ PHASES = ("prefill, ms", "decode, ms")
 LEFT_OUT = ("hidden", "blocks")         # variants without a formula of what they send
 
 
-def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0) -> dict[str, dict[str, Any]]:
-    sections, times = {}, {"one process": alone(tokens, seed)}
+def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, rounds: int = ROUNDS
+        ) -> dict[str, dict[str, Any]]:
+    """Without rounds nothing is timed."""
+    sections, times = {}, {"one process": alone(tokens, seed, rounds)} if rounds else {}
     for W in ranks:
-        made = launch(on_a_rank, W, W, tokens, seed, threads=1)
+        made = launch(on_a_rank, W, W, tokens, seed, rounds, threads=1)
         rows, (ids, weights, x) = {}, routing(tokens, seed)
         for variant in made[0]:
             tp = degree(variant, W)
@@ -43,15 +45,16 @@ def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0) -> di
                 "MB sent": sum(t.bytes for s in sent for t in s.values()) / 1e6,
                 "as predicted": all(s[label].bytes == predicted[label][rank]
                                     for rank, s in enumerate(sent) for label in s)}
-            times[f"{variant} on {W}"] = {name: max(rank[variant][name] for rank in made)
-                                          for name in times["one process"]}
+            if rounds:
+                times[f"{variant} on {W}"] = {name: max(rank[variant][name] for rank in made) for name in PHASES}
         sections[f"volume on {W} ranks, {tokens} tokens (exact)"] = rows
-    sections["one layer (measured)"] = times
+    if rounds:
+        sections["one layer (measured)"] = times
     sections["EPLB, 64 experts on 8 ranks, max/mean (exact)"] = eplb(seed)
     return sections
 
 
-def on_a_rank(W: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
+def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> dict[str, dict[str, Any]]:
     """variant → what this rank sent for tokens that are spread, and milliseconds of a layer on tokens that all have."""
     runs = {}
     for variant, kind in VARIANTS.items():
@@ -69,21 +72,22 @@ def on_a_rank(W: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
         executor.run_own(x[own], ids[own], weights[own], experts)
         made[variant] = {"sent": executor.grid.traffic()}
     samples = {(variant, name): [] for variant in runs for name in PHASES}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for variant, name in samples:
             (executor, experts), T = runs[variant], tokens if name == PHASES[0] else 1
             executor.grid.world.sizes(0, x.device)                  # all begin together
             samples[variant, name].append(seconds(executor.run, x[:T], ids[:T], weights[:T], experts))
     for (variant, name), values in samples.items():
-        made[variant][name] = 1e3 * median(values)
+        if values:
+            made[variant][name] = 1e3 * median(values)
     return made
 
 
-def alone(tokens: int, seed: int) -> dict[str, float]:
+def alone(tokens: int, seed: int, rounds: int = ROUNDS) -> dict[str, float]:
     """The same layer in one process of one thread."""
     experts, (ids, weights, x) = layer(), routing(tokens, seed)
     with torch_threads(1):
-        return {name: 1e3 * median(seconds(eager, x[:T], ids[:T], weights[:T], experts) for _ in range(ROUNDS))
+        return {name: 1e3 * median(seconds(eager, x[:T], ids[:T], weights[:T], experts) for _ in range(rounds))
                 for name, T in zip(PHASES, (tokens, 1))}
 
 

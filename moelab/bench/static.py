@@ -161,6 +161,13 @@ class DropCosts:
     samples: dict[str, dict[str, list[float]]]
     tallies: dict[str, dict[str, Tally]]
 
+    def only(self, ways: Iterable[str]) -> DropCosts:
+        """Of these ways."""
+        kept = [BASELINE, *ways]
+        scores, samples = ({task: {way: of[way] for way in kept} for task, of in found.items()}
+                           for found in (self.scores, self.samples))
+        return DropCosts(scores, samples, {way: self.tallies[way] for way in kept[1:]})
+
     def tally(self, way: str, task: str = "loss") -> Tally:
         return self.tallies[way][task]
 
@@ -225,9 +232,9 @@ class TierPlan:
     groups: tuple[tuple[Group, ...], ...]
 
     @classmethod
-    def of(cls, calibration: Calibration, chunk: int, G: int = 8) -> TierPlan:
+    def of(cls, calibration: Calibration, chunk: int, G: int = 8, slack: float = 1.0) -> TierPlan:
         counts, tokens = calibration.counts(PREFILL), calibration.tokens[PREFILL]
-        tiers = capacity_tiers(counts, tokens, chunk)
+        tiers = capacity_tiers(counts, tokens, chunk, slack=slack)
         groups = tuple(tuple(form_groups(layer, counts[l], G)) for l, layer in enumerate(tiers))
         return cls(tuple(tiers), tuple(capacity_tiers(counts, tokens, chunk, rule="paper")), groups)
 

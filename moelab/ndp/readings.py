@@ -11,8 +11,10 @@ how many are on which module. Rates are [mapping, clock, 1] for modules, [1, 1, 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import product
@@ -102,12 +104,18 @@ def readings(choices: Choices = CHOICES, seed: int = 0, prompt: int = 512, answe
     units = sorted({2, *(N for some in choices["averaged"] for N in some)})
     needed, cells = {model: modules_needed(model) for model in MODELS}, {}
     grid = list(product(choices["zipf"], choices["bias"]))
-    for model, (zipf, bias) in progress(list(product(MODELS, grid)), "readings", unit="routing"):
+    jobs = list(product(MODELS, grid))
+
+    def of_routing(job: tuple[str, tuple[float, float]]) -> dict[int, Cell]:
+        (model, (zipf, bias)) = job
         assumed = Assumptions(zipf=zipf, bias=bias)
         world = _World(choices, assumed, assumed.routing(model, seed, prompt, answer))
-        for N in units:
-            if N >= needed[model]:
-                cells.setdefault((model, N), []).append(world.cell(N))
+        return {N: world.cell(N) for N in units if N >= needed[model]}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:            # numpy gives up the interpreter's lock
+        for (model, _), found in progress(zip(jobs, pool.map(of_routing, jobs)), "readings", total=len(jobs),
+                                          unit="routing"):
+            for N, cell in found.items():
+                cells.setdefault((model, N), []).append(cell)
     sizes = len(choices["zipf"]), len(choices["bias"])
     joined = {key: {what: np.stack([cell[what] for cell in of]).reshape(*sizes, *of[0][what].shape[2:])
                     for what in of[0]} for key, of in cells.items()}

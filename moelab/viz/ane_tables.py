@@ -127,14 +127,6 @@ def orders(found: LossByOrder) -> list[Row]:
         for s, (mean, low, high) in found.beside_random.items()}]
 
 
-def fit(device: DeviceModel) -> list[Row]:
-    """Errors of the fit to Table 5."""
-    return [{"Table 5 (modelled)": name, "samples": str(of["n"]), "RMS error": f"{of['RMS']:.1%}",
-             "worst": f"{of['worst']:.1%}", "at": of["worst at"],
-             "leaving one out: RMS": f"{of['leave-one-out RMS']:.1%}",
-             "leaving one out: worst": f"{of['leave-one-out worst']:.1%}"} for name, of in device.fit_table().items()]
-
-
 def achieved(device: DeviceModel) -> tuple[float, float]:
     """(TFLOPS, GB/s) of a graph, as the fitted rates of rows and weights say."""
     return 2 * REFERENCE_PARAMS / device.rates.row / 1e9, REFERENCE_BYTES / device.rates.expert / 1e6

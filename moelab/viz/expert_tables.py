@@ -10,12 +10,11 @@ from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench.experts import LOADING, ExpertTimes
 from moelab.bench.measure import Samples
 from moelab.bench.neuron_examples import BlockAdvice
-from moelab.bench.static import BASELINE, NO_EXPERTS, BlockCount, DropCosts, Ran, TierPlan
+from moelab.bench.static import BASELINE, NO_EXPERTS, BlockCount, DropCosts, TierPlan
 from moelab.cards import load_model
 from moelab.experts.blocks import Padding, intensity_factor
 from moelab.experts.blockwise import BlockMap
 from moelab.parallel.advice import Advice
-from moelab.parallel.eplb import Balance
 from moelab.experts.quantization import Quantized
 from moelab.experts.neuron import expected_unique
 from moelab.table import ms, percent
@@ -90,12 +89,6 @@ def tiers(plan: TierPlan, texts: Sequence[float], chunk: Sequence[float]) -> lis
              "groups of 8": str(len(plan.groups[l]))} for l, of in enumerate(plan.tiers)]
 
 
-def plans(ran: Mapping[str, Ran]) -> list[Row]:
-    """What each way of running tiers dropped and padded."""
-    return [{"plan": name, "dropped": percent(of.total.drop_rate), "padding": percent(of.total.padded_fraction),
-             "rows computed ÷ routed": f"{of.total.slots / of.total.routed:.2f}"} for name, of in ran.items()]
-
-
 def executors(found: Mapping[str, ExpertTimes]) -> list[Row]:
     """The fastest executor here beside transformers' fastest, and beside the roofline."""
     return [{"phase": phase, "best of transformers, ms": f"{ms(of.stock[0])} ({of.stock[1].split()[1]})",
@@ -128,12 +121,6 @@ def stored(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
              if "loss: difference" in of else "0, lossless",
              "95 %": "[{:+.4f}, {:+.4f}]".format(*of["loss: interval"]) if "loss: interval" in of else "–"}
             for name, of in found.items()]
-
-
-def placements(by_way: Mapping[str, Sequence[Balance]], model: str) -> list[Row]:
-    """Max/mean of the devices' loads, layer by layer."""
-    return [{f"{model}, max/mean on test prompts": name}
-            | {f"layer {l}": f"{one.ratio:.2f}" for l, one in enumerate(of)} for name, of in by_way.items()]
 
 
 def zipf(loads: Mapping[str, Mapping[str, float]]) -> list[Row]:

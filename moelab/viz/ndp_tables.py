@@ -6,12 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moelab.bench.dataset_free import Answer, Interval
 from moelab.bench.ndp import OneLayer
 from moelab.cards import load_model
 from moelab.ndp.costs import Costs
 from moelab.ndp.fit import CHOICES, CLAIMS, HALVES, INCREMENTS, MISSES, SOURCES, error, nulls
-from moelab.ndp.hardware import Hardware
 from moelab.ndp.readings import Readings
 from moelab.ndp.simulation import Result
 from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_needed
@@ -25,30 +23,12 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}×"
 
 
-def machine(hw: Hardware) -> str:
-    """A machine's rates in a sentence."""
-    return (f"times modelled; {hw.name}: link {hw.link / 1e9:.1f} GB/s, a module {hw.unit_bandwidth / 1e9:.1f} GB/s "
-            f"and {2 * hw.unit_macs / 1e9:.0f} GFLOP/s, GPU {hw.gpu_bandwidth / 1e9:.0f} GB/s and "
-            f"{hw.gpu_flops / 1e12:.0f} TFLOP/s")
-
-
-def assumed(chosen: Assumptions) -> list[Row]:
-    """What the paper leaves open, as chosen, with the other choices and where they come from."""
-    return [{"assumption": name, "chosen": str(getattr(chosen, name)),
-             "could be": ", ".join(str(option) for option in options if option != getattr(chosen, name)),
-             "source": SOURCES[name]} for name, options in CHOICES.items()]
-
-
-def left(found: Readings) -> list[Row]:
-    """How many of the combinations that fit make each choice."""
-    every = max(1, int(found.fits.sum()))
-    return [{"assumption": name} | {"share of the combinations that fit": ", ".join(
-        f"{choice} {n / every:.0%}" for choice, n in of.items() if n)} for name, of in found.left().items()]
-
-
-def ratios(found: Mapping[str, Mapping[str, float]], first: str) -> list[Row]:
-    """Rows of speedups: what → column → ×."""
-    return [{first: what} | {column: times(ratio) for column, ratio in of.items()} for what, of in found.items()]
+def assumed(chosen: Assumptions, found: Readings) -> list[Row]:
+    """What the paper leaves open, as chosen, with where the choices come from and how many that fit make each."""
+    every, left = max(1, int(found.fits.sum())), found.left()
+    return [{"assumption": name, "chosen": str(getattr(chosen, name)), "source": SOURCES[name],
+             "of the combinations that fit": ", ".join(f"{choice} {n / every:.0%}" for choice, n in left[name].items()
+                                                       if n)} for name in CHOICES]
 
 
 def costs(of: Mapping[str, Costs], assumptions: Assumptions) -> list[Row]:
@@ -124,37 +104,11 @@ def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) 
             | {"error, all these": f"{error(row, names):.3f}"} for what, row in table.items()]
 
 
-def conservation(checked: Mapping[str, Any]) -> list[Row]:
-    return [{"random configurations": what, "found": str(len(value)) if isinstance(value, list) else f"{value:.6g}"}
-            for what, value in checked.items()]
-
-
-def gains(found: Mapping[str, Sequence[float]]) -> list[Row]:
-    return [{"improved over literal": what, "cells": str(len(of)), "least": f"{min(of):.3f}",
-             "mean": f"{sum(of) / len(of):.3f}", "most": f"{max(of):.3f}"} for what, of in found.items()]
-
-
 def space(found: Mapping[str, Mapping[str, Mapping[int, float]]], N: int) -> list[Row]:
     """ms of a decode step on N units, by model and machine."""
     return [{f"model, {N} units": SHORT[model]}
             | {variant: "N.S." if math.isnan(of[N]) else f"{1e3 * of[N]:.1f} ms" for variant, of in by_machine.items()}
             for model, by_machine in found.items()]
-
-
-def prefetching(rows: Mapping[str, Mapping[str, Mapping[str, Interval]]],
-                answered: Mapping[str, Sequence[Mapping[str, Answer]]]) -> list[Row]:
-    """Utilisation by source and way, the lead of dataset-free, and what was read; `rows` of `dataset_free.table`."""
-    every = {**answered, "all": [ways for of in answered.values() for ways in of]}
-    made = []
-    for source, by_way in rows.items():
-        for way, row in by_way.items():
-            used, low, high = row["utilisation"]
-            lead, least, most = (100 * value for value in row["lead"])
-            steps = [one[way].read_bytes / len(one[way].wanted) / 1e6 for one in every[source]]
-            made.append({"source": source, "way": way, "utilisation": f"{used:.1%}", "95 %": f"{low:.1%} to {high:.1%}",
-                         "dataset-free leads by, points": f"{lead:+.1f}", "its 95 %": f"{least:+.1f} to {most:+.1f}",
-                         "MB read a step": f"{sum(steps) / len(steps):.2f}"})
-    return made
 
 
 def caption(model: str, N: int, machine: str, system: str, found: OneLayer) -> str:

@@ -96,6 +96,14 @@ def test_the_table_pairs_prompts():
     assert chosen[bench.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [[False, True], [True, False]]
 
 
+def test_a_checkpoint_need_not_be_converted(found):
+    ids, answers = found
+    with bench.Prefetcher(None, X) as prefetcher:
+        again = prefetcher.answers(ids, STEPS, {"free": lambda counts: bench.most_used(counts, X)})["free"]
+    assert np.array_equal(again.tokens, answers["free"].tokens)
+    assert (again.hits, again.requests) == (answers["free"].hits, answers["free"].requests)
+
+
 def test_x_must_be_possible(store):
     with pytest.raises(ValueError, match="1 to 32"):
         bench.Prefetcher(store, 33)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import moelab
 from moelab.bench import ndp
@@ -109,12 +108,10 @@ def test_increments_are_ratios_of_levels():
 
 
 def test_cut_experts_compute_the_same():
-    model = moelab.open_model(None)
-    before = [parameter.dtype for parameter in model.parameters()]
-    found = ndp.tensor_parallel_error(model, [5, 6, 7, 8], (1, 5))
+    found = ndp.tensor_parallel_error(None, [5, 6, 7, 8], (1, 5))
     assert set(found) == {1, 5} and all(0 <= error < 1e-4 for error in found.values())
-    assert [parameter.dtype for parameter in model.parameters()] == before          # a copy was cut, not the model
-    assert model(torch.tensor([[5, 6]])).logits.shape[1] == 2
+    external = ndp.tensor_parallel_error(None, [5, 6, 7, 8], (5,), "external")
+    assert external[5] == pytest.approx(found[5], abs=1e-6)
 
 
 def test_one_layer_by_both_engines():
@@ -144,14 +141,26 @@ def test_a_cached_expert_is_not_sent():
     assert found.moe_prefill < alone.moe_prefill and found.moe_decode < alone.moe_decode
 
 
+def test_a_sweep_is_completed_by_what_it_lacks():
+    sizes = dict(units=(2,), prompt=4, answer=4)
+    part, both = (paper_sweep(ASSUMED, systems=names, seeds=(0,), **sizes)
+                  for names in (["MoNDE"], ["MoNDE", "NDP+TP"]))
+    found = ndp.completed(part, ["MoNDE", "NDP+TP"], 0, **sizes)
+    times = [{key: of and of.end_to_end for key, of in sweep.cells.items()} for sweep in (found, both)]
+    assert times[0] == times[1]
+    assert ndp.completed(both, ["NDP+TP"], 0, **sizes) is both
+
+
 def test_equal_memory_helps_the_others_more():
-    found = ndp.means(ASSUMED, units=(3,), prompt=8, answer=8)
+    found = ndp.means(Sweep(ASSUMED), units=(3,), prompt=8, answer=8)
     assert set(found) == {"MoE-OnDemand", "Fiddler", "MoNDE"}
     assert all(of["equal memory: mean"] < of["the paper: mean"] for name, of in found.items() if name != "MoNDE")
 
 
 def test_balancing_adds_nothing_where_dram_is_shared():
-    found = ndp.dram(ASSUMED, units=(2,), prompt=4, answer=4)
+    sizes = dict(units=(2,), prompt=4, answer=4)
+    swept = paper_sweep(ASSUMED, seeds=(0,), **sizes)
+    found = ndp.dram(swept, Sweep(ndp.physical(ASSUMED)), **sizes)
     assert found["NDP+TP+LB"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
     assert found["NDP+TP+LB, improved"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
     assert found["NDP+TP+LB"]["free"] > found["NDP+TP"]["free"] * 1.01
@@ -167,6 +176,6 @@ def test_all_combinations_in_a_table():
     assert sum(told["judged figures that agree"].values()) == told["fit all fitted figures"]
     changed = ndp.sensitivity(found, assumed)
     assert set(changed) == {"as chosen", "zipf = 1.0"} and changed["zipf = 1.0"] == found.at(replace(assumed, zipf=1.0))
-    assert len(tables.left(found)) == len(tables.assumed(ASSUMED)) == len(CHOICES)
+    assert len(tables.assumed(ASSUMED, found)) == len(CHOICES)
     values = ndp.predicted({name: (1.77, 1.77, 1.77) for name in JUDGED})
     assert not values["Qwen3 decode"]["follows"] and values["Qwen3 decode"]["modelled agrees"]

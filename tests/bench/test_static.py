@@ -147,6 +147,9 @@ def test_costs_are_those_of_compare_with_their_tallies(model):
     assert costs.tally("0.5").drop_rate > 0.4 and costs.tally("4").dropped == 0 == costs.loss("4")[0]
     assert costs.tally("0.5", "needle").routed != costs.tally("0.5", "loss").routed
     assert costs.nearest(0.0) == "4" and costs.nearest(0.9) == "0.5"
+    alone = costs.only(["4"])
+    assert alone.nearest(0.9) == "4" and list(alone.scores["needle"]) == [static.BASELINE, "4"]
+    assert alone.points("needle", "4") == costs.points("needle", "4")
 
 
 def test_a_verdict_needs_an_interval_that_excludes_zero():

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("plotly")
 
@@ -70,8 +69,6 @@ def test_of_static_shapes(costs):
         "times as fast": "2.00", "share of the roofline that it reaches": "50 %"}
     raced = {1: {"selective": [0.001, 0.003], "all_experts": [0.004]}}
     assert shown(expert_tables.loading(raced, {1: 2.0}, 8, 2), 1)[0]["selective, ms"] == "2.00"
-    placed = parallel.placed(torch.ones(2, 8), torch.ones(2, 8), 4, 4)
-    assert shown(expert_tables.placements(placed, "toy"), 3)[0]["layer 1"] == "1.00"
     shown(expert_tables.zipf(parallel.eplb(0)), 4)
     shown(expert_tables.parallel_ways(neuron_examples.parallel_ways()), len(neuron_examples.PARALLEL))
 
@@ -87,7 +84,6 @@ def test_figures_of_costs(costs):
     ran = {name: static.Ran(Tally(4, 4, 8), [Tally(4, 3, 4)], 0.0, 1.0) for name in ("tiers, prune", "tiers, pad")}
     names = [trace.name for trace in expert_figures.plans(ran | {"tiers, literal B/E": ran["tiers, pad"]}, {}).data]
     assert names == ["tiers, prune", "tiers, prune", "tiers, pad"]
-    assert shown(expert_tables.plans(ran), 2)[0]["rows computed ÷ routed"] == "2.00"
 
 
 def test_of_the_neural_engine():
@@ -100,7 +96,6 @@ def test_of_the_neural_engine():
     rows = shown(ane_tables.cards({"Phi-tiny-MoE": plan}), 1)
     assert rows[0]["L × E, top-K"] == f"{plan.spec.L} × {plan.spec.E}, {plan.spec.K}"
     device = DeviceModel.of()
-    shown(ane_tables.fit(device), 4)
     shown(ane_tables.parameters(device), 4)
     rows = shown(ane_tables.slots(comparison.slot_grid(device)), 5)
     sample = next(s for s in TABLE_5 if (s.G, s.C, s.mode) == (8, 32, "serial"))
@@ -156,7 +151,6 @@ def test_of_ndp():
     assumed = Assumptions()
     costs = {name: Costs(load_model(name), assumed.hardware(6)) for name in MODELS}
     assert [one["modules needed (exact)"] for one in shown(ndp_tables.costs(costs, assumed), 4)] == [1, 2, 3, 3]
-    assert "GB/s" in ndp_tables.machine(assumed.hardware(6))
     rows = shown(ndp_tables.answers(conditions.answers(units=(1, 6))), 4)
     assert rows[3]["E_g of Eq. 1, N = 1"] == "N.S." and "→" in rows[0]["E_g of Eq. 1, N = 1"]
     found = dict.fromkeys((*FIT, *JUDGED), (9.0, 8.0, 10.0))
@@ -172,7 +166,5 @@ def test_of_ndp():
     assert (rows[0]["mean of all cells"], rows[0]["where"]) == ("2.00×", "Qwen3-30B-A3B, N = 3")
     rows = shown(ndp_tables.space({MODELS[0]: {"a": {6: math.nan}, "b": {6: 0.002}}}, 6), 1)
     assert rows[0]["a"] == "N.S." and rows[0]["b"] == "2.0 ms"
-    assert shown(ndp_tables.gains({"decode": [1.0, 3.0]}), 1)[0]["mean"] == "2.000"
-    assert shown(ndp_tables.conservation({"problems": [], "layers": 3}), 2)[0]["found"] == "0"
     steps = {"MoNDE": {"seconds": 0.001, "gpu": 0.5, "link": 0.0, "modules": 0.25, "least": 0.1}}
     assert shown(ndp_tables.steps(steps), 1)[0]["modules busy, mean"] == "25%"

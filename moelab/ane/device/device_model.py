@@ -226,15 +226,16 @@ class DeviceModel:
             visited = (loads > 0).mean(0)
         means = loads.mean(0)
         attention, experts, padding, dispatch, rows = Cost(), Cost(), Cost(), 0.0, 0.0
+        once = {unit: self.attention(spec, plan.chunk, prompt, unit) for unit in {of.attention for of in plan.layers}}
         for l, layer in enumerate(plan.layers):
-            attention += self.attention(spec, plan.chunk, prompt, layer.attention)
+            attention += once[layer.attention]
             tokens = means[l], None if visited is None else visited[l]
             cost, launching, computed = self.experts(plan, layer, *tokens)
             experts, dispatch, rows = experts + cost, dispatch + launching, rows + computed
             if layer.on("ane"):
                 padding += cost - self.experts(plan, _unpadded(layer, loads[:, l]), *tokens)[0]
         for _ in range(spec.num_layers - spec.L):
-            attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention)
+            attention += once[plan.layers[0].attention]
             experts += self.dense(spec, spec.dense_I, plan.chunk)
         host = self._on_cpu(self.cpu.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
         parts = [cost * chunks for cost in (attention, experts, host)]
