@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
+from moelab.offloading import perfetto
 from moelab.offloading.metrics import Forward
 from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
@@ -68,6 +71,11 @@ class Timeline:
     def add(self, event: Event) -> None:
         self._all.append(event)
 
+    def copy(self) -> Timeline:
+        made = Timeline()
+        made._names, made._all = self._names, list(self._all)
+        return made
+
     def compact(self) -> None:
         with self._packing: self._compact()          # one line: see `Pipeline._locked`
 
@@ -115,6 +123,19 @@ class EngineRun:
     @property
     def counters(self) -> CacheCounters:
         return self._residency.counters
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the timeline as a file for https://ui.perfetto.dev: see `moelab.offloading.perfetto`."""
+        return perfetto.save(path, self.timeline, self.forwards, "measured")
+
+    def copy(self) -> EngineRun:
+        """What has happened so far, which stays as it is while the model goes on."""
+        made = copy(self)
+        made._residency, made.fetched, made.timeline = copy(self._residency), copy(self.fetched), self.timeline.copy()
+        made._residency.counters = deepcopy(self.counters)
+        made.forwards = list(self.forwards)
+        made.steps, made.predictions = (list(of[:len(made.forwards)]) for of in (self.steps, self.predictions))
+        return made
 
     def reset(self) -> None:
         self.timeline.clear()

@@ -25,6 +25,7 @@ from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.progress import progress
+from moelab.offloading import perfetto
 from moelab.offloading.limits import MachineRates
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
@@ -68,6 +69,10 @@ class Simulation:
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
         return metrics(self.events, self.forwards, self.counters, asdict(self.fetched))
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the timeline as a file for https://ui.perfetto.dev: see `moelab.offloading.perfetto`."""
+        return perfetto.save(path, self.events, self.forwards, self.kind)
 
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
@@ -152,7 +157,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
 
 def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
            pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
-           scheduler: Any = None, decompress_gbs: float | None = None) -> Simulation:
+           scheduler: Any = None, decompress_gbs: float | None = None, warm: int = 0, quiet: bool = False
+           ) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
@@ -161,6 +167,8 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     pools, workers, staging, scheduler : in place of the run's; the last is what orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
+    warm : so many forwards, the first, only fill the cache: they take no time and are not counted.
+    quiet : without a progress bar.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that
     are needed, a run whose policy is an instance, and the run of a model in memory without a device.
@@ -184,10 +192,12 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
         device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
         delays, other = _on_device(device, settings, decompress_gbs)
     scheduler = make("scheduler", order) if isinstance(order := scheduler or settings.scheduler, str) else order
-    return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
+    for step in flat(run.steps[:warm]):
+        residency.begin(*step)
+    return simulate(run.steps[warm:], run.forwards[warm:], residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
-                    predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
-                    across=CrossToken(settings.spec.E))
+                    predictions=run.predictions[warm:] if settings.ahead else None, ahead=settings.ahead,
+                    across=CrossToken(settings.spec.E), quiet=quiet)
 
 
 def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
