@@ -71,11 +71,6 @@ class Timeline:
     def add(self, event: Event) -> None:
         self._all.append(event)
 
-    def copy(self) -> Timeline:
-        made = Timeline()
-        made._names, made._all = self._names, list(self._all)
-        return made
-
     def compact(self) -> None:
         with self._packing: self._compact()          # one line: see `Pipeline._locked`
 
@@ -131,10 +126,20 @@ class EngineRun:
     def copy(self) -> EngineRun:
         """What has happened so far, which stays as it is while the model goes on."""
         made = copy(self)
-        made._residency, made.fetched, made.timeline = copy(self._residency), copy(self.fetched), self.timeline.copy()
+        made._residency, made.fetched, made.timeline = copy(self._residency), copy(self.fetched), Timeline()
         made._residency.counters = deepcopy(self.counters)
+        made.timeline._all, made.timeline._names = list(self.timeline._all), self.timeline._names
         made.forwards = list(self.forwards)
         made.steps, made.predictions = (list(of[:len(made.forwards)]) for of in (self.steps, self.predictions))
+        return made
+
+    def since(self, forward: int) -> EngineRun:
+        """A copy that begins with this forward pass; its counters are of the whole run."""
+        made = self.copy()
+        made.forget(forward)
+        begin = made.forwards[0].start if made.forwards else float("inf")
+        made.timeline.clear()
+        made.timeline._all = [event for event in self.timeline if event.end > begin]
         return made
 
     def reset(self) -> None:

@@ -157,8 +157,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
 
 def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
            pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
-           scheduler: Any = None, decompress_gbs: float | None = None, warm: int = 0, quiet: bool = False
-           ) -> Simulation:
+           scheduler: Any = None, decompress_gbs: float | None = None) -> Simulation:
     """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
@@ -167,8 +166,6 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     pools, workers, staging, scheduler : in place of the run's; the last is what orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
-    warm : so many forwards, the first, only fill the cache: they take no time and are not counted.
-    quiet : without a progress bar.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that
     are needed, a run whose policy is an instance, and the run of a model in memory without a device.
@@ -180,24 +177,29 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, a name "
                          "or a new instance")
-    if settings.delays is None and device is None:
-        raise ValueError("this run's model was in memory, so nothing was read and no delay is known: give device=, or "
-                         "record a run of open_model(…, memory=…)")
+    delays, other, head = machine_of(run, device, decompress_gbs)
     if policy == "belady":
         policy = Belady(flat(run.steps))
     residency = Residency(settings.spec.L, settings.spec.E, pools or settings.pools, policy, settings.scope,
                           settings.margin)
-    delays, (other, head) = settings.delays, overheads(run)
-    if device is not None:
-        device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
-        delays, other = _on_device(device, settings, decompress_gbs)
     scheduler = make("scheduler", order) if isinstance(order := scheduler or settings.scheduler, str) else order
-    for step in flat(run.steps[:warm]):
-        residency.begin(*step)
-    return simulate(run.steps[warm:], run.forwards[warm:], residency, delays, workers=workers or settings.workers,
+    return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
-                    predictions=run.predictions[warm:] if settings.ahead else None, ahead=settings.ahead,
-                    across=CrossToken(settings.spec.E), quiet=quiet)
+                    predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
+                    across=CrossToken(settings.spec.E))
+
+
+def machine_of(run: EngineRun, device: str | Path | DeviceSpec | None = None, decompress_gbs: float | None = None
+               ) -> tuple[Delays, Linear, Linear]:
+    """Delays of an expert, seconds before each layer's experts, and after the last layer's: as measured where the run
+    was, or as the card of a device has them; parameters and errors as of `replay`."""
+    if device is not None:
+        device = device if isinstance(device, DeviceSpec) else load_device(device)
+        return *_on_device(device, run.settings, decompress_gbs), (0.0, 0.0)
+    if run.settings.delays is None:
+        raise ValueError("this run's model was in memory, so nothing was read and no delay is known: give device=, or "
+                         "record a run of open_model(…, memory=…)")
+    return run.settings.delays, *overheads(run)
 
 
 def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:

@@ -2,7 +2,7 @@
 
 A view is made of plain functions, so all that it shows can be had, and tested, without a widget:
 
-    values ─ compute ─▶ data ─ draw ─▶ figure;  rows(data) is its table, command(values) what reproduces it
+    values ─ compute ─▶ data ─ draw ─▶ figures;  rows(data) is their table, command(values) what reproduces them
 
 Nothing is a widget before a view is displayed in Jupyter; executed headlessly, it shows the figure alone, which the
 runner gives its PNG.
@@ -14,6 +14,8 @@ import csv
 import io
 import math
 import os
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from html import escape
@@ -82,7 +84,8 @@ class View:
 
     name : of files that are saved.
     controls : argument of `compute` → its `Control`.
-    compute : values → data.   draw : data → a plotly figure.   rows : data → dictionaries, one a row of the CSV.
+    compute : values → data.   draw : data → a plotly figure, or several, one below the other.
+    rows : data → dictionaries, one a row of the CSV.
     command : values → (a line for a shell, Python) that give the same data.
     words : data → (caption, the picture in words).
     below : what makes further widgets of the view, below the picture; it may call `set` and `refresh`.
@@ -91,13 +94,13 @@ class View:
     """
 
     def __init__(self, name: str, controls: Mapping[str, Control], compute: Callable[..., Any],
-                 draw: Callable[[Any], go.Figure], rows: Callable[[Any], list[Mapping[str, Any]]],
+                 draw: Callable[[Any], go.Figure | Sequence[go.Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
                  command: Callable[..., tuple[str, str]], words: Callable[[Any], tuple[str, str]],
                  below: Callable[[View], Sequence[Any]] = lambda view: ()) -> None:
         self.name, self.controls, self._below = name, dict(controls), below
         self._compute, self._draw, self._rows, self._command, self._words = compute, draw, rows, command, words
         self.values = {name: control.value for name, control in controls.items()}
-        self._dark = False
+        self._dark, self._turn = False, threading.RLock()
         self._update()
 
     def __repr__(self) -> str:
@@ -128,7 +131,15 @@ class View:
 
     def _update(self) -> None:
         self.data = self._compute(**self.values)
-        self.figure = self._draw(self.data)
+        drawn = self._draw(self.data)
+        self.figures = [drawn] if isinstance(drawn, go.Figure) else list(drawn)
+
+    @property
+    def figure(self) -> go.Figure:
+        """The first, or only, figure."""
+        return self.figures[0]
+
+    picture = property(lambda self: self.pictures[0])
 
     @property
     def commands(self) -> tuple[str, str]:
@@ -147,14 +158,17 @@ class View:
         return file.getvalue()
 
     def html(self) -> str:
-        """The picture as a page that works without a network."""
-        figure = go.Figure(self.figure).update_layout(template="moelab")
-        page = figure.to_html(include_plotlyjs=True, full_html=True)
-        return page.replace("</body>", f"<p>{escape(self.words[0])}</p></body>")
+        """The pictures as a page that works without a network."""
+        parts = [go.Figure(figure).update_layout(template="moelab").to_html(include_plotlyjs=not i, full_html=False)
+                 for i, figure in enumerate(self.figures)]
+        return f'<!doctype html><meta charset="utf-8"><title>{escape(self.name)}</title>\n' + "\n".join(
+            [*parts, f"<p>{escape(self.words[0])}</p>"])
 
     def _ipython_display_(self) -> None:
         if os.environ.get("MOELAB_HEADLESS"):
-            show(self.figure, *self.words)
+            for figure in self.figures[:-1]:
+                show(figure, "", self.words[1])
+            show(self.figures[-1], *self.words)
         else:
             from IPython.display import display
             display(self.widget)
@@ -173,22 +187,22 @@ class View:
         self._quiet = False
         for name, built in self._built.items():
             built.observe(partial(self._turned, name), "value")
-        self.picture = self._picture()
+        self.pictures = self._pictures()
         self.errors, self._caption = ipywidgets.Output(), ipywidgets.HTML()
         self._tools = toolbar(self)
         self._tools.observe(lambda change: self._recolour(change["new"]), "dark")
-        box = ipywidgets.VBox([*self._built.values(), self.picture, self._caption, self._tools, self.errors,
+        box = ipywidgets.VBox([*self._built.values(), *self.pictures, self._caption, self._tools, self.errors,
                                *self._below(self)], layout={"width": "100%"})
         box.add_class("moelab-view")
         self._tell()
         return box
 
-    def _picture(self) -> Any:
+    def _pictures(self) -> list[Any]:
         self._shown = self._json()
-        return go.FigureWidget(self._shown, layout_autosize=True)
+        return [go.FigureWidget(one, layout_autosize=True) for one in self._shown]
 
-    def _json(self) -> dict[str, Any]:
-        found = theme.to_json(self.figure)
+    def _json(self) -> list[dict[str, Any]]:
+        found = list(map(theme.to_json, self.figures))
         return theme.darkened(found) if self._dark else found
 
     def _turned(self, name: str, change: Mapping[str, Any]) -> None:
@@ -198,11 +212,17 @@ class View:
         self.guarded(self.refresh)
 
     def guarded(self, function: Callable[[], Any]) -> None:
-        """Call a function; what it raises is shown below the picture, where the notebook runner finds it."""
-        if self.errors.outputs:
-            self.errors.outputs = ()
-        with self.errors:
-            function()
+        """Call a function; what it raises is shown below the picture, where the notebook runner finds it too. Works in
+        any thread, and what was shown before stays."""
+        with self._turn:
+            try:
+                function()
+                told = ()
+            except Exception as error:
+                told = ({"output_type": "error", "ename": type(error).__name__, "evalue": str(error),
+                         "traceback": traceback.format_exception(error)},)
+            if self.errors.outputs != told:
+                self.errors.outputs = told
 
     def _recolour(self, dark: bool) -> None:
         self._dark = dark
@@ -210,7 +230,8 @@ class View:
 
     def _show(self) -> None:
         shown, self._shown = self._shown, self._json()
-        restyle(self.picture, shown, self._shown)
+        for picture, old, new in zip(self.pictures, shown, self._shown, strict=True):
+            restyle(picture, old, new)
         self._tell()
 
     def _tell(self) -> None:
