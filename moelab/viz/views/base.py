@@ -93,6 +93,9 @@ class View:
     Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
     """
 
+    #: whether its controls are widgets; else the picture has its own
+    controls_shown = True
+
     def __init__(self, name: str, controls: Mapping[str, Control], compute: Callable[..., Any],
                  draw: Callable[[Any], go.Figure | Sequence[go.Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
                  command: Callable[..., tuple[str, str]], words: Callable[[Any], tuple[str, str]],
@@ -112,7 +115,8 @@ class View:
             raise ValueError(f"the view {self.name} has no control {', '.join(sorted(unknown))}; it has "
                              f"{', '.join(self.controls) or 'none'}")
         if "widget" in self.__dict__:
-            moved = [name for name, value in values.items() if self._built[name].value != value]
+            moved = [name for name, value in values.items()
+                     if name in self._built and self._built[name].value != value]
             self._quiet = True
             try:
                 for name in moved:
@@ -181,7 +185,8 @@ class View:
         import ipywidgets
         from moelab.viz.views.toolbar import toolbar
         self._quiet = True
-        self._built = {name: control.build() for name, control in self.controls.items()}
+        self._built = {name: control.build() for name, control in self.controls.items()
+                       if self.controls_shown}
         for name, built in self._built.items():
             built.value = self.values[name]
         self._quiet = False

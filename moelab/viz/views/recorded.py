@@ -75,22 +75,25 @@ def _whole(found: Recorded) -> Recorded:
     return found
 
 
-def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
-    import torch
+def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
+    """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no tokenizer."""
     if prompt is None:
         prompt = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer is not None else [1, 2, 3, 4]
     if isinstance(prompt, str) and lm.tokenizer is None:
         raise ValueError("the prompt is a text and the model has no tokenizer: give token ids")
-    ids = torch.tensor([lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)])
-    session, run = lm.moelab, lm.moelab.run
-    before, first = deepcopy(session.residency), len(run.forwards)
+    return lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+
+
+def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
+    import torch
+    session, ids = lm.moelab, torch.tensor([prompt_ids(lm, prompt)])
+    before, first = deepcopy(session.residency), len(session.forwards)
     with torch.inference_mode():
         out = lm.generate(ids.to(lm.device), attention_mask=torch.ones_like(ids).to(lm.device), do_sample=False,
                           max_new_tokens=tokens, min_new_tokens=tokens)
-    made = run.since(first)
+    run = session.run.since(first)
     new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1]:].tolist()
-    return Recorded(made.settings.spec.name, made, before, ids[0].tolist(), new, lm.name_or_path,
-                    session.budget, lm)
+    return Recorded(run.settings.spec.name, run, before, ids[0].tolist(), new, lm.name_or_path, session.budget, lm)
 
 
 def _empty(settings: EngineSettings) -> Residency:
