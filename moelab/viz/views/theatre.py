@@ -220,7 +220,12 @@ def theatre(lm: Any, *, prompt: Any = None, tokens: int = 16, way: str = "hint",
 
     Raises ValueError: a model without delays and no device; a predictor that lacks something.
     """
-    staged = stage(lm, prompt, tokens, predictors, distances, ingredients, device)
+    return _view(stage(lm, prompt, tokens, predictors, distances, ingredients, device), way, predictors, distances,
+                 bandwidth)
+
+
+def _view(staged: Stage, way: str, predictors: Sequence[str], distances: Sequence[int], bandwidth: float | None
+          ) -> View:
     rate = bandwidth or staged.bandwidth
 
     def compute(way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
