@@ -140,7 +140,7 @@ def test_tables_and_bad_controls_on_the_command_line(folder, tmp_path, capsys):
     out = tmp_path / "theatre.csv"
     assert main(["view", "budget", str(folder), "--memory", "60%", "-p", "policies=lru", "-p", "share=40",
                  "--output", str(out)]) == 0
-    assert out.read_text().startswith("policy,memory_bytes,tpot_s") and "40" not in capsys.readouterr().err
+    assert out.read_text().startswith("policy,memory_bytes,tpot_s")
     assert main(["view", "budget", str(folder), "--memory", "60%", "-p", "sher=40"]) == 2
     assert "share, policies, model" in capsys.readouterr().err
     assert main(["view", "budget", str(folder), "--memory", "60%", "-p", "share=much"]) == 2

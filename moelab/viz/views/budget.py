@@ -61,6 +61,7 @@ class Explorer:
     found: Recorded
     device: str | None = None
     points: dict[tuple[str, Pools, int], Point] = field(default_factory=dict)
+    ceilings: dict[int, float] = field(default_factory=dict)
     measured: list[tuple[str, Point]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -105,9 +106,11 @@ class Explorer:
 
     def ceiling(self, memory: int) -> float:
         """The largest share of the timed requests that any cache can have, whatever it held before them."""
-        timed = flat(self.steps[self.warm:])
-        anything = [(layer, dict.fromkeys(range(self.spec.E), 1)) for layer in range(self.spec.L)]
-        return belady_hits(anything + timed, self.divide(memory)[0].F) / request_count(timed)
+        timed, kept = flat(self.steps[self.warm:]), self.divide(memory)[0].F
+        if kept not in self.ceilings:
+            anything = [(layer, dict.fromkeys(range(self.spec.E), 1)) for layer in range(self.spec.L)]
+            self.ceilings[kept] = belady_hits(anything + timed, kept) / request_count(timed)
+        return self.ceilings[kept]
 
     def limit(self, memory: int) -> float:
         """Mean seconds of a decode step, than which none is less: the disk alone, or compute alone."""
