@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -83,23 +84,24 @@ def read_ahead(events: Sequence[Event], forwards: Sequence[Forward]) -> dict[int
     A layer is routed when its "other" ends. What is read after its experts have run is for the next pass.
     """
     begins = np.array([forward.start for forward in forwards])
-    routed: dict[int, list[tuple[float, int]]] = {}             # layer → (when, in which pass)
+    routed: dict[int, tuple[list[float], list[int]]] = {}       # layer → when, in which pass
     computed: dict[tuple[int, int], float] = {}                 # pass, layer → when its experts had run
     for event in sorted(events, key=lambda event: event.start):
         forward = int(np.searchsorted(begins, event.start, "right")) - 1
         if event.kind == "other" and event.layer >= 0 and forward >= 0:
-            routed.setdefault(event.layer, []).append((event.end, forward))
+            whens, passes = routed.setdefault(event.layer, ([], []))
+            whens.append(event.end), passes.append(forward)
         elif event.kind == "expert":
             computed[forward, event.layer] = event.end
     found: dict[int, set[tuple[int, int]]] = {}
     for event in events:
         if not event.kind.startswith("read"):
             continue
-        times = routed.get(event.layer, [])
-        after = next((i for i, (when, _) in enumerate(times) if when > event.start), len(times))
-        demanded = after and event.start < computed.get((times[after - 1][1], event.layer), 0.0)
-        if not demanded and after < len(times):
-            found.setdefault(times[after][1], set()).add((event.layer, event.expert))
+        whens, passes = routed.get(event.layer, ([], []))
+        after = bisect_right(whens, event.start)
+        demanded = after and event.start < computed.get((passes[after - 1], event.layer), 0.0)
+        if not demanded and after < len(passes):
+            found.setdefault(passes[after], set()).add((event.layer, event.expert))
     return found
 
 
