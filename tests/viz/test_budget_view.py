@@ -17,7 +17,7 @@ from moelab.offloading.run import EngineRun, EngineSettings                 # no
 from moelab.schedule.requests import Delays                                 # noqa: E402
 from moelab.specs import MoESpec                                            # noqa: E402
 from moelab.viz import views                                                # noqa: E402
-from moelab.viz.views import budget, real                                   # noqa: E402
+from moelab.viz.views import budgets as budget, real                         # noqa: E402
 from moelab.viz.views.recorded import Recorded, _empty, recorded            # noqa: E402
 from tests.models import tiny                                               # noqa: E402
 

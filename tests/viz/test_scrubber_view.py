@@ -21,7 +21,7 @@ from moelab.offloading.simulator import simulate                            # no
 from moelab.schedule.requests import Delays                                 # noqa: E402
 from moelab.specs import MoESpec                                            # noqa: E402
 from moelab.viz import views                                                # noqa: E402
-from moelab.viz.views import scrubber                                       # noqa: E402
+from moelab.viz.views import scrub as scrubber                              # noqa: E402
 from moelab.viz.views.recorded import Recorded, recorded                    # noqa: E402
 from tests.models import tiny                                               # noqa: E402
 

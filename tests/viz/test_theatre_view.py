@@ -14,7 +14,7 @@ from moelab.schedule.requests import Delays                                 # no
 from moelab.specs import MoESpec                                            # noqa: E402
 from moelab.speculate.predictors import route                               # noqa: E402
 from moelab.viz import views                                                # noqa: E402
-from moelab.viz.views import theatre                                        # noqa: E402
+from moelab.viz.views import stage as theatre                               # noqa: E402
 from moelab.viz.views.recorded import Recorded, _empty                      # noqa: E402
 from tests.models import tiny                                               # noqa: E402
 
@@ -28,8 +28,10 @@ def stage(predictions):
     run = EngineRun(settings, _empty(settings))
     run.steps, run.forwards = STEPS, [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)]
     found = Recorded("tiny", run, _empty(settings), new=list(range(6)))
-    return theatre.Stage(found, None, 2, {("mine", 1): predictions}, {("mine", 1): 0.0},
+    made = theatre.Stage(found, None, 2, {("mine", 1): predictions}, {("mine", 1): 0.0},
                          {None: 2.0, ("mine", 1): 2.1})
+    made.other = (3e-3, 0.0)
+    return made
 
 
 TRUE = [{}] + [{layer: list(experts) for layer, experts in step if layer} for step in STEPS[1:]]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-#: view → the module that defines it
-_HOMES = {"budget": "budget", "scrubber": "scrubber", "theatre": "theatre"}
+#: view → the module that defines it, which has another name: it would hide the function
+_HOMES = {"budget": "budgets", "scrubber": "scrub", "theatre": "stage"}
 __all__ = list(_HOMES)
 
 

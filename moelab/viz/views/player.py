@@ -19,8 +19,8 @@ class Player(anywidget.AnyWidget):
 
 
 def player(found: Any, token: int, moved: Callable[[int], None]) -> Player:
-    """The player of a `moelab.viz.views.scrubber.Scrub`; `moved` is told where it stopped."""
-    from moelab.viz.views.scrubber import content
+    """The player of a `moelab.viz.views.scrub.Scrub`; `moved` is told where it stopped."""
+    from moelab.viz.views.scrub import content
     made = Player(data=content(found), token=token)
     made.observe(lambda change: moved(change["new"]), "token")
     return made
