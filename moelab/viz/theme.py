@@ -9,6 +9,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,24 @@ def _template() -> go.layout.Template:
 
 
 pio.templates["moelab"] = _template()
+_PLAIN = pio.templates["moelab"].to_plotly_json()
 
 
 def to_json(fig: go.Figure) -> dict[str, Any]:
     """The figure in moelab's look as plain JSON, {"data": …, "layout": …}; what the figure sets itself stays."""
-    return json.loads(go.Figure(fig).update_layout(template="moelab").to_json())
+    if fig.to_plotly_json()["layout"].get("template") != _PLAIN:
+        fig = go.Figure(fig).update_layout(template="moelab")
+    return json.loads(fig.to_json())
+
+
+@contextmanager
+def bare() -> Iterator[None]:
+    """Figures begin without plotly's own template, which takes longer to copy than most figures to draw."""
+    before, pio.templates.default = pio.templates.default, None
+    try:
+        yield
+    finally:
+        pio.templates.default = before
 
 
 def darkened(part: Any) -> Any:

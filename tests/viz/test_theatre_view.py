@@ -45,12 +45,13 @@ def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
     changed = wrong.steps("speculative", "mine", 1)
     for step, new, true in zip(STEPS[1:], changed[1:], WRONG[1:]):
         assert new[0] == step[0] and [(layer, list(experts)) for layer, experts in new[1:]] == list(true.items())
-    seen = theatre.scene(right, "hint", "mine", 1, 250e3, 2)
+    assert theatre.scene(right, "hint", "mine", 1, 250e3, 2).beside.keys() == {"none", "hint"}
+    seen = theatre.scene(right, "speculative", "mine", 1, 250e3, 2)
     assert seen.beside["hint"][0] < seen.beside["none"][0] and seen.beside["hint"][1] == 0
     assert seen.beside["speculative"][1] == pytest.approx(5)
     assert right.bandwidth == pytest.approx(250e3)
     slow = theatre.scene(right, "none", "mine", 1, 125e3, 2)
-    assert slow.beside["none"][0] > seen.beside["none"][0]
+    assert slow.beside["none"][0] > seen.beside["none"][0] and slow.beside.keys() == {"none"}
 
 
 def test_stalls_and_events_are_those_of_each_step():

@@ -33,7 +33,7 @@ def shown(figure):
         key: value for key, value in found["layout"].items() if value not in ({}, [])}
 
 
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(st.lists(figures, min_size=2, max_size=4))
 def test_a_figure_that_was_changed_in_place_is_the_figure_that_was_wanted(sequence):
     plain = [json.loads(go.Figure(one).update_layout(template="none").to_json()) for one in sequence]

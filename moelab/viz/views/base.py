@@ -135,7 +135,8 @@ class View:
 
     def _update(self) -> None:
         self.data = self._compute(**self.values)
-        drawn = self._draw(self.data)
+        with theme.bare():
+            drawn = self._draw(self.data)
         self.figures = [drawn] if isinstance(drawn, go.Figure) else list(drawn)
 
     @property

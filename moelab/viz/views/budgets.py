@@ -86,6 +86,10 @@ class Explorer:
         """The smallest budget in which every expert is kept."""
         return self.spec.L * self.spec.E * self.sizes.full + (self.settings.workers + 2) * self.sizes.in_flight
 
+    def share(self, percent: float) -> int:
+        """Bytes of so much of `everything`, but no less than the least."""
+        return max(self.least, round(percent / 100 * self.everything))
+
     def divide(self, memory: int) -> tuple[Pools, int]:
         """Pools and staging, as `moelab.open_model` divides so much."""
         return divide(memory, self.sizes, self.spec.L, self.spec.E, None, "model", self.settings.workers, None)
@@ -183,7 +187,7 @@ def budgets(explorer: Explorer, share: float, policies: Sequence[str], target: f
     """The explorer's data: `share` of the memory that all experts take (per cent), and tokens/s that are wanted."""
     for policy in policies:
         require("cache", policy, set(names("cache")) - NEEDS.keys())
-    memory = max(explorer.least, round(share / 100 * explorer.everything))
+    memory = explorer.share(share)
     at = {policy: explorer.play(policy, memory) for policy in policies}
     curves = {policy: explorer.curve(policy) for policy in policies}
     optimum, every = explorer.curve(BELADY), [*explorer.grid(), memory]
@@ -228,7 +232,7 @@ def _size(nbytes: float) -> str:
 
 
 def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIES, device: str | None = None,
-           devices: Sequence[str] = DEVICES, target: float = 10.0, prompt: Any = None, tokens: int = TOKENS,
+           devices: Sequence[str] = DEVICES, target: float | None = None, prompt: Any = None, tokens: int = TOKENS,
            options: Mapping[str, Any] | None = None) -> View:
     """The budget explorer.
 
@@ -239,7 +243,8 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
         cards, see `moelab.viz.views.recorded.recorded`.
     share : the budget at first, per cent of what all experts take.    policies : names of `moelab.names("cache")`.
     device : the machine at first: a card's name, or None for what was measured where the run was recorded, if it was.
-    devices : cards of the menu; those that lack a figure are left out.    target : tokens/s that are wanted.
+    devices : cards of the menu; those that lack a figure are left out.    target : tokens/s that are wanted;
+        by default a fifth more than there are at first.
     prompt, tokens : what an opened model generates.    options : further ones of `open_model` for the real run.
 
     Raises ValueError: no source, an unknown policy, no machine to simulate; what `recorded` raises.
@@ -260,6 +265,10 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
             for policy in (*policies, BELADY):
                 explorers[first, machine].curve(policy)
 
+    if target is None:
+        at = explorers[first, device or machines[0]]
+        target = float(f"{1.2 / min(at.play(p, at.share(share)).tpot for p in policies):.2g}")
+
     def compute(share: float, policies: Sequence[str], model: str, machine: str, target: float) -> Budgets:
         return budgets(explorers[model, machine], share, policies, target)
     known = [name for name in names("cache") if name not in NEEDS]
@@ -268,7 +277,7 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
         "policies": several("cache policies", policies, known),
         "model": menu("model", first, list(found)),
         "machine": menu("machine", device or machines[0], machines),
-        "target": slider("wanted (tokens/s)", target, 0.1, 1000.0, log=True)}
+        "target": slider("wanted (tokens/s)", target, min(target, 1.0) / 10, max(target, 10.0) * 10, log=True)}
     return View("budget", controls, compute, draw, rows, command("budget", found[first]), words,
                 lambda view: button(view, lambda: explorers[view.values["model"], view.values["machine"]], options))
 

@@ -16,7 +16,7 @@ from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import names
 
-TOKENS = 24
+TOKENS = 16
 #: decode steps of an assumed run: as many tokens to fill the cache as to look at
 ASSUMED = 12
 

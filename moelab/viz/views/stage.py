@@ -13,14 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache
 from statistics import fmean, median
 from typing import Any
 
 import plotly.graph_objects as go
 
 from moelab.offloading.metrics import Forward
-from moelab.offloading.simulator import Simulation, machine_of, simulate
+from moelab.offloading.simulator import Simulation, flat, machine_of, simulate
 from moelab.progress import progress
 from moelab.specs import Event
 from moelab.table import ms
@@ -59,7 +58,15 @@ class Stage:
         self.settings = self.found.run.settings
         self.delays, self.other, self.head = machine_of(self.found.run, self.device)
         self.forwards = [tuple(forward[2:]) for forward in self.found.run.forwards]
-        self.play = cache(self._play)
+        self.warm = next(n for n, forward in enumerate(self.forwards) if forward[1] == "decode")
+        self.played: dict[tuple[Any, ...], Simulation] = {}
+
+    def play(self, way: str, predictor: str, distance: int, bandwidth: float, begin: bool = True) -> Simulation | None:
+        """The simulation of a setting, bandwidth in bytes/s, once; None if it was not seen and shall not `begin`."""
+        setting = (way, bandwidth) if way == "none" else (way, predictor, distance, bandwidth)
+        if begin and setting not in self.played:
+            self.played[setting] = self._play(way, predictor, distance, bandwidth)
+        return self.played.get(setting)
 
     @property
     def bandwidth(self) -> float:
@@ -82,16 +89,18 @@ class Stage:
         return sum(len(true & guessed) for true, guessed in pairs) / max(1, sum(len(true) for true, _ in pairs))
 
     def _play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
-        """The whole generation in simulated time; bandwidth in bytes/s."""
+        """The decode steps in simulated time; the prompt only fills the cache. Bandwidth in bytes/s."""
         d = self.delays
         e, sm, both = (n / bandwidth for n in (d.e_bytes, d.sm_bytes, d.e_bytes + d.sm_bytes))
         delays = replace(d, e_read=e, sm_read=sm, read_both=None if d.read_both is None else both)
         more: dict[str, Any] = {} if way == "none" else {
-            "predictions": [list(of.items()) for of in self.predictions[predictor, distance]], "ahead": self.ahead,
-            "distance": distance, "predict": self.seconds[predictor, distance]}
-        return simulate(self.steps(way, predictor, distance), self.forwards, deepcopy(self.found.before), delays,
-                        workers=self.settings.workers, staging=self.settings.staging, other=self.other, head=self.head,
-                        quiet=True, **more)
+            "predictions": [list(of.items()) for of in self.predictions[predictor, distance][self.warm:]],
+            "ahead": self.ahead, "distance": distance, "predict": self.seconds[predictor, distance]}
+        steps, residency = self.steps(way, predictor, distance), deepcopy(self.found.before)
+        for step in flat(steps[:self.warm]):
+            residency.begin(*step)
+        return simulate(steps[self.warm:], self.forwards[self.warm:], residency, delays, workers=self.settings.workers,
+                        staging=self.settings.staging, other=self.other, head=self.head, quiet=True, **more)
 
     def loss(self, way: str, predictor: str, distance: int) -> float | None:
         """Nats a token; None if nobody knows."""
@@ -103,7 +112,7 @@ class Scene:
     """What is seen: one way of prefetching, and one decode step of it.
 
     runs : {title: events of this step}, without prefetching and so.    stalls, took : [n], seconds of each decode step.
-    beside : {way: (mean seconds of a decode step, change of the loss in per cent or None)}.
+    beside : {way: (mean seconds of a decode step, change of the loss in per cent or None)}, of the ways that were seen.
     """
 
     way: str
@@ -125,7 +134,8 @@ def scene(stage: Stage, way: str, predictor: str, distance: int, bandwidth: floa
     if way not in WAYS:
         raise ValueError(f"the way is {way!r}; it must be one of {', '.join(WAYS)}")
     titles = {name: name if name == "none" else f"{name}: {predictor}, {distance} ahead" for name in WAYS}
-    played = {name: stage.play(name, predictor, distance, bandwidth) for name in WAYS}
+    played = {name: run for name in WAYS
+              if (run := stage.play(name, predictor, distance, bandwidth, begin=name in ("none", way))) is not None}
     base, beside = stage.loss("none", predictor, distance), {}
     for name, run in played.items():
         loss = stage.loss(name, predictor, distance)
@@ -173,7 +183,7 @@ def strip(found: Scene) -> go.Figure:
                            "color": theme.BLACK, "width": [3.0 if i == found.token else 0.5 for i in n]}},
                        hovertemplate=hover("%{customdata}: %{y:.2f} ms", name), **left)
     for i, name in enumerate(WAYS):
-        seconds, loss = found.beside[name]
+        seconds, loss = found.beside.get(name, (0.0, None))
         add_points(figure, [] if loss is None else [(1e3 * seconds, loss)], name, i, "%{x:.2f} ms, %{y:+.2f} %", **right)
     figure.update_xaxes(title="decode step (click one)", **left).update_yaxes(title="time (ms)", **left)
     figure.update_xaxes(title="mean TPOT (ms), simulated", rangemode="tozero", **right)
