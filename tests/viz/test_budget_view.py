@@ -17,6 +17,7 @@ from moelab.offloading.run import EngineRun, EngineSettings                 # no
 from moelab.schedule.requests import Delays                                 # noqa: E402
 from moelab.specs import MoESpec                                            # noqa: E402
 from moelab.viz import views                                                # noqa: E402
+from moelab.viz.views import recorded as recorded_module                    # noqa: E402
 from moelab.viz.views import budgets as budget, real                         # noqa: E402
 from moelab.viz.views.recorded import Recorded, _empty, recorded            # noqa: E402
 from tests.models import tiny                                               # noqa: E402
@@ -89,7 +90,9 @@ def test_what_is_seen_adds_up():
         budget.budgets(explorer, 60.0, ("lrru",), 1.0)
 
 
-def test_cards_and_other_machines():
+def test_cards_and_other_machines(monkeypatch):
+    monkeypatch.setattr(recorded_module, "ASSUMED", 3)
+    monkeypatch.setattr(budget, "GRID", 3)
     view = views.budget("Phi-tiny-MoE", policies=("lru",), devices=("jetson-agx-orin-32gb", "rtx-a6000"), share=30.0)
     assert view.data.how.startswith("assumed") and view.data.device == "jetson-agx-orin-32gb"
     assert view.commands[0].startswith("python -m moelab view budget Phi-tiny-MoE -p share=30.0 -p policies=lru")

@@ -40,6 +40,8 @@ GRID, POLICIES, HERE = 9, ("lru", DEFAULT_POLICY, "zipmoe"), "as measured here"
 #: cards that say all that is needed, most of all how fast their disk reads
 DEVICES = ("jetson-agx-orin-32gb", "raspberry-pi-5", "m2-max")
 BELADY, ON_DISK = "belady", "experts on disk"
+#: requests of a run that is simulated on every machine of the menu beforehand, so that turning it is quick
+SHORT = 1500
 
 
 class Point(NamedTuple):
@@ -103,7 +105,8 @@ class Explorer:
             for step in flat(self.steps[:self.warm]):
                 cache.begin(*step)
             done = simulate(self.steps[self.warm:], self.forwards[self.warm:], cache, self.delays,
-                            workers=self.settings.workers, staging=staging, other=self.other, head=self.head, quiet=True)
+                            workers=self.settings.workers, staging=staging, other=self.other, head=self.head,
+                            quiet=True)
             took = [of.end - of.start for of in done.forwards if of.phase == "decode"]
             self.points[policy, pools, staging] = Point(memory, fmean(took), done.counters.hit_rate())
         return self.points[policy, pools, staging]._replace(memory=memory)
@@ -193,7 +196,8 @@ def budgets(explorer: Explorer, share: float, policies: Sequence[str], target: f
     optimum, every = explorer.curve(BELADY), [*explorer.grid(), memory]
     return Budgets(
         explorer.spec.name, explorer.device or HERE, explorer.found.how, memory, target, at, curves, optimum,
-        sorted((size, explorer.ceiling(size)) for size in every), sorted((size, explorer.limit(size)) for size in every),
+        sorted((size, explorer.ceiling(size)) for size in every),
+        sorted((size, explorer.limit(size)) for size in every),
         {policy: explorer.needs(policy, target) for policy in (*policies, BELADY)}, explorer.parts(memory),
         list(explorer.measured))
 
@@ -223,8 +227,8 @@ def words(found: Budgets) -> tuple[str, str]:
            f"{found.target:g} tokens/s need {', '.join(reached) or 'more than memory: no budget gives them here'}. " \
            f"TPOT is the mean of decode steps (simulated; routing {found.how})."
     return told, "Above, TPOT falls as memory for experts grows, a line a policy, all above Belady's and the grey " \
-                 "limit; in the middle their hit rates rise below the ceiling; below, a bar of what takes the memory, " \
-                 "with a line at what the budget holds."
+                 "limit; in the middle their hit rates rise below the ceiling; below, a bar of what takes the " \
+                 "memory, with a line at what the budget holds."
 
 
 def _size(nbytes: float) -> str:
@@ -257,10 +261,10 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
     machines = [machine for machine in dict.fromkeys([HERE, *devices]) if all((name, machine) in explorers
                                                                               for name in found)]
     if not machines or device not in (None, *machines):
-        raise ValueError(f"{device or 'no machine'} can be simulated: the run of a model in memory has no delays, and a "
-                         f"card needs the rates of its disk, memory and arithmetic. There are: {', '.join(machines)}")
+        raise ValueError(f"{device or 'no machine'} can be simulated: the run of a model in memory has no delays, and "
+                         f"a card needs the rates of its disk, memory and arithmetic. There are: {', '.join(machines)}")
     first = next(iter(found))
-    if explorers[first, machines[0]].spec.L * explorers[first, machines[0]].spec.E <= 1024:
+    if request_count(flat(found[first].run.steps)) <= SHORT:
         for machine in progress(machines, "simulating budgets", unit="machine"):
             for policy in (*policies, BELADY):
                 explorers[first, machine].curve(policy)

@@ -80,7 +80,8 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
     """The buttons that run the budget explorer's setting for real, and stop it; a bar shows tokens."""
     import ipywidgets
     from moelab.viz.views.budgets import Point
-    start, stop = (ipywidgets.Button(description=text, layout={"width": "auto"}) for text in ("run it for real", "stop"))
+    start, stop = (ipywidgets.Button(description=text, layout={"width": "auto"})
+                   for text in ("run it for real", "stop"))
     bar, told = ipywidgets.IntProgress(layout={"width": "30%"}), ipywidgets.Label()
     stop.disabled, running = True, []
 

@@ -1,4 +1,4 @@
-"""What the views look at: one generation of an opened model, or a run that was recorded elsewhere, or an assumed one."""
+"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, or an assumed one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Recorded:
 def recorded(source: Any, prompt: str | Sequence[int] | None = None, tokens: int = TOKENS) -> Recorded:
     """What is looked at.
 
-    source : a model that `moelab.open_model` has opened, which then generates greedily; an `EngineRun` (`lm.moelab.run`);
-        or the name of a model card, whose routing is then assumed: every expert as often as every other.
+    source : a model that `moelab.open_model` has opened, which then generates greedily; an `EngineRun`, such as
+        `lm.moelab.run`; or the name of a model card, whose routing is then assumed: every expert as often as every other.
     prompt : a text or token ids; by default a few words of a library.    tokens : that are generated.
 
     Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything else.
@@ -63,8 +63,8 @@ def recorded(source: Any, prompt: str | Sequence[int] | None = None, tokens: int
     if isinstance(source, EngineRun):
         return _whole(Recorded(source.settings.spec.name, run := source.copy(), _empty(run.settings)))
     if not hasattr(source, "moelab"):
-        raise TypeError(f"this is a {type(source).__name__}; a view is of a model that moelab.open_model has opened, of "
-                        f"its run (lm.moelab.run), or of a card: {', '.join(names('model'))}")
+        raise TypeError(f"this is a {type(source).__name__}; a view is of a model that moelab.open_model has opened, "
+                        f"of its run (lm.moelab.run), or of a card: {', '.join(names('model'))}")
     return _whole(_generate(source, prompt, tokens))
 
 

@@ -184,7 +184,8 @@ def strip(found: Scene) -> go.Figure:
                        hovertemplate=hover("%{customdata}: %{y:.2f} ms", name), **left)
     for i, name in enumerate(WAYS):
         seconds, loss = found.beside.get(name, (0.0, None))
-        add_points(figure, [] if loss is None else [(1e3 * seconds, loss)], name, i, "%{x:.2f} ms, %{y:+.2f} %", **right)
+        points = [] if loss is None else [(1e3 * seconds, loss)]
+        add_points(figure, points, name, i, "%{x:.2f} ms, %{y:+.2f} %", **right)
     figure.update_xaxes(title="decode step (click one)", **left).update_yaxes(title="time (ms)", **left)
     figure.update_xaxes(title="mean TPOT (ms), simulated", rangemode="tozero", **right)
     figure.update_yaxes(title="change of the loss (%), measured", rangemode="normal", **right)
@@ -206,8 +207,8 @@ def words(found: Scene) -> tuple[str, str]:
     return (f"{found.title}{recall}, the disk at {found.bandwidth / 1e6:.4g} MB/s: {ms(here[0])} ms a token, of which "
             f"{ms(fmean(found.stalls))} ms waiting; {ms(none)} ms without prefetching (simulated){change}. Step "
             f"{found.token} above; numbers in bars are experts.",
-            "Two timelines, one below the other: disk, workers and compute as rows; with prefetching, reads of the next "
-            "layer lie under the computing of this one and the waiting shrinks. Below, a bar a token, its waiting "
+            "Two timelines, one below the other: disk, workers and compute as rows; with prefetching, reads of the "
+            "next layer lie under the computing of this one and the waiting shrinks. Below, a bar a token, its waiting "
             "hatched; beside it, the change of the loss against the time.")
 
 
