@@ -51,7 +51,7 @@ def recorded(source: Any, prompt: str | Sequence[int] | None = None, tokens: int
     """What is looked at.
 
     source : a model that `moelab.open_model` has opened, which then generates greedily; an `EngineRun`, such as
-        `lm.moelab.run`; or the name of a model card, whose routing is then assumed: every expert as often as every other.
+        `lm.moelab.run`; or the name of a model card, whose routing is then assumed: all experts as often.
     prompt : a text or token ids; by default a few words of a library.    tokens : that are generated.
 
     Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything else.

@@ -138,7 +138,7 @@ def words(found: Scrub) -> tuple[str, str]:
     routed = max(1, int(total[[HIT, AHEAD, MISSED]].sum()))
     return (f"{found.name}, {len(found.words)} forward passes: of the experts routed after the prompt, "
             f"{total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} read ahead in time and "
-            f"{total[MISSED] / routed:.0%} missed; {total[VAIN]} were read ahead in vain (exact counts; times measured)."
+            f"{total[MISSED] / routed:.0%} missed; {total[VAIN]} were read ahead in vain (exact; times measured)."
             " Space plays, the arrow keys step.",
             "A grid, a row a layer and a column an expert: grey squares are in memory, green circles routed and there, "
             "blue diamonds read ahead in time, orange triangles read ahead in vain, red crosses missed.")
