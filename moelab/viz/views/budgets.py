@@ -258,8 +258,8 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
     machines = [machine for machine in dict.fromkeys([HERE, *devices]) if all((name, machine) in explorers
                                                                               for name in found)]
     if not machines or device not in (None, *machines):
-        raise ValueError(f"{device or 'no machine'} can be simulated: the run of a model in memory has no delays, and "
-                         f"a card needs the rates of its disk, memory and arithmetic. There are: {', '.join(machines)}")
+        raise ValueError(f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run of a "
+                         f"model in memory has no delays, and a card needs rates of its disk, memory and arithmetic")
     first = next(iter(found))
 
     if target is None:
