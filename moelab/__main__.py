@@ -42,6 +42,8 @@ COMMANDS = {
                  "--modes speculative:quasi,executor:fast"),
     "ane": ("moelab.ane.commands", "plan, convert, lint and check models for the Apple Neural Engine",
             "plan Qwen3-30B-A3B --chunk 256"),
+    "view": ("moelab.viz.views.command", "draw one of the interactive views without Jupyter, as a page or a table",
+             "budget qwen.store -p share=37 --output budget.html"),
     "bench": ("moelab.bench", "measure on this machine", "engine --quick"),
 }
 

@@ -88,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)")
     parser.add_argument("--timeout", type=number(above=0), default=600, metavar="SECONDS",
                         help="how long a rank waits for another that is silent (default: %(default)s)")
+    parser.add_argument("--perfetto", metavar="FILE", help="write what happened when as a trace for "
+                        "https://ui.perfetto.dev; with --memory, every read, decoding and wait")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.epilog = "\n\n".join([parser.epilog or "", *map(_listed, ("executor", "cache", "predictor", "format"))])
 
@@ -102,7 +104,7 @@ def _listed(kind: str) -> str:
 
 def main(args: argparse.Namespace) -> int:
     options = {"model": args.model, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
-               "executor": args.executor, "dtype": args.dtype, "stream": not args.json}
+               "executor": args.executor, "dtype": args.dtype, "stream": not args.json, "perfetto": args.perfetto}
     if "RANK" in os.environ:
         if args.memory is not None:
             raise ValueError("--memory is for one process; under torchrun each rank holds its share of the experts")
@@ -126,10 +128,12 @@ def main(args: argparse.Namespace) -> int:
 
 def generate(model: str | None = None, prompt: str | None = None, max_new_tokens: int = 32,
              parallel: str | None = None, tp: int | None = None, executor: str = "exact", dtype: str = "auto",
-             device: torch.device | str | None = None, stream: bool = False, **opening: Any) -> Generation:
+             device: torch.device | str | None = None, stream: bool = False, perfetto: str | None = None,
+             **opening: Any) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
     stream : print the prompt and the text as it comes; only the first rank does.
+    perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
     opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize, cache_aware of `moelab.open_model`.
 
     Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or an executor that does
@@ -156,7 +160,10 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if stream:
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     with network:
-        return _generate(network, prompt, max_new_tokens, parallel, stream)
+        made = _generate(network, prompt, max_new_tokens, parallel, stream)
+        if perfetto is not None and int(os.environ.get("RANK", 0)) == 0:
+            network.moelab.run.to_perfetto(perfetto)
+        return made
 
 
 def _generate(network: Any, prompt: str, max_new_tokens: int, parallel: str | None, stream: bool) -> Generation:

@@ -52,7 +52,7 @@ FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
 ONLY_IN = {
     "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},
     "nbformat": {"lab"}, "jupyter_client": {"lab"}, "plotly": {"viz"}, "kaleido": {"viz"}, "ipywidgets": {"viz"},
-    "simpy": {"ndp"}}
+    "anywidget": {"viz"}, "simpy": {"ndp"}}
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
+from moelab.offloading import perfetto
 from moelab.offloading.metrics import Forward
 from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
@@ -115,6 +118,29 @@ class EngineRun:
     @property
     def counters(self) -> CacheCounters:
         return self._residency.counters
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the timeline as a file for https://ui.perfetto.dev: see `moelab.offloading.perfetto`."""
+        return perfetto.save(path, self.timeline, self.forwards, "measured")
+
+    def copy(self) -> EngineRun:
+        """What has happened so far, which stays as it is while the model goes on."""
+        made = copy(self)
+        made._residency, made.fetched, made.timeline = copy(self._residency), copy(self.fetched), Timeline()
+        made._residency.counters = deepcopy(self.counters)
+        made.timeline._all, made.timeline._names = list(self.timeline._all), self.timeline._names
+        made.forwards = list(self.forwards)
+        made.steps, made.predictions = (list(of[:len(made.forwards)]) for of in (self.steps, self.predictions))
+        return made
+
+    def since(self, forward: int) -> EngineRun:
+        """A copy that begins with this forward pass; its counters are of the whole run."""
+        made = self.copy()
+        made.forget(forward)
+        begin = made.forwards[0].start if made.forwards else float("inf")
+        made.timeline.clear()
+        made.timeline._all = [event for event in self.timeline if event.end > begin]
+        return made
 
     def reset(self) -> None:
         self.timeline.clear()

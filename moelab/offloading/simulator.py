@@ -25,6 +25,7 @@ from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.progress import progress
+from moelab.offloading import perfetto
 from moelab.offloading.limits import MachineRates
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
@@ -68,6 +69,10 @@ class Simulation:
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see `moelab.offloading.metrics`."""
         return metrics(self.events, self.forwards, self.counters, asdict(self.fetched))
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the timeline as a file for https://ui.perfetto.dev: see `moelab.offloading.perfetto`."""
+        return perfetto.save(path, self.events, self.forwards, self.kind)
 
 
 def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, delays: Delays, *, workers: int = 1,
@@ -172,22 +177,29 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, a name "
                          "or a new instance")
-    if settings.delays is None and device is None:
-        raise ValueError("this run's model was in memory, so nothing was read and no delay is known: give device=, or "
-                         "record a run of open_model(…, memory=…)")
+    delays, other, head = machine_of(run, device, decompress_gbs)
     if policy == "belady":
         policy = Belady(flat(run.steps))
     residency = Residency(settings.spec.L, settings.spec.E, pools or settings.pools, policy, settings.scope,
                           settings.margin)
-    delays, (other, head) = settings.delays, overheads(run)
-    if device is not None:
-        device, head = device if isinstance(device, DeviceSpec) else load_device(device), (0.0, 0.0)
-        delays, other = _on_device(device, settings, decompress_gbs)
     scheduler = make("scheduler", order) if isinstance(order := scheduler or settings.scheduler, str) else order
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
                     predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
                     across=CrossToken(settings.spec.E))
+
+
+def machine_of(run: EngineRun, device: str | Path | DeviceSpec | None = None, decompress_gbs: float | None = None
+               ) -> tuple[Delays, Linear, Linear]:
+    """Delays of an expert, seconds before each layer's experts, and after the last layer's: as measured where the run
+    was, or as the card of a device has them; parameters and errors as of `replay`."""
+    if device is not None:
+        device = device if isinstance(device, DeviceSpec) else load_device(device)
+        return *_on_device(device, run.settings, decompress_gbs), (0.0, 0.0)
+    if run.settings.delays is None:
+        raise ValueError("this run's model was in memory, so nothing was read and no delay is known: give device=, or "
+                         "record a run of open_model(…, memory=…)")
+    return run.settings.delays, *overheads(run)
 
 
 def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:

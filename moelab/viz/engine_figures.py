@@ -66,12 +66,18 @@ def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: s
 def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
                  ceiling: Sequence[tuple[float, float, float]] = (),
                  limits: Mapping[str, Sequence[tuple[float, float]]] | None = None,
-                 marks: Mapping[str, float] | None = None) -> go.Figure:
+                 marks: Mapping[str, float] | None = None, *, most_hits: Sequence[tuple[float, float]] = (),
+                 measured: Sequence[tuple[str, Sequence[float]]] = (), target: tuple[float, str] | None = None
+                 ) -> go.Figure:
     """TPOT and hit rate against the memory for experts, simulated, a line a policy.
 
-    curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1), …]}. ceiling : the same of Belady's optimum.
+    curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1, …), …]}. ceiling : the same of Belady's optimum.
     limits : {name: [(bytes, seconds), …]}, lower bounds of the TPOT. marks : {name: bytes}, vertical lines.
+    most_hits : [(bytes, hit rate), …], an upper bound.    measured : [(policy, as of `curves`), …], points.
+    target : (seconds, what it is), a horizontal line.
     """
+    curves = {name: [point[:3] for point in points] for name, points in curves.items()}
+    ceiling = [point[:3] for point in ceiling]
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
     figure, (upper, lower) = panels([""] * 2, 1, f"memory for experts ({unit})", shared_xaxes=True,
                                     vertical_spacing=0.07, row_heights=[0.55, 0.45])
@@ -88,6 +94,20 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
         figure.add_scatter(x=x / scale, y=1e3 * y, name=f"limit: {name}", mode="lines", **upper,
                            line={"color": GREY, "dash": ("dot", "dashdot", "longdash")[i % 3], "width": 2},
                            hovertemplate=hover("%{x:.2f} " + unit + ": %{y:.1f} ms", name))
+    if most_hits:
+        x, y = np.array(sorted(most_hits)).T
+        figure.add_scatter(x=x / scale, y=100 * y, name="limit: hits of any cache", mode="lines", **lower,
+                           line={"color": GREY, "dash": "longdashdot", "width": 2},
+                           hovertemplate=hover("%{x:.2f} " + unit + ": %{y:.1f} %", "ceiling"))
+    for at, place, factor, what in ((upper, 1, 1e3, "ms"), (lower, 2, 100, "%")):
+        if measured:
+            figure.add_scatter(x=[point[0] / scale for _, point in measured], mode="markers", name="measured",
+                               y=[factor * point[place] for _, point in measured], text=[name for name, _ in measured],
+                               marker={"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}, **at,
+                               hovertemplate=hover("%{text}, %{x:.2f} " + unit + ": %{y:.1f} " + what, "measured"))
+    if target is not None:
+        figure.add_hline(y=1e3 * target[0], line=DASHED | {"dash": "dot"}, annotation_text=target[1],
+                         annotation_position="top right", annotation_font=NOTE, **upper)
     for i, (name, size) in enumerate((marks or {}).items()):
         figure.add_vline(x=size / scale, line=DASHED)
         figure.add_annotation(x=size / scale, y=1, yref="paper", text=name, showarrow=False, yanchor="bottom",
@@ -95,6 +115,24 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
     figure.update_yaxes(title="TPOT (ms)", **upper)
     figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
     return finish(figure, legend="policies: simulated", height=560)
+
+
+def memory_bar(parts: Mapping[str, float], on_disk: str) -> go.Figure:
+    """What takes memory, {part: bytes}, stacked; a line where memory ends and the part `on_disk` begins, hatched."""
+    scale, unit = _unit([sum(parts.values())])
+    figure = go.Figure()
+    for i, (name, size) in enumerate(parts.items()):
+        look = bar_look(i) if name != on_disk else {"color": "#dddddd", "pattern": pattern("x", "#888888", size=6)}
+        figure.add_bar(y=["memory"], x=[size / scale], name=name, orientation="h", marker=look | {"line": EDGE},
+                       text=f"{size / scale:.3g}", textposition="inside", textangle=0, insidetextanchor="middle",
+                       hovertemplate=hover("%{x:.3g} " + unit, name))
+    end = sum(size for name, size in parts.items() if name != on_disk) / scale
+    figure.add_vline(x=end, line={"color": theme.BLACK, "width": 3})
+    figure.add_annotation(x=end, y=1, yref="paper", text=f"in memory: {end:.3g} {unit}", showarrow=False,
+                          yanchor="bottom", font=NOTE)
+    figure.update_yaxes(showgrid=False, showticklabels=False)
+    return finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=190,
+                  uniformtext={"minsize": 9, "mode": "hide"}, legend_traceorder="normal")
 
 
 def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str, float],

@@ -18,7 +18,8 @@ def show(fig: go.Figure, caption: str, alt: str, name: str | None = None) -> Non
     config = {"displaylogo": False, "responsive": True}
     display({theme.PLOTLY: theme.to_json(fig) | {"config": config}, "text/plain": f"[Figure: {alt}]"}, raw=True,
             metadata={"moelab_figure": name} if name else {})
-    display({"text/markdown": f"*{caption.strip()}*", "text/plain": caption}, raw=True)
+    if caption.strip():
+        display({"text/markdown": f"*{caption.strip()}*", "text/plain": caption}, raw=True)
 
 
 def say(text: str) -> None:

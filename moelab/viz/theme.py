@@ -9,6 +9,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 #: cividis in nine steps: even in lightness, the same to every kind of colour vision
 SEQUENTIAL = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#fee838")
 PLOTLY = "application/vnd.plotly.v1+json"
+#: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not change them
+DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "#9a9a9a", "#444444": "#9a9a9a",
+        "#555555": "#b5b5b5", "#e5e5e5": "#3a3a3a", "white": "#111111", "rgba(255,255,255,0.8)": "rgba(17,17,17,0.8)",
+        "#0072b2": "#4aa8e0"}
 
 
 def _template() -> go.layout.Template:
@@ -44,11 +50,33 @@ def _template() -> go.layout.Template:
 
 
 pio.templates["moelab"] = _template()
+_PLAIN = pio.templates["moelab"].to_plotly_json()
 
 
 def to_json(fig: go.Figure) -> dict[str, Any]:
     """The figure in moelab's look as plain JSON, {"data": …, "layout": …}; what the figure sets itself stays."""
-    return json.loads(go.Figure(fig).update_layout(template="moelab").to_json())
+    if fig.to_plotly_json()["layout"].get("template") != _PLAIN:
+        fig = go.Figure(fig).update_layout(template="moelab")
+    return json.loads(fig.to_json())
+
+
+@contextmanager
+def bare() -> Iterator[None]:
+    """Figures begin without plotly's own template, which takes longer to copy than most figures to draw."""
+    before, pio.templates.default = pio.templates.default, None
+    try:
+        yield
+    finally:
+        pio.templates.default = before
+
+
+def darkened(part: Any) -> Any:
+    """A figure in plotly's JSON, or a part of one, in the colours of a dark page."""
+    if isinstance(part, dict):
+        return {key: darkened(value) for key, value in part.items()}
+    if isinstance(part, list):
+        return [darkened(value) for value in part]
+    return DARK.get(part.lower(), part) if isinstance(part, str) else part
 
 
 def render_png(figures: list[dict[str, Any]], seconds: float = 30.0) -> list[bytes]:

@@ -1,0 +1,269 @@
+"""The frame of every view: controls, a picture that is changed in place, exports, the command, a place for errors.
+
+A view is made of plain functions, so all that it shows can be had, and tested, without a widget:
+
+    values ─ compute ─▶ data ─ draw ─▶ figures;  rows(data) is their table, command(values) what reproduces them
+
+Nothing is a widget before a view is displayed in Jupyter; executed headlessly, it shows the figure alone, which the
+runner gives its PNG.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+
+from moelab.table import head_and_rows
+from moelab.viz import theme
+from moelab.viz.notebook import show
+
+FOLDER = Path(__file__).parent
+#: width of what stands before a control, so that all controls of a view begin below one another
+LABEL = "16em"
+
+
+class Control(NamedTuple):
+    """A value that a person turns: what it is at first, and the widget that shows it."""
+
+    value: Any
+    build: Callable[[], Any]
+
+
+def _wide(kind: str, label: str, **how: Any) -> Any:
+    """An ipywidget over the full width; it tells its value when it is let go, not while it moves."""
+    import ipywidgets
+    if "continuous_update" in getattr(ipywidgets, kind).class_trait_names():
+        how["continuous_update"] = False
+    return getattr(ipywidgets, kind)(description=label, style={"description_width": LABEL},
+                                     layout={"width": "100%"}, **how)
+
+
+def slider(label: str, value: float, low: float, high: float, step: float = 0.0, log: bool = False) -> Control:
+    """A number from low to high; `label` says the quantity and its unit. Whole where value and step are."""
+    if not low <= value <= high or log and low <= 0:
+        raise ValueError(f"{label}: {value} is not from {low} to {high}" + " > 0" * log)
+    if log:
+        ends = {"min": math.log10(low), "max": math.log10(high), "step": step or math.log10(high / low) / 100 or 0.01,
+                "readout_format": ".3g"}
+        return Control(value, partial(_wide, "FloatLogSlider", label, **ends))
+    kind = "IntSlider" if isinstance(value, int) and float(step).is_integer() else "FloatSlider"
+    step = step or (1 if kind == "IntSlider" else (high - low) / 100)
+    return Control(value, partial(_wide, kind, label, min=low, max=high, step=type(value)(step)))
+
+
+def menu(label: str, value: Any, options: Sequence[Any] | Mapping[str, Any]) -> Control:
+    """One of several; a mapping is label → value."""
+    return Control(value, partial(_wide, "Dropdown", label, options=list(
+        options.items() if isinstance(options, Mapping) else options)))
+
+
+def several(label: str, values: Sequence[str], options: Sequence[str]) -> Control:
+    """Any of several, at least one."""
+    return Control(tuple(values), partial(_wide, "SelectMultiple", label, options=list(options),
+                                          rows=min(6, len(options))))
+
+
+def switch(label: str, value: bool) -> Control:
+    """On or off."""
+    return Control(value, partial(_wide, "Checkbox", label))
+
+
+class View:
+    """A picture that one plays with.
+
+    name : of files that are saved.
+    controls : argument of `compute` → its `Control`.
+    compute : values → data.   draw : data → a plotly figure, or several, one below the other.
+    rows : data → dictionaries, one a row of the CSV.
+    command : values → (a line for a shell, Python) that give the same data.
+    words : data → (caption, the picture in words).
+    below : what makes further widgets of the view, below the picture; it may call `set` and `refresh`.
+
+    Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
+    """
+
+    #: whether its controls are widgets; else the picture has its own
+    controls_shown = True
+
+    def __init__(self, name: str, controls: Mapping[str, Control], compute: Callable[..., Any],
+                 draw: Callable[[Any], go.Figure | Sequence[go.Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
+                 command: Callable[..., tuple[str, str]], words: Callable[[Any], tuple[str, str]],
+                 below: Callable[[View], Sequence[Any]] = lambda view: ()) -> None:
+        self.name, self.controls, self._below = name, dict(controls), below
+        self._compute, self._draw, self._rows, self._command, self._words = compute, draw, rows, command, words
+        self.values = {name: control.value for name, control in controls.items()}
+        self._dark, self._turn = False, threading.RLock()
+        self._update()
+
+    def __repr__(self) -> str:
+        return f"<view {self.name}: {', '.join(f'{name}={value!r}' for name, value in self.values.items())}>"
+
+    def set(self, **values: Any) -> View:
+        """Turn controls; ValueError for one that there is not. What is displayed changes in place."""
+        if unknown := values.keys() - self.controls.keys():
+            raise ValueError(f"the view {self.name} has no control {', '.join(sorted(unknown))}; it has "
+                             f"{', '.join(self.controls) or 'none'}")
+        if "widget" in self.__dict__:
+            moved = [name for name, value in values.items()
+                     if name in self._built and self._built[name].value != value]
+            self._quiet = True
+            try:
+                for name in moved:
+                    self._built[name].value = values[name]
+            finally:
+                self._quiet = False
+        self.values |= values
+        self.refresh()
+        return self
+
+    def refresh(self) -> None:
+        """Compute and draw again, with the same values."""
+        self._update()
+        if "widget" in self.__dict__:
+            self._show()
+
+    def _update(self) -> None:
+        self.data = self._compute(**self.values)
+        with theme.bare():
+            drawn = self._draw(self.data)
+        self.figures = [drawn] if isinstance(drawn, go.Figure) else list(drawn)
+
+    @property
+    def figure(self) -> go.Figure:
+        """The first, or only, figure."""
+        return self.figures[0]
+
+    picture = property(lambda self: self.pictures[0])
+
+    @property
+    def commands(self) -> tuple[str, str]:
+        """(a line for a shell, Python) that reproduce what is seen."""
+        return self._command(**self.values)
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The caption, and the picture in words."""
+        return self._words(self.data)
+
+    def csv(self) -> str:
+        """The numbers of the picture as text with commas."""
+        file = io.StringIO()
+        csv.writer(file).writerows(map(list, _table(self._rows(self.data))))
+        return file.getvalue()
+
+    def html(self) -> str:
+        """The pictures as a page that works without a network."""
+        parts = [go.Figure(figure).update_layout(template="moelab").to_html(include_plotlyjs=not i, full_html=False)
+                 for i, figure in enumerate(self.figures)]
+        return f'<!doctype html><meta charset="utf-8"><title>{escape(self.name)}</title>\n' + "\n".join(
+            [*parts, f"<p>{escape(self.words[0])}</p>"])
+
+    def _ipython_display_(self) -> None:
+        if os.environ.get("MOELAB_HEADLESS"):
+            for figure in self.figures[:-1]:
+                show(figure, "", self.words[1])
+            show(self.figures[-1], *self.words)
+        else:
+            from IPython.display import display
+            display(self.widget)
+
+    # ---------------------------------------------------------------------------------------------- in Jupyter
+
+    @cached_property
+    def widget(self) -> Any:
+        """The view as one ipywidget, made when it is first asked for."""
+        import ipywidgets
+        from moelab.viz.views.toolbar import toolbar
+        self._quiet = True
+        self._built = {name: control.build() for name, control in self.controls.items()
+                       if self.controls_shown}
+        for name, built in self._built.items():
+            built.value = self.values[name]
+        self._quiet = False
+        for name, built in self._built.items():
+            built.observe(partial(self._turned, name), "value")
+        self.pictures = self._pictures()
+        self.errors, self._caption = ipywidgets.Output(), ipywidgets.HTML()
+        self._tools = toolbar(self)
+        self._tools.observe(lambda change: self._recolour(change["new"]), "dark")
+        box = ipywidgets.VBox([*self._built.values(), *self.pictures, self._caption, self._tools, self.errors,
+                               *self._below(self)], layout={"width": "100%"})
+        box.add_class("moelab-view")
+        self._tell()
+        return box
+
+    def _pictures(self) -> list[Any]:
+        self._shown = self._json()
+        return [go.FigureWidget(one, layout_autosize=True) for one in self._shown]
+
+    def _json(self) -> list[dict[str, Any]]:
+        found = list(map(theme.to_json, self.figures))
+        return theme.darkened(found) if self._dark else found
+
+    def _turned(self, name: str, change: Mapping[str, Any]) -> None:
+        if self._quiet:
+            return
+        self.values[name] = change["new"]
+        self.guarded(self.refresh)
+
+    def guarded(self, function: Callable[[], Any]) -> None:
+        """Call a function; what it raises is shown below the picture, where the notebook runner finds it too. Works in
+        any thread, and what was shown before stays."""
+        with self._turn:
+            try:
+                function()
+                told = ()
+            except Exception as error:
+                told = ({"output_type": "error", "ename": type(error).__name__, "evalue": str(error),
+                         "traceback": traceback.format_exception(error)},)
+            if self.errors.outputs != told:
+                self.errors.outputs = told
+
+    def _recolour(self, dark: bool) -> None:
+        self._dark = dark
+        self.guarded(self._show)
+
+    def _show(self) -> None:
+        shown, self._shown = self._shown, self._json()
+        for picture, old, new in zip(self.pictures, shown, self._shown, strict=True):
+            restyle(picture, old, new)
+        self._tell()
+
+    def _tell(self) -> None:
+        caption, alt = self.words
+        self._caption.value = f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
+        self._tools.shell, self._tools.python = self.commands
+
+
+def restyle(widget: Any, shown: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Make a FigureWidget that shows a figure, plotly JSON, show another by changing what differs."""
+    kinds, given = ([trace.get("type", "scatter") for trace in of["data"]] for of in (shown, wanted))
+    kept = min(len(kinds), len(given)) if kinds[:len(given)] == given[:len(kinds)] else 0
+    with widget.batch_update():
+        for trace, old, new in zip(widget.data[:kept], shown["data"], wanted["data"]):
+            trace.update(_changes(old, new), overwrite=True)
+        widget.layout.update(_changes(shown["layout"], wanted["layout"]), overwrite=True)
+    if len(widget.data) > kept:
+        widget.data = widget.data[:kept]
+    if new := wanted["data"][kept:]:
+        widget.add_traces(new)
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: new.get(key) for key in old.keys() | new.keys() if key != "type" and old.get(key) != new.get(key)}
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[Any]]:
+    head, cells = head_and_rows(rows)
+    return [head, *cells]

@@ -1,0 +1,100 @@
+"""`python -m moelab view NAME [MODEL]`: a view without Jupyter, as a page, a table or what it says.
+
+    moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
+    moelab view theatre --memory 25% -p way=hint --output theatre.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moelab import open_model, registry
+from moelab.files import write_text
+from moelab.viz import views
+from moelab.viz.views.recorded import Recorded
+
+#: the views that take an opened model
+OF_A_MODEL = ("budget", "scrubber", "theatre")
+
+
+def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
+    """What reproduces a view of a recorded run: values → (a line for a shell, Python)."""
+    return partial(_command, name, found)
+
+
+def _command(name: str, found: Recorded, **values: Any) -> tuple[str, str]:
+    values = {key: value for key, value in values.items() if value is not None}
+    words = [f"-p {key}={_word(value)}" for key, value in values.items()]
+    arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    if found.source is None:                            # a card, or a run of which nobody knows what it was of
+        what = repr(found.name) if found.name in registry.names("model") else "run"
+        return (" ".join(["python -m moelab view", name, found.name, *words]),
+                f"from moelab.viz import views\nviews.{name}({what}).set({arguments})")
+    memory = [] if found.memory is None else [f"--memory {found.memory}"]
+    opening = repr(found.source) + ("" if found.memory is None else f", memory={found.memory}")
+    return (" ".join(["python -m moelab view", name, found.source, *memory, *words]),
+            f"import moelab\nfrom moelab.viz import views\nwith moelab.open_model({opening}) as lm:\n"
+            f"    view = views.{name}(lm).set({arguments})\nview")
+
+
+def _word(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return f"'{text}'" if " " in text else text
+
+
+def read(value: Any, text: str) -> Any:
+    """Text from a command line as a value like the one that a control has."""
+    if isinstance(value, tuple):
+        return tuple(text.split(","))
+    if isinstance(value, bool):
+        return {"true": True, "false": False}[text.lower()]
+    return type(value)(text) if isinstance(value, (int, float)) else text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("view", choices=OF_A_MODEL)
+    parser.add_argument("model", nargs="?", help="a checkpoint folder, a store, a hub id or, for budget, a card's name "
+                                                 "(default: the small model)")
+    parser.add_argument("--memory", default="50%", help="for experts, where the run is recorded (default: %(default)s)")
+    parser.add_argument("--prompt", help="the text that is gone on from")
+    parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
+                        help="turn a control; may be given several times")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a .html page or a .csv table")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.output is not None and args.output.suffix not in (".html", ".csv"):
+        raise ValueError(f"{args.output} must end in .html or .csv")
+    make = getattr(views, args.view)
+    if args.view == "budget" and args.model in registry.names("model"):
+        view = make(args.model)
+    else:
+        with open_model(args.model, memory=args.memory) as lm:
+            view = turned(make(lm, prompt=args.prompt), args.parameter)
+            return _write(view, args.output)
+    return _write(turned(view, args.parameter), args.output)
+
+
+def turned(view: Any, assignments: list[str]) -> Any:
+    """A view with its controls as "name=value" says; ValueError for what cannot be read."""
+    values = {}
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
+        if name not in view.values:
+            raise ValueError(f"-p {assignment}: write -p name=value, with one of {', '.join(view.values)}")
+        try:
+            values[name] = read(view.values[name], text)
+        except (ValueError, KeyError):
+            raise ValueError(f"-p {assignment}: it must be like {name}={_word(view.values[name])}") from None
+    return view.set(**values) if values else view
+
+
+def _write(view: Any, output: Path | None) -> int:
+    print(view.words[0])
+    if output is not None:
+        print(f"written to {write_text(output, view.html() if output.suffix == '.html' else view.csv())}")
+    return 0

@@ -1,0 +1,113 @@
+"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, or an assumed one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from moelab.cache.policies import DEFAULT_POLICY
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.cards import load_model
+from moelab.datasets import prompts
+from moelab.offloading.metrics import Forward
+from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.registry import names
+
+TOKENS = 16
+#: decode steps of an assumed run: as many tokens to fill the cache as to look at
+ASSUMED = 12
+
+
+@dataclass
+class Recorded:
+    """A run with what it was of.
+
+    before : the residency as it was when the run began.
+    ids, new : token ids of the prompt and generated ones, [] where they are not known.
+    source, memory : what opens the model again, and its bytes for experts; None if that is not known, or all are there.
+    how : words for whose routing this is.
+    """
+
+    name: str
+    run: EngineRun
+    before: Residency
+    ids: list[int] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
+    source: str | None = None
+    memory: int | None = None
+    model: Any = field(default=None, repr=False)
+    how: str = "of this text"
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as text, one by one; their numbers without a tokenizer."""
+        tokenizer = getattr(self.model, "tokenizer", None)
+        return [str(i) if tokenizer is None else tokenizer.decode([i]) for i in ids]
+
+
+def recorded(source: Any, prompt: str | Sequence[int] | None = None, tokens: int = TOKENS) -> Recorded:
+    """What is looked at.
+
+    source : a model that `moelab.open_model` has opened, which then generates greedily; an `EngineRun`, such as
+        `lm.moelab.run`; or the name of a model card, whose routing is then assumed: all experts as often.
+    prompt : a text or token ids; by default a few words of a library.    tokens : that are generated.
+
+    Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything else.
+    """
+    if isinstance(source, Recorded):
+        return source
+    if isinstance(source, str) and source in names("model"):
+        return _assumed(source)
+    if isinstance(source, EngineRun):
+        return _whole(Recorded(source.settings.spec.name, run := source.copy(), _empty(run.settings)))
+    if not hasattr(source, "moelab"):
+        raise TypeError(f"this is a {type(source).__name__}; a view is of a model that moelab.open_model has opened, "
+                        f"of its run (lm.moelab.run), or of a card: {', '.join(names('model'))}")
+    return _whole(_generate(source, prompt, tokens))
+
+
+def _whole(found: Recorded) -> Recorded:
+    if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
+        raise ValueError("this run has fewer than two decode steps, so nothing can be said about TPOT: generate at "
+                         "least three tokens")
+    return found
+
+
+def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
+    """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no tokenizer."""
+    if prompt is None:
+        prompt = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer is not None else [1, 2, 3, 4]
+    if isinstance(prompt, str) and lm.tokenizer is None:
+        raise ValueError("the prompt is a text and the model has no tokenizer: give token ids")
+    return lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+
+
+def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
+    import torch
+    session, ids = lm.moelab, torch.tensor([prompt_ids(lm, prompt)])
+    before, first = deepcopy(session.residency), len(session.forwards)
+    with torch.inference_mode():
+        out = lm.generate(ids.to(lm.device), attention_mask=torch.ones_like(ids).to(lm.device), do_sample=False,
+                          max_new_tokens=tokens, min_new_tokens=tokens)
+    run = session.run.since(first)
+    new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1]:].tolist()
+    return Recorded(run.settings.spec.name, run, before, ids[0].tolist(), new, lm.name_or_path, session.budget, lm)
+
+
+def _empty(settings: EngineSettings) -> Residency:
+    return Residency(settings.spec.L, settings.spec.E, settings.pools, deepcopy(settings.policy), settings.scope,
+                     settings.margin)
+
+
+def _assumed(name: str) -> Recorded:
+    import numpy as np
+    from moelab.offloading.planner import drawn
+    spec = load_model(name)
+    pools = Pools(F=spec.L * spec.E)
+    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, 0)
+    run = EngineRun(settings, residency := _empty(settings))
+    run.steps = drawn(np.full((spec.L, spec.E), spec.K / spec.E), ASSUMED)
+    run.forwards = [Forward(0.0, 0.0, 1, "decode")] * ASSUMED
+    return Recorded(name, run, residency, how="assumed: every expert as often as every other")

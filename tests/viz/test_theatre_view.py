@@ -1,0 +1,106 @@
+"""The prefetch theatre: its predictions, steps and stalls against naive loops."""
+
+import pytest
+import torch
+
+pytest.importorskip("plotly")
+pytest.importorskip("anywidget")
+from moelab import open_model, record                                       # noqa: E402
+from moelab.cache.pools import Pools                                        # noqa: E402
+from moelab.offloading.metrics import Forward                               # noqa: E402
+from moelab.offloading.run import EngineRun, EngineSettings                 # noqa: E402
+from moelab.registry import make                                            # noqa: E402
+from moelab.schedule.requests import Delays                                 # noqa: E402
+from moelab.specs import MoESpec                                            # noqa: E402
+from moelab.speculate.predictors import route                               # noqa: E402
+from moelab.viz import views                                                # noqa: E402
+from moelab.viz.views import stage as theatre                               # noqa: E402
+from moelab.viz.views.recorded import Recorded, _empty                      # noqa: E402
+from tests.models import tiny                                               # noqa: E402
+
+STEPS = [[(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)] for n in range(6)]
+
+
+def stage(predictions):
+    spec = MoESpec("tiny", "tiny", 3, (0, 1, 2), 6, 2, H=16, I=8)
+    settings = EngineSettings(spec, Pools(F=4), "lru", "model", None, 1, 2, 0, Delays(
+        4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), 0)
+    run = EngineRun(settings, _empty(settings))
+    run.steps, run.forwards = STEPS, [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)]
+    found = Recorded("tiny", run, _empty(settings), new=list(range(6)))
+    made = theatre.Stage(found, None, 2, {("mine", 1): predictions}, {("mine", 1): 0.0},
+                         {None: 2.0, ("mine", 1): 2.1})
+    made.other = (3e-3, 0.0)
+    return made
+
+
+TRUE = [{}] + [{layer: list(experts) for layer, experts in step if layer} for step in STEPS[1:]]
+WRONG = [{}] + [{layer: [(e + 3) % 6 for e in experts] for layer, experts in step.items()} for step in TRUE[1:]]
+
+
+def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
+    right, wrong = stage(TRUE), stage(WRONG)
+    assert right.recall("mine", 1) == 1 and wrong.recall("mine", 1) == 0
+    assert right.steps("speculative", "mine", 1) == STEPS == wrong.steps("hint", "mine", 1)
+    changed = wrong.steps("speculative", "mine", 1)
+    for step, new, true in zip(STEPS[1:], changed[1:], WRONG[1:]):
+        assert new[0] == step[0] and [(layer, list(experts)) for layer, experts in new[1:]] == list(true.items())
+    assert theatre.scene(right, "hint", "mine", 1, 250e3, 2).beside.keys() == {"none", "hint"}
+    seen = theatre.scene(right, "speculative", "mine", 1, 250e3, 2)
+    assert seen.beside["hint"][0] < seen.beside["none"][0] and seen.beside["hint"][1] == 0
+    assert seen.beside["speculative"][1] == pytest.approx(5)
+    assert right.bandwidth == pytest.approx(250e3)
+    slow = theatre.scene(right, "none", "mine", 1, 125e3, 2)
+    assert slow.beside["none"][0] > seen.beside["none"][0] and slow.beside.keys() == {"none"}
+
+
+def test_stalls_and_events_are_those_of_each_step():
+    seen = theatre.scene(stage(TRUE), "hint", "mine", 1, 250e3, 99)
+    assert seen.token == 4 and len(seen.stalls) == len(seen.took) == 5
+    forwards = [forward for forward in seen.simulation.forwards if forward.phase == "decode"]
+    for forward, stall, took in zip(forwards, seen.stalls, seen.took):
+        naive = 0.0
+        for event in seen.simulation.events:
+            if event.kind == "wait" and forward.start <= event.start and event.end <= forward.end:
+                naive += event.end - event.start
+        assert stall == pytest.approx(naive) and took == forward.end - forward.start and stall <= took
+    for title, events in seen.runs.items():
+        assert events and min(e.start for e in events) <= min(e.end for e in events)
+    assert "prefetch" in {event.kind for event in seen.runs["hint: mine, 1 ahead"]}
+    assert "prefetch" not in {event.kind for event in seen.runs["none"]}
+    assert len(theatre.rows(seen)) == 5 and len(theatre.draw(seen)) == 2
+    with pytest.raises(ValueError, match="none, hint, speculative"):
+        theatre.scene(stage(TRUE), "magic", "mine", 1, 1e6, 0)
+
+
+def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16)
+    with open_model(folder, memory="60%") as lm:
+        trace = record(lm, [[5, 6, 7, 8]], 5, hidden=True, min_new_tokens=5)
+        predictor = make("predictor", "router", lm)
+        found, seconds = theatre.predict(trace, predictor)
+        assert len(found) == 5 and found[0] == {} and seconds > 0
+        for step, told in enumerate(found[1:]):
+            for layer, target in predictor.targets.items():
+                ids, _ = route(target, trace.router_inputs[4 + step, layer][None])
+                assert told[target.index] == ids[0].tolist()
+        view = views.theatre(lm, prompt=[5, 6, 7, 8], tokens=5, predictors=("router",), distances=(1,))
+    assert view.data.beside["hint"][1] is None                  # no tokenizer, so no text to measure the loss on
+    view.widget
+    strip = view.pictures[1]
+    view.set(way="speculative", bandwidth=view.values["bandwidth"] / 2)
+    assert view.data.way == "speculative" and view.pictures[1] is strip
+    path = view.data.simulation.to_perfetto(tmp_path / "trace.json")
+    assert path.stat().st_size > 1000 and view.errors.outputs == ()
+    assert "python -m moelab view theatre" in view.commands[0] and "way=speculative" in view.commands[0]
+
+
+def test_a_click_selects_the_token():
+    staged = stage(TRUE)
+    view = theatre._view(staged, "hint", ("mine",), (1,), None)
+    view.widget
+    bar = view.pictures[1].data[0]
+    points = type("Points", (), {"point_inds": [3]})()
+    for callback in bar._click_callbacks:
+        callback(bar, points, None)
+    assert view.values["token"] == 3 == view.data.token and view.errors.outputs == ()

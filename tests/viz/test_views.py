@@ -1,0 +1,135 @@
+"""The frame of the views: what a figure shows after it was changed in place, errors, exports, headless."""
+
+import csv
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+go = pytest.importorskip("plotly.graph_objects")
+pytest.importorskip("anywidget")
+from moelab.viz import theme                                                    # noqa: E402
+from moelab.viz.figures import finish                                           # noqa: E402
+from moelab.viz.views.base import View, menu, restyle, several, slider, switch  # noqa: E402
+
+values = st.lists(st.integers(-9, 9), max_size=4)
+traces = st.lists(st.one_of(
+    st.builds(lambda y, name: {"type": "scatter", "y": y, "name": name}, values, st.sampled_from("abc")),
+    st.builds(lambda y, dash: {"type": "scatter", "y": y, "line": {"dash": dash}}, values, st.sampled_from(
+        ["dot", "dash"])),
+    st.builds(lambda y, colour: {"type": "bar", "y": y, "marker": {"color": colour}}, values, st.sampled_from(
+        ["#000000", "red"]))), max_size=4)
+layouts = st.fixed_dictionaries({}, optional={
+    "title": st.sampled_from([{"text": "one"}, {"text": "two"}]), "height": st.sampled_from([300, 400]),
+    "shapes": st.lists(st.builds(lambda x: {"type": "line", "x0": x, "x1": x}, st.integers(0, 3)), max_size=2)})
+figures = st.builds(lambda data, layout: {"data": data, "layout": layout}, traces, layouts)
+
+
+def shown(figure):
+    found = json.loads(go.Figure(figure).to_json())
+    return [{key: value for key, value in trace.items() if key != "uid"} for trace in found["data"]], {
+        key: value for key, value in found["layout"].items() if value not in ({}, [])}
+
+
+@settings(max_examples=15)
+@given(st.lists(figures, min_size=2, max_size=4))
+def test_a_figure_that_was_changed_in_place_is_the_figure_that_was_wanted(sequence):
+    plain = [json.loads(go.Figure(one).update_layout(template="none").to_json()) for one in sequence]
+    widget = go.FigureWidget(plain[0])
+    for before, wanted in zip(plain, plain[1:]):
+        restyle(widget, before, wanted)
+        assert shown(widget) == shown(wanted)
+
+
+def powers(n, kind, who, fails):
+    if fails:
+        raise ValueError("it shall fail")
+    return [(i, i ** 2 if kind == "square" else -i) for i in range(n)], who
+
+
+def lines(data):
+    figure = go.Figure()
+    for name in data[1]:
+        figure.add_scatter(x=[x for x, _ in data[0]], y=[y for _, y in data[0]], name=name)
+    return finish(figure, "x", "y")
+
+
+@pytest.fixture
+def view():
+    controls = {"n": slider("n (items)", 5, 1, 20, 1), "kind": menu("kind", "square", {"n²": "square", "−n": "minus"}),
+                "who": several("who", ["p"], ["p", "q"]), "fails": switch("fails", False)}
+    return View("demo", controls, powers, lines, lambda data: [{"x": x, "y": y} for x, y in data[0]],
+                lambda **values: (f"moelab demo {values['n']}", "demo()"), lambda data: (f"{len(data[0])} <b>", "alt"))
+
+
+def test_without_a_widget(view):
+    view.set(n=3, kind="minus")
+    assert view.data == ([(0, 0), (1, -1), (2, -2)], ("p",)) and view.commands[0] == "moelab demo 3"
+    assert list(csv.reader(io.StringIO(view.csv()))) == [["x", "y"], ["0", "0"], ["1", "-1"], ["2", "-2"]]
+    page = view.html()
+    assert "3 &lt;b&gt;" in page and page.count("Plotly.newPlot") >= 1 and "cdn.plot.ly" not in page.split("<p>")[-1]
+    with pytest.raises(ValueError, match="no control m; it has n, kind"):
+        view.set(m=3)
+    assert "widget" not in vars(view)
+
+
+def test_turning_a_control_changes_the_picture_and_keeps_it(view):
+    view.widget
+    picture = view.picture
+    view._built["n"].value, view._built["who"].value = 3, ("p", "q")
+    assert view.picture is picture and [trace.name for trace in picture.data] == ["p", "q"]
+    assert list(picture.data[1].y) == [0, 1, 4] and view._tools.shell == "moelab demo 3"
+    view.set(n=7, who=("q",))
+    assert view._built["n"].value == 7 and list(picture.data[0].x) == list(range(7)) and len(picture.data) == 1
+    assert "7 &lt;b&gt;" in view._caption.value
+
+
+def test_an_error_is_shown_and_breaks_nothing(view):
+    view.widget
+    view._built["fails"].value = True
+    error, = view.errors.outputs
+    assert error["output_type"] == "error" and error["evalue"] == "it shall fail"
+    assert list(view.picture.data[0].x) == list(range(5))
+    view._built["fails"].value = False
+    assert view.errors.outputs == ()
+    with pytest.raises(ValueError, match="it shall fail"):
+        view.set(fails=True)
+
+
+def test_a_dark_page_has_no_dark_ink(view):
+    view.widget
+    view._tools.dark = True
+    assert view.picture.layout.template.layout.paper_bgcolor == "#111111"
+    ink = set(theme.DARK) - {"#0072b2"}
+    assert not ink & {part.lower() for part in json.dumps(view._json()).split('"')}
+    view._tools.dark = False
+    assert view.picture.layout.template.layout.paper_bgcolor == "white"
+
+
+def test_controls_say_what_is_wrong_and_tell_when_they_are_let_go():
+    with pytest.raises(ValueError, match="n is not from|99 is not from 1 to 5"):
+        slider("n", 99, 1, 5)
+    with pytest.raises(ValueError, match="> 0"):
+        slider("memory", 0, 0, 5, log=True)
+    built = slider("memory (GB)", 2.0, 1.0, 100.0, log=True).build()
+    assert built.continuous_update is False and built.layout.width == "100%" and built.description == "memory (GB)"
+    assert slider("n", 2, 1, 5, 1).build().step == 1
+
+
+def test_headless_it_is_a_figure_and_no_widget(view, monkeypatch):
+    told = []
+    monkeypatch.setenv("MOELAB_HEADLESS", "1")
+    monkeypatch.setattr("moelab.viz.notebook.display", lambda bundle, **how: told.append(bundle))
+    view._ipython_display_()
+    assert theme.PLOTLY in told[0] and told[1]["text/plain"] == "5 <b>" and "widget" not in vars(view)
+
+
+def test_files_are_made_when_they_are_asked_for(view, monkeypatch):
+    view.widget
+    sent = []
+    monkeypatch.setattr(view._tools, "send", lambda message, buffers: sent.append((message, bytes(buffers[0]))))
+    view._tools._handle_custom_msg({"file": "csv"}, [])
+    view._tools._handle_custom_msg({"file": "html"}, [])
+    assert sent[0] == ({"name": "demo.csv", "type": "text/csv"}, view.csv().encode()) and b"Plotly" in sent[1][1]
