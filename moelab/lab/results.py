@@ -1,13 +1,16 @@
 """What a notebook finds, in a form that can be compared: metrics and figures of one run.
 
-    run = moelab.lab.open_run("01_calibration", dict(smoke=smoke, seed=seed), seed)
+    run = moelab.lab.open_run("01_calibration", globals())
     run.metric("imbalance_prefill", 1.8, "busiest ÷ mean", "exact")
+    run.metrics_of({"share_0": 0.3, "share_1": 0.2}, "of routings", "exact")
     run.figure("heatmap", fig, caption="…", alt="…")
+    run.table("Experts by layer", ["layer", "experts"], [0, 8], [1, 4])
+    run.takeaway("The busiest expert has **{busiest:.1f} times** the mean load.", busiest=1.8)
     run.verdicts()                  # the sources' claims that this notebook answers
     run.save()
 
-A run is one directory: `metrics.json` and `figures/*.json`. The runner names it in MOELAB_RUN_DIR; in JupyterLab it
-is `results/runs/<notebook>/interactive-<time>/`, which check and report ignore.
+A run is one directory: `metrics.json`, which also keeps takeaways and tables, and `figures/*.json`. The runner names
+it in MOELAB_RUN_DIR; in JupyterLab it is `results/runs/<notebook>/interactive-<time>/`, which check and report ignore.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -45,18 +48,30 @@ def is_named(notebook: str, name: str) -> bool:
     return name == notebook or name.zfill(2) == notebook.split("_")[0]
 
 
-def open_run(notebook: str, params: dict[str, Any], seed: int) -> Run:
+def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> Run:
     """The run that a notebook, such as "01_calibration", writes to.
 
-    params : the parameters that determine the metrics; runs where they differ are not compared.
+    params : the parameters that determine the metrics; runs where they differ are not compared. Of a notebook's
+        `globals()`: what its cells annotate, `name: type = value`. seed : that of params if None.
 
     Raises ValueError: papermill, called directly, has set a parameter that the notebook does not have, or of another
     type.
     """
     shell = getattr(builtins, "get_ipython", lambda: None)()
-    check_injected([] if shell is None else shell.user_ns.get("In", []))
+    cells = [] if shell is None else shell.user_ns.get("In", [])
+    check_injected(cells)
+    if "__builtins__" in params:
+        params = {name: params[name] for name in annotated(cells)}
+    params = dict(params)
+    seed = params.pop("seed") if seed is None else seed
     directory = os.environ.get("MOELAB_RUN_DIR") or results_root() / "runs" / notebook / f"interactive-{new_run_id()}"
-    return Run(notebook, dict(params), seed, Path(directory))
+    return Run(notebook, params, seed, Path(directory))
+
+
+def annotated(cells: Iterable[str]) -> list[str]:
+    """The names that a notebook's cells assign as `name: type = value`: its parameters."""
+    names = [match for cell in cells for match in re.findall(r"^(\w+): [^=\n]+ = ", cell, re.MULTILINE)]
+    return list(dict.fromkeys(names))
 
 
 def check_injected(cells: list[str]) -> None:
@@ -97,6 +112,8 @@ class Run:
     directory: Path
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
+    takeaways: list[dict[str, Any]] = field(default_factory=list)
+    tables: dict[str, list[list[Any]]] = field(default_factory=dict)
 
     def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured",
                readings: dict[str, float] | None = None) -> None:
@@ -109,6 +126,29 @@ class Run:
             raise ValueError(f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}")
         self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind} | (
             {"readings": {of: _plain(name, other) for of, other in readings.items()}} if readings else {})
+
+    def metrics_of(self, values: Mapping[str, float | int | str], unit: str = "", kind: str = "measured") -> None:
+        """Note several of one unit and kind: {name: value}."""
+        for name, value in values.items():
+            self.metric(name, value, unit, kind)
+
+    def takeaway(self, text: str, **numbers: float | int | str) -> None:
+        """Show what a section concludes, and keep it with its numbers.
+
+        text : Markdown whose fields are filled as by `str.format`: "{gain:.2f} ×" with gain=1.5.
+        """
+        said = text.format(**numbers)
+        self.takeaways.append({"text": said, "numbers": {name: _plain(name, of) for name, of in numbers.items()}})
+        from moelab.viz.notebook import say
+        say(f"**Takeaway.** {said}")
+
+    def table(self, title: str, first: Iterable[Mapping[str, Any]] | Sequence[str], *rows: Sequence[Any]) -> None:
+        """Show a table under its title, and keep it: of dictionaries, column → cell, or of a head and its rows."""
+        from moelab.table import format_value, head_and_rows, markdown_table
+        from moelab.viz.notebook import say
+        head, rows = (list(first), rows) if rows else head_and_rows(first)
+        self.tables[title] = [head, *([format_value(cell) for cell in row] for row in rows)]
+        say(f"**{title}**\n\n{markdown_table(head, rows)}")
 
     def answered(self, metrics: Iterable[str] = ()) -> list[Any]:
         """The sources' claims that this notebook's metrics, or these of them, answer: rows of `moelab.claims`."""
@@ -145,7 +185,8 @@ class Run:
     def save(self) -> Path:
         """Write metrics.json; returns its path. Call it in the last cell."""
         content = {"schema": SCHEMA, "notebook": self.notebook, "params": self.params, "seed": self.seed,
-                   "env": environment(), "metrics": self.metrics, "figures": self.figures}
+                   "env": environment(), "takeaways": self.takeaways, "metrics": self.metrics, "figures": self.figures,
+                   "tables": self.tables}
         return write_json(self.directory / "metrics.json", content)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from moelab.lab import open_run
 from moelab.files import finished_runs, write_json
-from moelab.lab.results import check_injected
+from moelab.lab.results import annotated, check_injected
 
 
 def test_an_interactive_run_writes_beside_the_others_and_does_not_count(results):
@@ -23,6 +23,27 @@ def test_metrics_take_plain_values_and_numpy_scalars():
     for value in (1, 1.5, "text", True, np.float32(2.5), np.int64(7), np.bool_(True)):
         run.metric("m", value, "B", "exact")
         assert json.loads(json.dumps(run.metrics["m"]["value"])) == value
+
+
+def test_takeaways_and_tables_are_kept_as_they_are_shown(capsys):
+    run = open_run("x", {"seed": 4, "smoke": True}, None)
+    run.metrics_of({"a": 1, "b": 2.5}, "B", "exact")
+    run.takeaway("It gains **{gain:.1f} %** with {by}.", gain=np.float64(12.34), by="LRU")
+    run.table("By layer", [{"layer": 0, "bytes": 1234}, {"layer": 1}])
+    run.table("By name", ["name", "n"], ["a", 1.5])
+    with pytest.raises(ValueError, match="finite"):
+        run.takeaway("{gain}", gain=float("nan"))
+    found = json.loads(run.save().read_text())
+    assert found["seed"] == 4 and found["params"] == {"smoke": True}
+    assert found["metrics"]["b"] == {"value": 2.5, "unit": "B", "kind": "exact"}
+    assert found["takeaways"][0] == {"text": "It gains **12.3 %** with LRU.", "numbers": {"gain": 12.34, "by": "LRU"}}
+    assert found["tables"] == {"By layer": [["layer", "bytes"], ["0", "1,234"], ["1", "–"]],
+                               "By name": [["name", "n"], ["a", "1.5"]]}
+
+
+def test_parameters_of_a_notebook_are_what_its_cells_annotate():
+    cells = ["", "smoke: bool = False  # x: int = 3\nseed: int = 0\nshares: str = 'a=b'", "n = 4\ndef f(x: int = 3): 0"]
+    assert annotated(cells) == ["smoke", "seed", "shares"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, [1], np.ones(2), {"a": 1}])
