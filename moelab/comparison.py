@@ -108,7 +108,7 @@ def _spreads(run: Path) -> dict[str, Spread]:
     """Metric → (least, most) over the runs beside this one with the same parameters, where they differ."""
     own = read_json(run / "metrics.json")
     beside = [read_json(path) for path in run.parent.glob("[0-9]*/metrics.json")]
-    alike = [of["metrics"] for of in beside if [of.get("params"), of.get("seed")] == [own.get("params"), own.get("seed")]]
+    alike = [of["metrics"] for of in beside if all(of.get(key) == own.get(key) for key in ("params", "seed"))]
     values = {name: [of[name]["value"] for of in alike if name in of and are_numbers(of[name]["value"])]
               for name in own["metrics"]}
     return {name: (min(of), max(of)) for name, of in values.items() if of and min(of) < max(of)}

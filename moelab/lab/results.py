@@ -216,7 +216,8 @@ class Run:
                    "tables": self.tables}
         write_json(self.directory / "metrics.json", content)
         if self.home is not None:
-            write_json(self.directory / "run.json", about(self.notebook, self.params, time.monotonic() - self.opened))
+            write_json(self.directory / "run.json", about(self.notebook, self.params | {"seed": self.seed},
+                                                          time.monotonic() - self.opened))
             os.replace(self.directory, self.home)
             self.directory = self.home
         return self.directory / "metrics.json"
