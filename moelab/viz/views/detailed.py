@@ -6,6 +6,7 @@ the names in `customdata`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
@@ -30,17 +31,24 @@ class Detailed(View):
     """A view with a menu of things below it.
 
     label : what the things are. names : data → their names. tell : (data, name) → `Detail`.
+    first : the one that is looked at to begin with; "" for none.
     """
 
     def __init__(self, *args: Any, label: str, names: Callable[[Any], Sequence[str]],
-                 tell: Callable[[Any, str], Detail], **how: Any) -> None:
-        self._label, self._names, self._of = label, names, tell
+                 tell: Callable[[Any, str], Detail], first: str = "", **how: Any) -> None:
+        self._label, self._names, self._of, self._first = label, names, tell, first
         super().__init__(*args, **how, below=Detailed._build)
 
     def detail(self, name: str) -> Detail:
         """What is told of the thing of that name; ValueError: there is none."""
         require(self._label, name, self._names(self.data))
         return self._of(self.data, name)
+
+    def _ipython_display_(self) -> None:
+        super()._ipython_display_()
+        if self._first and os.environ.get("MOELAB_HEADLESS"):
+            from IPython.display import HTML, display
+            display(HTML(self.detail(self._first).html))
 
     # ---------------------------------------------------------------------------------------------- in Jupyter
 
@@ -73,9 +81,9 @@ class Detailed(View):
     def _tell(self) -> None:
         super()._tell()
         names = list(self._names(self.data))
-        if self._menu.value not in names:
-            self._menu.value = ""
         self._menu.options = names
+        if self._menu.value not in names:
+            self._menu.value, self._first = self._first if self._first in names else "", ""
         if self._menu.value:
             self._chosen(self._menu.value)
         for trace in self.picture.data:
