@@ -12,8 +12,8 @@ from moelab.table import text_table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN",
-                        help="two runs, each a folder or a notebook, by name or number, for its newest; or one notebook, "
-                             "for its two newest")
+                        help="two runs, each a folder or a notebook, by name or number, for its newest one; or one "
+                             "notebook, for its two newest")
     parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
 
 

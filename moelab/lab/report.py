@@ -104,8 +104,8 @@ def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
     tables = [_table(title, head, rows) for title, (head, *rows) in found.get("tables", {}).items()]
     numbers = _table("Metrics", ["metric", "value", "unit", "kind"],
                      [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()])
-    ran = f"""<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])} ({env["cores"]} cores,
-{escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
+    ran = f"""<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])}
+({env["cores"]} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
     parts = [
         f'<section aria-labelledby="{escape(name)}"><h2 id="{escape(name)}">{escape(name)}</h2>',
         f"<ul>{''.join(f'<li>{_markdown(text)}</li>' for text in said)}</ul>" if said else "",

@@ -29,7 +29,7 @@ EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, or an expert's part of a stacked one. layer : its prefix, "" outside; expert : None for what is none's."""
+    """A tensor, or an expert's part of a stacked one. layer : its prefix, "" outside. expert : None if it is none's."""
 
     name: str
     layer: str

@@ -48,7 +48,8 @@ def words(contest: Contest) -> tuple[str, str]:
         said = f"{own.name} raised {own.error.strip().splitlines()[-1]}; the traceback is below."
     else:
         far = max(100 * (1 - contest.share(own, trace)) for trace in contest.ceiling)
-        said = f"{own.name} is number {contest.place} of {len(contest.standings)}, at most {far:.1f} % below the ceiling."
+        said = (f"{own.name} is number {contest.place} of {len(contest.standings)}, "
+                f"at most {far:.1f} % below the ceiling.")
         said += "" if contest.place == 1 else f" First is {best.name}."
     return (f"{said} Scores: {contest.unit}, {kind}; the ceiling is 100 %.",
             f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share of the ceiling.")
@@ -60,7 +61,7 @@ def tell(contest: Contest, name: str) -> Detail:
         return Detail(f"<pre style='color:{theme.VERMILLION}'>{escape(contest.own.error)}</pre>")
     wrong = contest.wrong.get(name, [])
     if not wrong:
-        return Detail(f"On {escape(name)} nothing of its kind here has a better choice than {escape(contest.own.name)}'s."
+        return Detail(f"On {escape(name)} nothing of its kind would have chosen better."
                       if name in contest.wrong else f"{escape(contest.own.name)} did not get to {escape(name)}.")
     head = ["where", "chose", "better", "cost"]
     table = html_rows([*head], wrong[:LISTED])
