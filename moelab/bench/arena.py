@@ -15,7 +15,6 @@ import copy
 import inspect
 import traceback
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf

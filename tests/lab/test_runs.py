@@ -67,7 +67,8 @@ def test_the_spread_is_that_of_runs_alike(results):
     assert name.spreads == (None, None) and found.params == {"smoke": (True, False)}
 
 
-@pytest.mark.parametrize("a, b, note", [(2, 3, "1.500 ×"), (0, 0, ""), (0, 1, "differs"), ("a", "a", ""), ("a", "b", "differs")])
+@pytest.mark.parametrize("a, b, note", [(2, 3, "1.500 ×"), (0, 0, ""), (0, 1, "differs"), ("a", "a", ""),
+                                        ("a", "b", "differs")])
 def test_how_two_values_differ(results, a, b, note):
     found = compare(put(results, "20250101-1", a), put(results, "20250102-1", b))
     assert found.metrics[0].note == note

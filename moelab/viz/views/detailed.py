@@ -60,6 +60,7 @@ class Detailed(View):
         self._menu.observe(lambda change: self.guarded(partial(self._chosen, change["new"])), "value")
         self._words, self._close, self._seen = ipywidgets.HTML(), go.FigureWidget(layout_height=320), None
         self._close.layout.template = "moelab"
+        self._words.add_class("moelab-details")
         self._frame = ipywidgets.VBox([self._close], layout={"width": "100%", "display": "none"})
         return [self._menu, self._words, self._frame]
 
