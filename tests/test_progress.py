@@ -17,7 +17,7 @@ def test_a_bar_vanishes_when_it_is_done(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     assert list(progress([1, 2, 3], "reading", unit="layer")) == [1, 2, 3]
     shown = screen.getvalue()
-    assert "reading" in shown and "3/3" in shown
+    assert "reading" in shown and "0/3" in shown
     assert "\n" not in shown and not shown.rsplit("\r", 2)[-2].strip() and shown.endswith("\r")
 
 

@@ -16,6 +16,7 @@ import inspect
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -38,15 +39,15 @@ from moelab.progress import progress
 from moelab.recording import record
 from moelab.registry import make, names
 from moelab.speculate.predictors import Predictor, takes
-from moelab.speculate.scoring import score
+from moelab.speculate.scoring import Score, score
 from moelab.speculate.signals import default_vectors
 from moelab.specs import ExpertKey, State
-from moelab.trace import RoutingTrace
+from moelab.trace import DECODE, RoutingTrace
 
 TEXTS = ("prose", "code", "lookup")
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE")
-#: units of the simulated machine; tokens of a prompt and of its answer
-UNITS, PROMPT, ANSWER = 4, 256, 64
+#: tokens that are generated after a text; units of the simulated machine, tokens of its prompts and answers
+DECODED, UNITS, PROMPT, ANSWER = 24, 4, 256, 64
 
 
 class Wrong(NamedTuple):
@@ -123,17 +124,21 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
     return _predictors(name, mine, model, traces) if predicts else _policies(name, mine, traces, share)
 
 
-_TRACES: dict[tuple[str, int, int], dict[str, RoutingTrace]] = {}
+_MEMO: dict[Any, Any] = {}
+
+
+def _once(key: Any, make: Callable[[], Any]) -> Any:
+    """What was made under this key; another contest does not record, nor play the others, again."""
+    if key not in _MEMO:
+        _MEMO[key] = make()
+    return _MEMO[key]
 
 
 def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
-    """A trace with hidden states of every kind of text; recorded once a model."""
-    key = identity(model), tokens, each
-    if key not in _TRACES:
-        count = token_count(model.tokenizer)
-        _TRACES[key] = {source: record(model, prompts(source, each, tokens=tokens, count=count), hidden=True)
-                        for source in TEXTS}
-    return _TRACES[key]
+    """A trace with hidden states of every kind of text and of what the model answers; recorded once a model."""
+    count = token_count(model.tokenizer)
+    return {source: _once((identity(model), source, tokens, each), lambda: record(
+        model, prompts(source, each, tokens=tokens, count=count), DECODED, hidden=True)) for source in TEXTS}
 
 
 def _ranked(kind: str, unit: str, ceiling: Mapping[str, float], others: Mapping[str, Mapping[str, float]],
@@ -168,7 +173,8 @@ def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: f
     for text, trace in traces.items():
         asked = [step[1:] for step in steps(trace)]
         ceiling[text] = 100 * belady_hits(asked, _capacity(trace, share)) / request_count(asked)
-    others = {other: {text: play(trace, other, share)[0] for text, trace in traces.items()}
+    others = {other: {text: _once((id(trace), other, share), lambda: play(trace, other, share)[0])
+                      for text, trace in traces.items()}
               for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")}
     own, wrong = _guarded(list(traces), lambda text: play(traces[text], _fresh(mine), share, judge=True), name)
     return _ranked("cache policy", "hit rate (%)", ceiling, others, own, wrong)
@@ -223,30 +229,37 @@ def _said(key: ExpertKey) -> str:
 # ----------------------------------------------------------------------------------------------------- predictors
 
 def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTrace]) -> Contest:
-    given = {"vectors": None, "trace": None, "seed": 0}
-    train = prompts(TEXTS, 1, split="train", count=token_count(model.tokenizer))
-    given["vectors"], given["trace"] = default_vectors(model, train), record(model, train)
+    def ingredients() -> dict[str, Any]:
+        train = prompts(TEXTS, 1, split="train", count=token_count(model.tokenizer))
+        return {"vectors": default_vectors(model, train), "trace": record(model, train), "seed": 0}
+    given = _once((identity(model), "ingredients"), ingredients)
     able = [other for other in names("predictor") if other != "oracle" and set(takes(other)) <= given.keys()]
-    found = {other: {text: score(trace, make("predictor", other, model, **{part: given[part] for part in takes(other)}))
-                     for text, trace in traces.items()} for other in progress(able, "predictors", unit="predictor")}
 
-    def recall(of: Any) -> float:
-        return 100 * float(of.hits.sum() / of.requests.sum())
+    def scored(other: str, text: str) -> Score:
+        made = make("predictor", other, model, **{part: given[part] for part in takes(other)})
+        return _once((id(traces[text]), other), lambda: score(traces[text], made, DECODE))
+    found = {other: {text: scored(other, text) for text in traces}
+             for other in progress(able, "predictors", unit="predictor")}
+
+    def recall(of: Score, text: str) -> float:
+        """Saying nothing finds nothing."""
+        ahead = traces[text].spec.L - of.hits.shape[1]
+        return 100 * float(of.hits.sum() / (traces[text].decode.ids[:, ahead:] != traces[text].spec.E).sum())
 
     def mine_on(text: str) -> tuple[float, list[Wrong]]:
         wants = inspect.signature(mine).parameters if isinstance(mine, type) else {}
         wanted = {part: value for part, value in given.items() if part in wants}
         predictor = mine(model, **wanted) if isinstance(mine, type) else mine
-        own, better = score(traces[text], predictor), []
+        own, better = score(traces[text], predictor, DECODE), []
         for layer, of in enumerate(own.recall.tolist()):
             best = max(able, key=lambda other: _at(found[other][text].recall, layer))
             if (top := _at(found[best][text].recall, layer)) > of:
                 better.append(Wrong(f"layer {layer + predictor.ahead} from layer {layer}", f"{100 * of:.1f} % of the "
                                     "experts", f"{best}: {100 * top:.1f} %", 100 * (top - of)))
-        return recall(own), sorted(better, key=lambda one: -one.cost)
+        return recall(own, text), sorted(better, key=lambda one: -one.cost)
     own, wrong = _guarded(list(traces), mine_on, name)
-    return _ranked("predictor", "recall@K (%)", dict.fromkeys(traces, 100.0),
-                   {other: {text: recall(of) for text, of in by.items()} for other, by in found.items()}, own, wrong)
+    others = {other: {text: recall(of, text) for text, of in by.items()} for other, by in found.items()}
+    return _ranked("predictor", "recall@K of decode (%)", dict.fromkeys(traces, 100.0), others, own, wrong)
 
 
 def _at(recall: torch.Tensor, layer: int) -> float:
@@ -265,14 +278,15 @@ def _schedules(name: str, mine: Any) -> Contest:
         """Milliseconds of the prompt's experts, and of the answer's with loading what it prefetches."""
         result = simulate(machine, system, routings[model], placement=assumed.placement)
         return 1e3 * result.moe_prefill, 1e3 * (result.moe_decode + result.intermediate)
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for other in progress(SYSTEMS, "schedules", unit="system"):
-        found[other] = {}
-        for model in MODELS:
-            try:
-                found[other][model] = parts(assumed.system(other), model)
-            except NotSupported:            # it keeps experts where this model's do not fit
-                pass
+    def others() -> dict[str, dict[str, tuple[float, float]]]:
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for other in progress(SYSTEMS, "schedules", unit="system"):
+            found[other] = {}
+            for model in MODELS:
+                with suppress(NotSupported):            # it keeps experts where this model's do not fit
+                    found[other][model] = parts(assumed.system(other), model)
+        return found
+    found = _once("schedules", others)
 
     def mine_on(model: str) -> tuple[float, list[Wrong]]:
         own, better = parts(_fresh(mine), model), []
