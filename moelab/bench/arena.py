@@ -47,7 +47,7 @@ from moelab.trace import DECODE, RoutingTrace
 TEXTS = ("prose", "code", "lookup")
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE")
 #: tokens that are generated after a text; units of the simulated machine, tokens of its prompts and answers
-DECODED, UNITS, PROMPT, ANSWER = 24, 4, 256, 64
+DECODED, UNITS, PROMPT, ANSWER = 24, 4, 128, 32
 
 
 class Wrong(NamedTuple):
@@ -286,7 +286,7 @@ def _schedules(name: str, mine: Any) -> Contest:
                 with suppress(NotSupported):            # it keeps experts where this model's do not fit
                     found[other][model] = parts(assumed.system(other), model)
         return found
-    found = _once("schedules", others)
+    found = _once(("schedules", PROMPT, ANSWER), others)
 
     def mine_on(model: str) -> tuple[float, list[Wrong]]:
         own, better = parts(_fresh(mine), model), []

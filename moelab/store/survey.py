@@ -76,6 +76,8 @@ def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
     """Rows [r, n] of a tensor, about `most` bytes of it: all of them, or runs of neighbours from four places."""
     dtype, n = DTYPES[stored.dtype], stored.shape[-1] if stored.shape else 1
     row, rows = n * dtype.itemsize, prod(stored.shape[:-1])
+    if not stored.nbytes:
+        return torch.empty(0, n, dtype=dtype)
     if rows < 2:
         return _read(stored, 0, min(stored.nbytes, most // 64 * 64)).view(dtype)[None]
     if stored.nbytes <= most:
@@ -94,7 +96,9 @@ def _read(stored: Stored, begin: int, size: int) -> torch.Tensor:
 
 def bound(part: Part, most: int = SAMPLE) -> float | None:
     """Compressed size over size with only the exponents coded (`moelab.store.entropy`); None for integers."""
-    return describe(histogram(part, most), part.stored.dtype).bound if part.stored.dtype in FORMATS else None
+    if part.stored.dtype not in FORMATS or not part.stored.nbytes:
+        return None
+    return describe(histogram(part, most), part.stored.dtype).bound
 
 
 def histogram(part: Part, most: int = SAMPLE) -> np.ndarray:

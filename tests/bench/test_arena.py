@@ -108,7 +108,10 @@ def test_predictors():
     assert len(guess.wrong["prose"]) == 5 and guess.wrong["prose"][0].cost > 10
 
 
-def test_schedules_stay_above_the_bound():
+def test_schedules_stay_above_the_bound(monkeypatch):
+    monkeypatch.setattr(contests, "PROMPT", 24)
+    monkeypatch.setattr(contests, "ANSWER", 6)
+
     class Mine(OnDemand):
         pass
 

@@ -19,6 +19,7 @@ import pytest
 
 from moelab.comparison import saved_runs
 from moelab.files import CHECKOUT, read_json
+from tests.depth import depth
 from tests.lab.test_runs import put
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -101,7 +102,7 @@ def lab(tmp_path, results):
         process.wait(30)
 
 
-@pytest.fixture(params=[(1280, False), (1920, True)], ids=["1280 light", "1920 dark"])
+@pytest.fixture(params=[(1280, False), (1920, True)][:depth(1, 2)], ids=str)
 def page(request):
     """A page of a headless browser, in two widths and both themes; `page.complaints` is what it was told as errors."""
     width, dark = request.param
@@ -179,6 +180,7 @@ def check_view(page, name, view, seconds, seen):
         view.locator(".moelab-details table, .moelab-details p, .moelab-details pre").first.wait_for(timeout=10_000)
 
 
+@pytest.mark.stress
 @pytest.mark.timeout(400)
 def test_every_view_in_the_browser(page, lab, results):
     for n, (value, smoke) in enumerate(((4, True), (6, False))):
@@ -210,9 +212,8 @@ def test_every_view_in_the_browser(page, lab, results):
             {name: {"median": statistics.median(of), "all": of} for name, of in seconds.items()}, indent=1))
 
 
+@pytest.mark.parametrize("page", [(1280, False)], indirect=True)
 def test_a_run_in_lab_is_a_run(page, lab, results):
-    if page.dark:
-        pytest.skip("once is enough")
     address, path = lab(["import moelab.lab\nrun = moelab.lab.open_run('01_x', {'a': 1}, 0)",
                          "run.metric('n', 3, '', 'exact')\nrun.save()"])
     page.goto(address)

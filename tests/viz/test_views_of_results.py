@@ -157,7 +157,7 @@ def test_arena_from_the_laboratory():
     class Broken(LRU):
         def victim(self, resident):
             raise RuntimeError("no idea")
-    view = moelab.lab.arena(Broken, tokens=64, each=1)
+    view = moelab.lab.arena(Broken, share=0.6, tokens=64, each=1)
     assert "Broken raised RuntimeError: no idea" in view.words[0]
     assert "no idea" in view.detail("traceback").html and table(view)[-1]["place"] == "ceiling"
     before = view.data.ceiling["prose"]
@@ -171,4 +171,4 @@ def test_widgets_change_in_place(runs):
     view.set(figure="curve")
     assert view.picture is picture and [trace.name for trace in picture.data] == ["A hits", "B hits"]
     view._menu.value = "hits"
-    assert "1.500" in view._words.value and not view.errors.outputs
+    assert "1.500" in view._text.value and not view.errors.outputs

@@ -58,15 +58,15 @@ class Detailed(View):
                                          placeholder="type to find, or click in the picture",
                                          style={"description_width": "16em"}, layout={"width": "100%"})
         self._menu.observe(lambda change: self.guarded(partial(self._chosen, change["new"])), "value")
-        self._words, self._close, self._seen = ipywidgets.HTML(), go.FigureWidget(layout_height=320), None
+        self._text, self._close, self._seen = ipywidgets.HTML(), go.FigureWidget(layout_height=320), None
         self._close.layout.template = "moelab"
-        self._words.add_class("moelab-details")
+        self._text.add_class("moelab-details")
         self._frame = ipywidgets.VBox([self._close], layout={"width": "100%", "display": "none"})
-        return [self._menu, self._words, self._frame]
+        return [self._menu, self._text, self._frame]
 
     def _chosen(self, name: str) -> None:
         found = self.detail(name) if name in self._menu.options else Detail("")
-        self._words.value = found.html
+        self._text.value = found.html
         self._frame.layout.display = None if found.figure is not None else "none"
         if found.figure is not None:
             wanted = theme.to_json(found.figure)

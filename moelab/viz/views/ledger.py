@@ -36,7 +36,8 @@ def figure_of(row: ledger.Row, results: str | Path | None = None) -> Path | None
     asked = _words(" ".join(metrics))
     for run in reversed(saved_runs(notebook, results) if notebook else []):
         figures = read_json(run / "metrics.json").get("figures", {})
-        shared = {name: (len(asked & _words(name)), len(asked & _words(of["caption"]))) for name, of in figures.items()}
+        shared = {name: (len(asked & _words(name)), len(asked & _words(of.get("caption", ""))))
+                  for name, of in figures.items()}
         if best := max(shared, key=shared.get, default=""):
             return run / figures[best]["file"]
     return None

@@ -139,7 +139,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
     def tell(data: tuple[list[Node], str], name: str) -> Detail:
         node = next(node for node in data[0] if node.name == name)
         part = node.part
-        if part is None or part.stored.dtype not in survey.FORMATS:
+        if part is None or survey.bound(part) is None:
             return Detail(html_rows(["", node.name], [("MB", node.bytes / 1e6), (data[1], node.value)]))
         shape = " × ".join(map(str, part.stored.shape))
         about = [("tensor", part.name), ("shape", shape), ("type", part.stored.dtype), ("MB", part.stored.nbytes / 1e6),
