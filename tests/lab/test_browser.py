@@ -117,6 +117,19 @@ def page(request):
         browser.close()
 
 
+def run_all(page):
+    """Run all cells as soon as the kernel is there."""
+    page.wait_for_function("() => window.jupyterapp && window.jupyterapp.shell.currentWidget?.sessionContext",
+                           timeout=60_000)
+    page.evaluate("""async () => {
+      const panel = window.jupyterapp.shell.currentWidget;
+      await panel.context.ready;
+      await panel.sessionContext.ready;
+      await panel.sessionContext.session?.kernel?.info;
+      void window.jupyterapp.commands.execute("notebook:run-all-cells");
+    }""")
+
+
 def look(view):
     return view.evaluate(LOOK)
 
@@ -192,12 +205,9 @@ def test_every_view_in_the_browser(page, lab, results):
     if seen:
         seen.mkdir(parents=True, exist_ok=True)
     address, path = lab([*OPENING, *VIEWS.values(), "lm.moelab.close()"], page.dark)
-    page.goto(address)
+    page.goto(address, timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_function("() => window.jupyterapp && document.querySelector('.jp-Notebook-ExecutionIndicator"
-                           "[data-status=idle], .jp-NotebookPanel-toolbar')", timeout=60_000)
-    page.wait_for_timeout(1500)
-    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
+    run_all(page)
     frames = page.locator(".moelab-view")
     for i in range(len(VIEWS)):
         frames.nth(i).wait_for(timeout=120_000)
@@ -216,10 +226,9 @@ def test_every_view_in_the_browser(page, lab, results):
 def test_a_run_in_lab_is_a_run(page, lab, results):
     address, path = lab(["import moelab.lab\nrun = moelab.lab.open_run('01_x', {'a': 1}, 0)",
                          "run.metric('n', 3, '', 'exact')\nrun.save()"])
-    page.goto(address)
+    page.goto(address, timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_timeout(1500)
-    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
+    run_all(page)
     page.get_by_text("metrics.json").first.wait_for(timeout=60_000)
     run, = saved_runs("01_x")
     assert read_json(run / "metrics.json")["metrics"]["n"]["value"] == 3 and run.name.endswith("-lab")
