@@ -83,7 +83,8 @@ def lab(tmp_path, results):
         log = open(tmp_path / "lab.log", "wb")
         started.append(subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
-             f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=",
+             f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ServerApp.websocket_ping_interval=600000",
+             "--ServerApp.websocket_ping_timeout=600000", "--IdentityProvider.token=",
              f"--ServerApp.root_dir={work}",
              f"--LabApp.user_settings_dir={home / 'settings'}", f"--LabApp.workspaces_dir={home / 'workspaces'}"],
             env=os.environ | variables, stdout=log, stderr=log, start_new_session=True))
