@@ -24,7 +24,6 @@ from moelab.cache.residency import Residency
 from moelab.offloading.limits import kv_bytes
 from moelab.offloading.simulator import flat, machine_of, simulate
 from moelab.offloading.slots import Sizes, divide
-from moelab.progress import progress
 from moelab.registry import names, require
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
@@ -40,8 +39,6 @@ GRID, POLICIES, HERE = 9, ("lru", DEFAULT_POLICY, "zipmoe"), "as measured here"
 #: cards that say all that is needed, most of all how fast their disk reads
 DEVICES = ("jetson-agx-orin-32gb", "raspberry-pi-5", "m2-max")
 BELADY, ON_DISK = "belady", "experts on disk"
-#: requests of a run that is simulated on every machine of the menu beforehand, so that turning it is quick
-SHORT = 1500
 
 
 class Point(NamedTuple):
@@ -261,13 +258,9 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
     machines = [machine for machine in dict.fromkeys([HERE, *devices]) if all((name, machine) in explorers
                                                                               for name in found)]
     if not machines or device not in (None, *machines):
-        raise ValueError(f"{device or 'no machine'} can be simulated: the run of a model in memory has no delays, and "
-                         f"a card needs the rates of its disk, memory and arithmetic. There are: {', '.join(machines)}")
+        raise ValueError(f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run of a "
+                         f"model in memory has no delays, and a card needs rates of its disk, memory and arithmetic")
     first = next(iter(found))
-    if request_count(flat(found[first].run.steps)) <= SHORT:
-        for machine in progress(machines, "simulating budgets", unit="machine"):
-            for policy in (*policies, BELADY):
-                explorers[first, machine].curve(policy)
 
     if target is None:
         at = explorers[first, device or machines[0]]
