@@ -19,7 +19,7 @@ import pytest
 
 from moelab.comparison import saved_runs
 from moelab.files import CHECKOUT, read_json
-from tests.depth import depth
+from tests.depth import STRESS
 from tests.lab.test_runs import put
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -27,6 +27,8 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("jupyterlab")
 pytest.importorskip("anywidget")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+if not STRESS:
+    pytest.skip("it drives a browser for minutes: `make stress`", allow_module_level=True)
 if CHROMIUM is None:
     pytest.skip("there is no Chromium to drive: apt-get install chromium", allow_module_level=True)
 
@@ -36,7 +38,7 @@ OPENING = ["import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab
 #: what is shown, a cell each
 VIEWS = {"budget": "views.budget(lm, tokens=8)", "scrubber": "views.scrubber(lm, tokens=8)",
          "theatre": "views.theatre(lm, tokens=8)", "arena": "moelab.lab.arena(Mine, tokens=64, each=1)",
-         "claims": "views.claims('zipmoe')", "runs": "views.runs()", "model_map": "views.model_map()"}
+         "claims": f"views.claims('zipmoe', results={str(CHECKOUT / 'results')!r})", "runs": "views.runs()", "model_map": "views.model_map()"}
 #: Lab without news and without hiding the cells that are out of sight
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
@@ -103,7 +105,7 @@ def lab(tmp_path, results):
         process.wait(30)
 
 
-@pytest.fixture(params=[(1280, False), (1920, True)][:depth(1, 2)], ids=str)
+@pytest.fixture(params=[(1280, False), (1920, True)], ids=str)
 def page(request):
     """A page of a headless browser, in two widths and both themes; `page.complaints` is what it was told as errors."""
     width, dark = request.param
@@ -223,6 +225,7 @@ def test_every_view_in_the_browser(page, lab, results):
             {name: {"median": statistics.median(of), "all": of} for name, of in seconds.items()}, indent=1))
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("page", [(1280, False)], indirect=True)
 def test_a_run_in_lab_is_a_run(page, lab, results):
     address, path = lab(["import moelab.lab\nrun = moelab.lab.open_run('01_x', {'a': 1}, 0)",
