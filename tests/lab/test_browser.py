@@ -38,7 +38,8 @@ OPENING = ["import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab
 #: what is shown, a cell each
 VIEWS = {"budget": "views.budget(lm, tokens=8)", "scrubber": "views.scrubber(lm, tokens=8)",
          "theatre": "views.theatre(lm, tokens=8)", "arena": "moelab.lab.arena(Mine, tokens=64, each=1)",
-         "claims": f"views.claims('zipmoe', results={str(CHECKOUT / 'results')!r})", "runs": "views.runs()", "model_map": "views.model_map()"}
+         "claims": f"views.claims('zipmoe', results={str(CHECKOUT / 'results')!r})",
+         "runs": "views.runs()", "model_map": "views.model_map()"}
 #: Lab without news and without hiding the cells that are out of sight
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
