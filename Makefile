@@ -1,7 +1,7 @@
 # make reproduce   run every notebook and write results/report.html
 # make test        run the tests
 # make stress      run the long sweeps in depth: architectures, interruptions, damaged and hostile files
-# make lab         open JupyterLab
+# make lab         open JupyterLab at notebooks/00_start
 # make clean       remove .venv and caches; results stay
 #
 # All but clean make .venv when it is missing, and again when pyproject.toml or constraints.txt changed.
@@ -29,7 +29,7 @@ stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200
 
 lab: $(INSTALLED)
-	@$(PYTHON) -m jupyter lab notebooks
+	@$(PYTHON) -m jupyter lab notebooks/00_start.ipynb --allow-root
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis
@@ -57,4 +57,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	fi; \
 	echo "Installing moelab and what it needs into $(VENV); the first time takes minutes"; \
 	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
-	$(PYTHON) -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[lab,ane,test]' && touch $@
+	$(PYTHON) -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[lab,ane,test]' || exit 1; \
+	if git rev-parse --git-dir >/dev/null 2>&1; then \
+	  git config filter.nbstripout.clean '$(PYTHON) -m moelab.lab.strip'; \
+	fi; \
+	touch $@

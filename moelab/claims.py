@@ -169,6 +169,16 @@ class Row:
         return self.claim.why(self.verdict)
 
     @property
+    def distance(self) -> float | None:
+        """Ours over the source's, of a range over its nearer end and 1 inside; None unless both are numbers above 0."""
+        of = self.claim
+        said = of.above if of.above is not None else of.below if of.below is not None else of.value
+        ends = said if isinstance(said, list) else [said]
+        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0 for v in (self.ours, *ends)):
+            return None
+        return self.ours / min(max(self.ours, ends[0]), ends[-1])
+
+    @property
     def cells(self) -> list[str]:
         """What `HEAD` names."""
         between = f" ({self.spread[0]:.4g} to {self.spread[1]:.4g})" if self.spread else ""

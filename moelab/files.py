@@ -40,10 +40,18 @@ def results_root(results: str | Path | None = None) -> Path:
     return Path(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path.cwd()) / "results").resolve()
 
 
-def finished_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
-    """The runs of a notebook that the runner finished, oldest first; interactive ones do not count."""
+#: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself
+LAB = "-lab"
+
+
+def finished_runs(notebook: str, results: str | Path | None = None, lab: bool = False) -> list[Path]:
+    """The finished runs of a notebook, oldest first: those of the runner, and with `lab` those of people, too.
+
+    A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's only.
+    """
     folder = results_root(results) / "runs" / notebook
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed"))
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed")
+                  and (lab or not path.name.endswith(LAB)))
 
 
 def cache_root() -> Path:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal or in a notebook, a plain line every ten seconds elsewhere."""
+"""Progress of long work: a bar on a terminal or in a notebook, gone when done; elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class progress:
         else:
             from tqdm.auto import tqdm
             self.bar = tqdm(total=total, desc=desc, unit=unit, initial=initial, unit_scale=unit == "B",
-                            dynamic_ncols=True)
+                            dynamic_ncols=True, leave=False)
         self.note, self.update = self.bar.set_postfix_str, self.bar.update
 
     def __iter__(self) -> Iterator:

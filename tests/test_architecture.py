@@ -23,7 +23,7 @@ DIRECTIONS = {
     "specs": set(), "configs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
     "kernels": set(), "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
     "journal": set(),
-    "claims": set(),
+    "claims": set(), "comparison": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models", "store"},
@@ -57,7 +57,7 @@ ONLY_IN = {
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
 WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal", "lab",
-                 "claims", "__main__", "__init__"}
+                 "claims", "comparison", "__main__", "__init__"}
 
 
 def part_of(path):

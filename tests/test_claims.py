@@ -86,7 +86,7 @@ def test_the_newest_run_counts_and_the_others_are_its_spread(tmp_path):
     write(tmp_path / "baseline" / "n.json", 5.0)
     assert rows(one, tmp_path)[0].ours == 5.0
     for name, value, params in (("1", 1.5, {}), ("2", 2.5, {}), ("3", 2.0, {}), ("4", 9.0, {"smoke": True}),
-                                ("interactive-5", 8.0, {})):
+                                ("5-lab", 8.0, {})):
         write(tmp_path / "runs" / "n" / name / "metrics.json", value, **params)
     row, = rows(one, tmp_path)
     assert (row.ours, row.spread, row.verdict) == (2.0, (1.5, 2.5), REPRODUCED) and "2 (1.5 to 2.5)" in row.cells

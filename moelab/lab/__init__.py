@@ -1,5 +1,13 @@
-"""Running notebooks headlessly, keeping their results, comparing and reporting them."""
+"""Running notebooks headlessly, keeping their results, comparing and reporting them; an arena for what one writes."""
+
+from typing import Any
 
 from moelab.lab.results import open_run
 
-__all__ = ["open_run"]
+__all__ = ["arena", "open_run"]
+
+
+def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2) -> Any:
+    """Rank a cache policy, a predictor or an NDP schedule of one's own: `moelab.viz.views.arena`."""
+    from moelab.viz import views
+    return views.arena(mine, model, share, tokens, each)

@@ -5,6 +5,7 @@
     measured              never fails; shown as a ratio to the baseline
 
 A metric that is missing, one whose kind or unit changed, and a run with other parameters than the baseline's fail.
+What differs is printed, and of a notebook in which nothing does, one line; measured metrics with `--all` only.
 `--update` writes the baselines from the newest runs and keeps the tolerances that were set by hand.
 """
 
@@ -14,8 +15,9 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moelab.comparison import are_numbers, is_named
 from moelab.files import finished_runs, read_json, results_root, write_json
-from moelab.lab.results import SCHEMA, is_named
+from moelab.lab.results import SCHEMA
 from moelab.table import text_table
 
 TOLERANCE = 0.02
@@ -47,11 +49,6 @@ def compare(baseline: dict[str, Any], found: dict[str, Any]) -> list[Row]:
             rows.append(Row(name, old["kind"], old["value"], new["value"], *_compare_values(old, new["value"])))
     return rows + [Row(name, new["kind"], None, new["value"], "new", "not in the baseline; --update adds it")
                    for name, new in found["metrics"].items() if name not in baseline["metrics"]]
-
-
-def are_numbers(*values: Any) -> bool:
-    """Whether all are numbers; a truth value, which Python counts among them, is none."""
-    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
 
 
 def _compare_values(old: dict[str, Any], now: Any) -> tuple[str, str]:
@@ -102,6 +99,7 @@ def _names(wanted: list[str], results: Path) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="*", help="names or numbers; all that have a baseline if none")
     parser.add_argument("--update", action="store_true", help="write the baselines from the newest runs")
+    parser.add_argument("--all", action="store_true", help="print every metric, not only those that differ")
     parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
 
 
@@ -129,8 +127,9 @@ def main(args: argparse.Namespace) -> int:
             bad = sum(row.verdict == "FAILED" for row in rows)
             compared, failed = compared + 1, failed + bool(bad)
             print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
-            print(text_table(["metric", "kind", "baseline", "now", "", ""],
-                             [[r.name, r.kind, r.baseline, r.now, r.verdict, r.note] for r in rows]))
+            if differing := [row for row in rows if args.all or row.verdict in ("FAILED", "new")]:
+                print(text_table(["metric", "kind", "baseline", "now", "", ""],
+                                 [[r.name, r.kind, r.baseline, r.now, r.verdict, r.note] for r in differing]))
     if args.update:
         return 0
     print(f"{compared} notebooks compared, {failed} failed")

@@ -1,13 +1,15 @@
-"""One static page: the sources' claims with verdicts, and the newest finished run of every notebook.
+"""One static page: what the notebooks conclude, with the sources' claims and their verdicts, then all figures.
 
-The page is a single file that works without a network: plotly.js is inside, once. Every figure has its caption and
-its description, so that it can be read by a screen reader and printed.
+Of every notebook the newest finished run, those in JupyterLab included. What is concluded is read at once; figures,
+numbers and parameters unfold, and all of it is printed. The page is a single file that works without a network:
+plotly.js is inside, once. Every figure has its caption and its description for a screen reader.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,20 @@ table { border-collapse: collapse; margin: 1rem 0; width: 100%; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8886; vertical-align: top; }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+summary { cursor: pointer; font-weight: 600; padding: .3rem 0; }
 figure { margin: 1.5rem 0; } figcaption { font-style: italic; margin-top: .4rem; }
 .plot { background: white; min-height: 420px; }
 .note { opacity: .8; }
 @media print { body { max-width: none; margin: 0; font-size: 11pt; } figure, tr { break-inside: avoid; } }
+"""
+#: a figure is drawn when what hides it is opened; until then plotly would not know its width
+SCRIPT = """
+const figures = {};
+addEventListener("toggle", (event) => event.target.querySelectorAll(".plot").forEach((plot) => {
+  figures[plot.id]?.();
+  delete figures[plot.id];
+}), true);
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => (part.open = true)));
 """
 KINDS_NOTE = """Every number says what it is: <em>exact</em> (a count or a bit-for-bit check), <em>measured</em>
 (on this machine), <em>simulated</em> (our policies on a device card), <em>modelled</em> (a fitted formula) or
@@ -39,10 +51,10 @@ def write_report(results: str | Path | None = None) -> Path:
     from moelab.viz.theme import plotly_js
     root = results_root(results)
     names = sorted(path.name for path in (root / "runs").glob("*") if path.is_dir())
-    runs = [(name, found[-1]) for name in names if (found := finished_runs(name, root))]
+    runs = [(name, found[-1]) for name in names if (found := finished_runs(name, root, lab=True))]
     contents = "".join(f'<li><a href="#{escape(name)}">{escape(name)}</a></li>' for name, _ in runs)
-    body = "".join(_section(name, run) for name, run in runs) or "<p>No notebook has finished yet.</p>"
     answered = claims.rows(results=root)
+    body = "".join(_section(name, run, answered) for name, run in runs) or "<p>No notebook has finished yet.</p>"
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -51,6 +63,7 @@ def write_report(results: str | Path | None = None) -> Path:
 <title>moelab: results</title>
 <style>{STYLE}</style>
 <script>{plotly_js()}</script>
+<script>{SCRIPT}</script>
 </head>
 <body>
 <main>
@@ -73,26 +86,48 @@ reproduced; another model or machine than the source's shows a direction at most
 
 def _ledger(answered: list[claims.Row]) -> str:
     titles = dict.fromkeys(row.claim.title for row in answered)
-    return "\n".join(_table(title, claims.HEAD, [row.cells for row in answered if row.claim.title == title])
-                     for title in titles)
+    own = {title: [row for row in answered if row.claim.title == title] for title in titles}
+    return "\n".join(_folded(f"{title}: {claims.summary(rows)}", _table("", claims.HEAD, [row.cells for row in rows]))
+                     for title, rows in own.items())
 
 
-def _section(name: str, run: Path) -> str:
+def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
+    """What a run concludes and the verdicts on its claims; folded, its figures, its numbers, its parameters."""
     about = read_json(run / "run.json")
     found = read_json(run / "metrics.json") if (run / "metrics.json").exists() else {}
     env = about["env"]
     commit = (env["git"] or "no commit")[:12] + ("+changes" if (env["git"] or "").endswith("+changes") else "")
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
+    said = dict.fromkeys(takeaway["text"] for takeaway in found.get("takeaways", ()))
+    verdicts = [row for row in answered if row.claim.metric[:1] == (name,)]
+    drawn = [_figure(f"{name}-{key}", run / figure["file"]) for key, figure in found.get("figures", {}).items()]
+    tables = [_table(title, head, rows) for title, (head, *rows) in found.get("tables", {}).items()]
+    numbers = _table("Metrics", ["metric", "value", "unit", "kind"],
+                     [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()])
+    ran = f"""<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])}
+({env["cores"]} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
     parts = [
         f'<section aria-labelledby="{escape(name)}"><h2 id="{escape(name)}">{escape(name)}</h2>',
-        f'<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])} '
-        f'({env["cores"]} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>',
-        _table("Parameters", ["name", "value"], [[k, v] for k, v in about["parameters"].items()]),
-        _table("Metrics", ["metric", "value", "unit", "kind"],
-               [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()]),
+        f"<ul>{''.join(f'<li>{_markdown(text)}</li>' for text in said)}</ul>" if said else "",
+        _folded(claims.summary(verdicts), _table("", claims.HEAD, [row.cells for row in verdicts])) if verdicts else "",
+        _folded(f"Figures ({len(drawn)})", "".join(drawn)) if drawn else "",
+        _folded("Numbers", numbers + "".join(tables)) if numbers or tables else "",
+        _folded("Parameters and machine", ran + _table("Parameters", ["name", "value"], [
+            [k, v] for k, v in about["parameters"].items()])),
     ]
-    parts += [_figure(f"{name}-{key}", run / figure["file"]) for key, figure in found.get("figures", {}).items()]
     return "\n".join(part for part in parts if part) + "</section>"
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>\n{content}</details>"
+
+
+def _markdown(text: str) -> str:
+    """The Markdown of a takeaway: bold, code and italics."""
+    text = escape(text, quote=False)
+    for mark, tag in ((r"\*\*", "strong"), ("`", "code"), (r"\*", "em")):
+        text = re.sub(rf"{mark}(?=\S)(.+?){mark}", rf"<{tag}>\1</{tag}>", text)
+    return text
 
 
 def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
@@ -104,7 +139,8 @@ def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
         cells = "".join(f'<td{" class=number" if isinstance(v, (int, float)) else ""}>{escape(format_value(v))}</td>'
                         for v in rest)
         lines.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
-    return f"<table><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>" \
+    caption = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f"<table>{caption}<thead><tr>{heads}</tr></thead>" \
            f"<tbody>{''.join(lines)}</tbody></table>"
 
 
@@ -117,7 +153,8 @@ def _figure(name: str, path: Path) -> str:
 <div class="plot" id="{escape(name)}" role="img" aria-label="{escape(content['alt'])}"></div>
 <figcaption>{escape(content['caption'])}</figcaption>
 <noscript><p>{escape(content['alt'])}</p></noscript>
-<script>Plotly.newPlot({json.dumps(name)}, {data}, {layout}, {{responsive: true, displaylogo: false}});</script>
+<script>figures[{json.dumps(name)}] = () => Plotly.newPlot({json.dumps(name)}, {data}, {layout},
+  {{responsive: true, displaylogo: false}});</script>
 </figure>"""
 
 

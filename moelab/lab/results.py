@@ -9,8 +9,10 @@
     run.verdicts()                  # the sources' claims that this notebook answers
     run.save()
 
-A run is one directory: `metrics.json`, which also keeps takeaways and tables, and `figures/*.json`. The runner names
-it in MOELAB_RUN_DIR; in JupyterLab it is `results/runs/<notebook>/interactive-<time>/`, which check and report ignore.
+A run is one directory: `metrics.json`, which also keeps takeaways and tables, `figures/*.json` and `run.json`. The
+runner names it in MOELAB_RUN_DIR. In JupyterLab, and where papermill is called directly, it is
+`results/runs/<notebook>/<time>-lab/` once it is saved: listed, reported and compared like any other, but `check` and
+`claims` judge the runner's only (`moelab.files.finished_runs`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -30,7 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moelab.files import CHECKOUT, results_root, write_json
+from moelab.files import CHECKOUT, LAB, results_root, write_json
 
 SCHEMA = "moelab.metrics/1"
 #: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
@@ -41,11 +45,6 @@ KINDS = ("exact", "measured", "simulated", "modelled", "paper")
 def new_run_id() -> str:
     """A name for a run that sorts by time (UTC)."""
     return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
-
-
-def is_named(notebook: str, name: str) -> bool:
-    """Whether `name` is the notebook's name or number: "01_calibration", "01" or "1"."""
-    return name == notebook or name.zfill(2) == notebook.split("_")[0]
 
 
 def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> Run:
@@ -64,8 +63,31 @@ def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> 
         params = {name: params[name] for name in annotated(cells)}
     params = dict(params)
     seed = params.pop("seed") if seed is None else seed
-    directory = os.environ.get("MOELAB_RUN_DIR") or results_root() / "runs" / notebook / f"interactive-{new_run_id()}"
-    return Run(notebook, params, seed, Path(directory))
+    if given := os.environ.get("MOELAB_RUN_DIR"):
+        return Run(notebook, params, seed, Path(given))
+    folder = results_root() / "runs" / notebook
+    remove_leftovers(folder)
+    name = new_run_id() + LAB
+    return Run(notebook, params, seed, folder / part_name(name), folder / name)
+
+
+def part_name(run: str) -> str:
+    """What a run's directory is called until it is finished: by it, `remove_leftovers` knows who writes there."""
+    return f"{run}@{platform.node()}@{os.getpid()}.part"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the `.part` directories of runs on this machine whose process is gone."""
+    for part in folder.glob("*@*@*.part"):
+        _, host, pid = part.stem.split("@")
+        if host != platform.node():
+            continue
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(part, ignore_errors=True)
+        except OSError:             # it runs, and belongs to somebody else
+            pass
 
 
 def annotated(cells: Iterable[str]) -> list[str]:
@@ -104,12 +126,17 @@ def check_injected(cells: list[str]) -> None:
 
 @dataclass
 class Run:
-    """The findings of one execution of a notebook; `open_run` makes one."""
+    """The findings of one execution of a notebook; `open_run` makes one.
+
+    home : what `directory` is renamed to by `save`; None where the runner does it.
+    """
 
     notebook: str
     params: dict[str, Any]
     seed: int
     directory: Path
+    home: Path | None = None
+    opened: float = field(default_factory=time.monotonic, repr=False)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
     takeaways: list[dict[str, Any]] = field(default_factory=list)
@@ -183,11 +210,24 @@ class Run:
         show(fig, caption, alt, name)
 
     def save(self) -> Path:
-        """Write metrics.json; returns its path. Call it in the last cell."""
+        """Write metrics.json; returns its path. Call it in the last cell; a cell may be run again afterwards."""
         content = {"schema": SCHEMA, "notebook": self.notebook, "params": self.params, "seed": self.seed,
                    "env": environment(), "takeaways": self.takeaways, "metrics": self.metrics, "figures": self.figures,
                    "tables": self.tables}
-        return write_json(self.directory / "metrics.json", content)
+        write_json(self.directory / "metrics.json", content)
+        if self.home is not None:
+            write_json(self.directory / "run.json", about(self.notebook, self.params | {"seed": self.seed},
+                                                          time.monotonic() - self.opened))
+            os.replace(self.directory, self.home)
+            self.directory = self.home
+        return self.directory / "metrics.json"
+
+
+def about(notebook: str, parameters: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The content of run.json: with what, for how long and on what a notebook ran."""
+    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
+    return {"notebook": notebook, "parameters": parameters, "seconds": round(seconds, 1), "env": environment(),
+            "packages": packages}
 
 
 def _plain(name: str, value: Any) -> float | int | str | bool:

@@ -2,6 +2,7 @@
 
     results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
     results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/, run.json
+    results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a notebook
     results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came, error.txt
 
 Notebooks run one after the other, since they measure times.
@@ -14,20 +15,18 @@ import ast
 import io
 import json
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import time
 import tokenize
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from moelab.arguments import number
+from moelab.comparison import is_named
 from moelab.files import CHECKOUT, read_json, results_root, write_json
-from moelab.lab.results import environment, is_named, new_run_id
+from moelab.lab.results import about, new_run_id, part_name, remove_leftovers
 
 CELL_TIMEOUT = 1200.0
 
@@ -157,7 +156,7 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
     folder = results_root(results) / "runs" / path.stem
     remove_leftovers(folder)
     run_id = new_run_id()
-    part = folder / f"{run_id}@{platform.node()}@{os.getpid()}.part"
+    part = folder / part_name(run_id)
     part.mkdir(parents=True)
     job = {"notebook": str(path), "parameters": parameters, "directory": str(part), "timeout": timeout,
            "pictures": in_force.get("smoke") is not True}
@@ -172,10 +171,7 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
     finally:
         process.stdin.close()       # the sign to end, if it has not
         process.wait()
-    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
-    write_json(part / "run.json", {"notebook": path.stem, "parameters": in_force,
-                                   "seconds": round(time.monotonic() - start, 1), "env": environment(),
-                                   "packages": packages})
+    write_json(part / "run.json", about(path.stem, in_force, time.monotonic() - start))
     if process.returncode != 0:
         failed = folder / f"{run_id}.failed"
         os.replace(part, failed)
@@ -185,20 +181,6 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
         raise NotebookFailed(path.stem, error, failed)
     os.replace(part, folder / run_id)
     return folder / run_id
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the `.part` directories of runs on this machine whose process is gone."""
-    for part in folder.glob("*@*@*.part"):
-        _, host, pid = part.stem.split("@")
-        if host != platform.node():
-            continue
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            shutil.rmtree(part, ignore_errors=True)
-        except OSError:             # it runs, and belongs to somebody else
-            pass
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

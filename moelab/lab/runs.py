@@ -1,4 +1,4 @@
-"""`python -m moelab list`: the notebooks, and of each its finished runs."""
+"""`python -m moelab list`: the notebooks, and of each its finished runs, those in JupyterLab (-lab) included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(args: argparse.Namespace) -> int:
     root, rows = results_root(args.results), []
     names = {path.stem for path in notebooks()} | {path.name for path in (root / "runs").glob("*") if path.is_dir()}
     for name in sorted(names):
-        runs = finished_runs(name, root)
+        runs = finished_runs(name, root, lab=True)
         abouts = [read_json(run / "run.json") if (run / "run.json").exists() else {} for run in runs]
         rows += [[name, run.name, f"{about['seconds']:.0f} s" if about else "",
                   " ".join(f"{key}={value}" for key, value in about.get("parameters", {}).items())]

@@ -8,6 +8,7 @@ GOOD = ["""from moelab.lab import open_run
 run = open_run("good", dict(smoke=smoke, seed=seed), seed)
 run.metric("experts", 3, "experts", "exact")
 run.metric("time", 1.5, "s", "measured")
+run.takeaway("It has **{n}** experts & `code`.", n=3)
 run.verdicts()""", """import plotly.graph_objects as go
 fig = go.Figure(go.Scatter(y=[1, 2], name="</script><b>"))
 run.figure("line", fig, caption="A line & its end [exact]", alt='It rises from 1 to 2, "always"')

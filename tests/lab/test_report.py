@@ -51,6 +51,9 @@ def test_the_report_has_everything_and_needs_no_network(notebook, results):
     words = " ".join(page.text)
     for expected in ("A line & its end [exact]", "experts", "measured", "seed", "contradicted by the source itself"):
         assert expected in words
+    order = [text.index(one) for one in ("<strong>3</strong> experts &amp; <code>code</code>", "A line &amp; its end",
+                                         "<caption>Metrics", "<caption>Parameters")]
+    assert order == sorted(order)               # what is concluded, then figures, then numbers and parameters
     plot, = [a for a in page.all("div") if a.get("role") == "img"]
     assert plot["aria-label"] == 'It rises from 1 to 2, "always"'
     assert text.count("Plotly.newPlot(") == text.count('Plotly.newPlot("good-line"') == 1

@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -8,14 +9,34 @@ from moelab.files import finished_runs, write_json
 from moelab.lab.results import annotated, check_injected
 
 
-def test_an_interactive_run_writes_beside_the_others_and_does_not_count(results):
+def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
     run = open_run("01_x", {"a": 1}, seed=3)
     run.metric("n", 1, "", "exact")
+    write_json(run.directory / "figures" / "kept.json", {})
+    assert not finished_runs("01_x", lab=True)
     path = run.save()
-    assert path.parent.name.startswith("interactive-") and path.parent.parent == results / "runs" / "01_x"
-    assert not finished_runs("01_x", results)
+    folder, = finished_runs("01_x", lab=True)
+    assert path == folder / "metrics.json" and (folder / "figures" / "kept.json").is_file()
+    assert folder.parent == results / "runs" / "01_x" and not finished_runs("01_x")
     content = json.loads(path.read_text())
     assert content["seed"] == 3 and {"git", "versions", "device", "cpu", "cores"} <= set(content["env"])
+    about = json.loads((folder / "run.json").read_text())
+    assert about["parameters"] == {"a": 1, "seed": 3} and about["seconds"] >= 0
+
+    run.metric("n", 2, "", "exact")                     # a cell that is run again
+    assert run.save() == path and json.loads(path.read_text())["metrics"]["n"]["value"] == 2
+    assert [of.name for of in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_a_dead_kernel_never_saved_is_removed_by_the_next_run(results):
+    run = open_run("01_x", {}, seed=0)
+    host, pid = run.directory.stem.split("@")[1:]
+    assert pid == str(os.getpid())
+    dead = run.directory.with_name(f"20250101-1-lab@{host}@{2**22 + 1}.part")       # above the largest process id
+    for folder in (run.directory, dead):
+        folder.mkdir(parents=True)
+    open_run("01_x", {}, seed=0)
+    assert run.directory.exists() and not dead.exists()
 
 
 def test_metrics_take_plain_values_and_numpy_scalars():
@@ -74,9 +95,12 @@ def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
 
 
 def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
-    for name in ("20250102-1", "20250101-2", "20250103-1@h@1.part", "20250104-1.failed", "interactive-1"):
+    for name in ("20250102-1", "20250101-2", "20250103-1@h@1.part", "20250104-1.failed", "20250101-9-lab",
+                 "20250105-1-lab@h@1.part", "interactive-1"):
         (tmp_path / "runs" / "n" / name).mkdir(parents=True)
     assert [path.name for path in finished_runs("n", tmp_path)] == ["20250101-2", "20250102-1"]
+    assert [path.name for path in finished_runs("n", tmp_path, lab=True)] == ["20250101-2", "20250101-9-lab",
+                                                                              "20250102-1"]
 
 
 CELL = "smoke: bool = False  # small\nn: int = 3\nshare = 0.5\nname: str = ''\nlimit: int | None = None\nk = 2 * 3"

@@ -1,27 +1,48 @@
-"""The commands `list` and `compare`."""
+"""The commands `list` and `compare`, and the comparison behind it."""
+
+import random
+
+import pytest
 
 from moelab.__main__ import main
+from moelab.comparison import compare, find_run
 from moelab.files import write_json
 
 
-def put(results, run_id, value):
-    folder = results / "runs" / "01_calibration" / run_id
-    write_json(folder / "metrics.json", {"metrics": {"hits": {"value": value, "unit": "", "kind": "exact"},
-                                                     "name": {"value": "lru", "unit": "", "kind": "exact"}}})
-    write_json(folder / "run.json", {"seconds": 3.0, "parameters": {"smoke": True}})
+def put(results, run_id, value, smoke=True, notebook="01_calibration", figures=(), **more):
+    folder = results / "runs" / notebook / run_id
+    metrics = {"hits": value, "name": "lru"} | more
+    for name in figures:
+        write_json(folder / "figures" / f"{name}.json", {"figure": run_id, "caption": name})
+    write_json(folder / "metrics.json", {
+        "params": {"smoke": smoke}, "seed": 0,
+        "metrics": {name: {"value": of, "unit": "", "kind": "exact"} for name, of in metrics.items()},
+        "figures": {name: {"file": f"figures/{name}.json"} for name in figures}})
+    write_json(folder / "run.json", {"seconds": 3.0, "parameters": {"smoke": smoke}})
     return folder
 
 
 def test_runs_are_listed_and_compared(results, capsys):
-    folders = [put(results, run_id, value) for run_id, value in (("20250101-1", 4), ("20250102-1", 6))]
+    folders = [put(results, run_id, value) for run_id, value in (("20250101-1", 4), ("20250102-1-lab", 6))]
     assert main(["list"]) == 0
     told = capsys.readouterr().out
-    assert "20250102-1" in told and "smoke=True" in told and "02_compression_entropy" in told
+    assert "20250102-1-lab" in told and "smoke=True" in told and "02_compression_entropy" in told
     assert main(["compare", "1"]) == 0
     told = capsys.readouterr().out
-    assert "1.500 ×" in told and "lru" in told
+    assert "1.500 ×" in told and "lru" in told and "parameter" not in told
     assert main(["compare", *map(str, folders)]) == 0 and capsys.readouterr().out == told
     assert main(["compare", "2"]) == 2 and "two are compared" in capsys.readouterr().err
+    assert main(["compare", "1", "2"]) == 2 and "there are runs of 01_calibration" in capsys.readouterr().err
+
+
+def test_parameters_that_differ_come_first_and_notebooks_stand_for_their_newest_run(results, capsys):
+    put(results, "20250101-1", 4)
+    full = put(results, "20250102-1", 6, smoke=False)
+    other = put(results, "20250103-1", 8, notebook="02_other")
+    assert find_run("1") == find_run("01_calibration") == full and find_run("02") == other
+    assert main(["compare", "1", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told.index("smoke") < told.index("hits") and "01_calibration 20250102-1" in told
 
 
 def test_a_truth_value_is_no_number_to_divide_by(results, capsys):
@@ -29,3 +50,34 @@ def test_a_truth_value_is_no_number_to_divide_by(results, capsys):
     assert main(["compare", *map(str, folders)]) == 0
     told = capsys.readouterr().out
     assert "yes" in told and "×" not in told
+
+
+def test_the_spread_is_that_of_runs_alike(results):
+    draw = random.Random(0)
+    values = {smoke: [draw.randint(1, 99) for _ in range(4)] for smoke in (True, False)}
+    for smoke, of in values.items():
+        for n, value in enumerate(of):
+            last = put(results, f"2025010{n}-{int(smoke)}", value, smoke)
+            if smoke:
+                one = last
+    found = compare(one, last)
+    hits, name = (next(m for m in found.metrics if m.name == wanted) for wanted in ("hits", "name"))
+    assert hits.values == (values[True][-1], values[False][-1])
+    assert hits.spreads == tuple((min(of), max(of)) for of in values.values())
+    assert name.spreads == (None, None) and found.params == {"smoke": (True, False)}
+
+
+@pytest.mark.parametrize("a, b, note", [(2, 3, "1.500 ×"), (0, 0, ""), (0, 1, "differs"), ("a", "a", ""),
+                                        ("a", "b", "differs")])
+def test_how_two_values_differ(results, a, b, note):
+    found = compare(put(results, "20250101-1", a), put(results, "20250102-1", b))
+    assert found.metrics[0].note == note
+
+
+def test_only_figures_that_both_have_are_paired(results):
+    one, other = (put(results, run, 1, figures=names, **more) for run, names, more in (
+        ("20250101-1", ("a", "b"), {"gone": 1}), ("20250102-1", ("b", "c"), {})))
+    found = compare(one, other)
+    assert {name: [of["figure"] for of in both] for name, both in found.figures.items()} == {
+        "b": ["20250101-1", "20250102-1"]}
+    assert {m.name: m.note for m in found.metrics}["gone"] == "only one has it"

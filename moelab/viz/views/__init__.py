@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Any
 
 #: view → the module that defines it, which has another name: it would hide the function
-_HOMES = {"budget": "budgets", "scrubber": "scrub", "theatre": "stage"}
+_HOMES = {"budget": "budgets", "scrubber": "scrub", "theatre": "stage", "arena": "standings", "claims": "ledger",
+          "runs": "pair", "model_map": "treemap"}
 __all__ = list(_HOMES)
 
 

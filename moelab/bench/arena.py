@@ -1,0 +1,302 @@
+"""Bring your own: a policy, a predictor or a schedule on three traces, against all others and the ceiling.
+
+    what you bring                               on                                     the ceiling
+    cache policy: touch and victim               three kinds of text, token by token    Belady's optimum
+    predictor: a `moelab.speculate` Predictor    the same texts                         every expert predicted
+    schedule: a `moelab.ndp.systems` System      three models, simulated                `moelab.ndp.bound`
+
+It is a class that can be made without further arguments (a predictor: of the model and of the ingredients that it
+names), or an object. Whatever it raises ends its own part only, and is told with its traceback.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+
+from moelab.bench.cache import steps
+from moelab.cache.optimum import belady_hits, request_count
+from moelab.cache.policies import NEEDS, POLICIES
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.datasets import prompts, token_count
+from moelab.models import identity
+from moelab.ndp.bound import prompt_bound
+from moelab.ndp.costs import NotSupported
+from moelab.ndp.simulation import simulate
+from moelab.ndp.sweep import Assumptions
+from moelab.ndp.systems import SYSTEMS, System
+from moelab.progress import progress
+from moelab.recording import record
+from moelab.registry import make, names
+from moelab.speculate.predictors import Predictor, takes
+from moelab.speculate.scoring import Score, score
+from moelab.speculate.signals import default_vectors
+from moelab.specs import ExpertKey, State
+from moelab.trace import DECODE, RoutingTrace
+
+TEXTS = ("prose", "code", "lookup")
+MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE")
+#: tokens that are generated after a text; units of the simulated machine, tokens of its prompts and answers
+DECODED, UNITS, PROMPT, ANSWER = 24, 4, 128, 32
+
+
+class Wrong(NamedTuple):
+    """One choice that another would have beaten, in words, and what it cost in the unit of the contest."""
+
+    where: str
+    chose: str
+    better: str
+    cost: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A contestant's score on each trace; `error` is the traceback that ended it."""
+
+    name: str
+    own: bool
+    scores: Mapping[str, float]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """kind : what was brought. unit : of the scores. ceiling : the best possible score of each trace.
+
+    standings : best first. wrong : trace → what the own one chose wrongly, costliest first.
+    lower : whether a lower score is better.
+    """
+
+    kind: str
+    unit: str
+    ceiling: Mapping[str, float]
+    standings: list[Standing]
+    wrong: Mapping[str, list[Wrong]] = field(default_factory=dict)
+    lower: bool = False
+
+    def share(self, standing: Standing, trace: str) -> float:
+        """What was reached of the ceiling, 0 to 1; 0 where it raised."""
+        reached, best = standing.scores.get(trace), self.ceiling[trace]
+        if reached is None:
+            return 0.0
+        return best / reached if self.lower else reached / best
+
+    @property
+    def own(self) -> Standing:
+        return next(standing for standing in self.standings if standing.own)
+
+    @property
+    def place(self) -> int:
+        """Of the own one, 1 for the first."""
+        return 1 + self.standings.index(self.own)
+
+
+def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2) -> Contest:
+    """Rank what is brought against everything of its kind.
+
+    model : an opened model whose routing policies and predictors see; None opens the shipped small one.
+    share : of the experts that fit in memory, for policies. tokens, each : length and number of prompts a kind of text.
+
+    Raises TypeError: it is neither a policy, nor a predictor, nor a schedule.
+    """
+    made = mine if isinstance(mine, type) else type(mine)
+    name = made.__name__
+    if issubclass(made, System):
+        return _schedules(name, mine)
+    predicts = callable(getattr(made, "predict", None))
+    if not predicts and not all(callable(getattr(made, method, None)) for method in ("touch", "victim")):
+        raise TypeError(f"{name} is neither a cache policy (methods touch and victim), nor a predictor (a "
+                        "moelab.speculate.predictors.Predictor), nor a schedule (a moelab.ndp.systems.System)")
+    if model is None:
+        from moelab import open_model
+        model = open_model()
+    traces = texts(model, tokens, each)
+    return _predictors(name, mine, model, traces) if predicts else _policies(name, mine, traces, share)
+
+
+_MEMO: dict[Any, Any] = {}
+
+
+def _once(key: Any, make: Callable[[], Any]) -> Any:
+    """What was made under this key; another contest does not record, nor play the others, again."""
+    if key not in _MEMO:
+        _MEMO[key] = make()
+    return _MEMO[key]
+
+
+def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
+    """A trace with hidden states of every kind of text and of what the model answers; recorded once a model."""
+    count = token_count(model.tokenizer)
+    return {source: _once((identity(model), source, tokens, each), lambda: record(
+        model, prompts(source, each, tokens=tokens, count=count), DECODED, hidden=True)) for source in TEXTS}
+
+
+def _ranked(kind: str, unit: str, ceiling: Mapping[str, float], others: Mapping[str, Mapping[str, float]],
+            own: Standing, wrong: Mapping[str, list[Wrong]], lower: bool = False) -> Contest:
+    standings = [own, *(Standing(name, False, of) for name, of in others.items())]
+    contest = Contest(kind, unit, ceiling, standings, wrong, lower)
+    contest.standings.sort(key=lambda of: -sum(contest.share(of, trace) for trace in ceiling))     # ties: own first
+    return contest
+
+
+def _guarded(traces: Sequence[str], play: Callable[[str], tuple[float, list[Wrong]]], name: str
+             ) -> tuple[Standing, dict[str, list[Wrong]]]:
+    """What is brought, on one trace after the other until it raises."""
+    scores, wrong = {}, {}
+    try:
+        for trace in traces:
+            scores[trace], wrong[trace] = play(trace)
+    except Exception:
+        return Standing(name, True, scores, traceback.format_exc()), wrong
+    return Standing(name, True, scores), wrong
+
+
+def _fresh(mine: Any) -> Any:
+    """A new object of a class; a copy of an object, so that one trace teaches it nothing about the next."""
+    return mine() if isinstance(mine, type) else copy.deepcopy(mine)
+
+
+# ------------------------------------------------------------------------------------------------- cache policies
+
+def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: float) -> Contest:
+    ceiling = {}
+    for text, trace in traces.items():
+        asked = [step[1:] for step in steps(trace)]
+        ceiling[text] = 100 * belady_hits(asked, _capacity(trace, share)) / request_count(asked)
+    others = {other: {text: _once((id(trace), other, share), lambda: play(trace, other, share)[0])
+                      for text, trace in traces.items()}
+              for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")}
+    own, wrong = _guarded(list(traces), lambda text: play(traces[text], _fresh(mine), share, judge=True), name)
+    return _ranked("cache policy", "hit rate (%)", ceiling, others, own, wrong)
+
+
+def _capacity(trace: RoutingTrace, share: float) -> int:
+    return round(share * trace.spec.L * trace.spec.E)
+
+
+def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) -> tuple[float, list[Wrong]]:
+    """(hit rate in %, wrong evictions) of a policy with memory for a share of the experts, token by token.
+
+    An eviction is wrong if the expert was used again, and another that could have left only later or never; it costs
+    as many steps as that would have been later.
+    """
+    L, E = trace.spec.L, trace.spec.E
+    residency = Residency(L, E, Pools(F=_capacity(trace, share)), policy, "model")
+    inputs = trace.router_inputs.float().numpy() if residency.sees else None
+    asked = steps(trace)
+    uses: dict[ExpertKey, list[int]] = {}
+    for n, (_, layer, experts) in enumerate(asked):
+        for expert in experts:
+            uses.setdefault(ExpertKey(layer, expert), []).append(n)
+
+    def following(key: ExpertKey, n: int) -> float:
+        of = uses.get(key, [])
+        return of[after] if (after := bisect_right(of, n)) < len(of) else inf
+    wrong = []
+    for n, (row, layer, experts) in enumerate(asked):
+        if inputs is not None:
+            residency.see(layer, inputs[row, layer][None])
+        left = set(residency.resident(State.FULL)) if judge else set()
+        for victim, _ in residency.begin(layer, experts).evicted:
+            if not judge:
+                continue
+            best = max((key for key in left if key.layer != layer or key.expert not in experts),
+                       key=lambda key: following(key, n))
+            left.discard(victim)
+            again, later = following(victim, n), following(best, n)
+            if again < later:
+                wrong.append(Wrong(
+                    f"token {n // L}, layer {layer}", f"{_said(victim)}, used again {again - n} steps later",
+                    f"{_said(best)}, " + ("never used again" if later == inf else f"{later - n} steps later"),
+                    float(min(later, len(asked)) - again)))
+    return 100 * residency.counters.hit_rate(), sorted(wrong, key=lambda one: -one.cost)
+
+
+def _said(key: ExpertKey) -> str:
+    return f"expert {key.expert} of layer {key.layer}"
+
+
+# ----------------------------------------------------------------------------------------------------- predictors
+
+def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTrace]) -> Contest:
+    def ingredients() -> dict[str, Any]:
+        train = prompts(TEXTS, 1, split="train", count=token_count(model.tokenizer))
+        return {"vectors": default_vectors(model, train), "trace": record(model, train), "seed": 0}
+    given = _once((identity(model), "ingredients"), ingredients)
+    able = [other for other in names("predictor") if other != "oracle" and set(takes(other)) <= given.keys()]
+
+    def scored(other: str, text: str) -> Score:
+        made = make("predictor", other, model, **{part: given[part] for part in takes(other)})
+        return _once((id(traces[text]), other), lambda: score(traces[text], made, DECODE))
+    found = {other: {text: scored(other, text) for text in traces}
+             for other in progress(able, "predictors", unit="predictor")}
+
+    def recall(of: Score, text: str) -> float:
+        """Saying nothing finds nothing."""
+        ahead = traces[text].spec.L - of.hits.shape[1]
+        return 100 * float(of.hits.sum() / (traces[text].decode.ids[:, ahead:] != traces[text].spec.E).sum())
+
+    def mine_on(text: str) -> tuple[float, list[Wrong]]:
+        wants = inspect.signature(mine).parameters if isinstance(mine, type) else {}
+        wanted = {part: value for part, value in given.items() if part in wants}
+        predictor = mine(model, **wanted) if isinstance(mine, type) else mine
+        own, better = score(traces[text], predictor, DECODE), []
+        for layer, of in enumerate(own.recall.tolist()):
+            best = max(able, key=lambda other: _at(found[other][text].recall, layer))
+            if (top := _at(found[best][text].recall, layer)) > of:
+                better.append(Wrong(f"layer {layer + predictor.ahead} from layer {layer}", f"{100 * of:.1f} % of the "
+                                    "experts", f"{best}: {100 * top:.1f} %", 100 * (top - of)))
+        return recall(own, text), sorted(better, key=lambda one: -one.cost)
+    own, wrong = _guarded(list(traces), mine_on, name)
+    others = {other: {text: recall(of, text) for text, of in by.items()} for other, by in found.items()}
+    return _ranked("predictor", "recall@K of decode (%)", dict.fromkeys(traces, 100.0), others, own, wrong)
+
+
+def _at(recall: torch.Tensor, layer: int) -> float:
+    return float(torch.nan_to_num(recall, nan=-1.0)[layer]) if layer < len(recall) else -1.0
+
+
+# ------------------------------------------------------------------------------------------------------ schedules
+
+def _schedules(name: str, mine: Any) -> Contest:
+    assumed = Assumptions()
+    machine = assumed.hardware(UNITS)
+    routings = {model: assumed.routing(model, 0, PROMPT, ANSWER) for model in MODELS}
+    bounds = {model: prompt_bound(machine, routing) for model, routing in routings.items()}
+
+    def parts(system: System, model: str) -> tuple[float, float]:
+        """Milliseconds of the prompt's experts, and of the answer's with loading what it prefetches."""
+        result = simulate(machine, system, routings[model], placement=assumed.placement)
+        return 1e3 * result.moe_prefill, 1e3 * (result.moe_decode + result.intermediate)
+    def others() -> dict[str, dict[str, tuple[float, float]]]:
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for other in progress(SYSTEMS, "schedules", unit="system"):
+            found[other] = {}
+            for model in MODELS:
+                with suppress(NotSupported):            # it keeps experts where this model's do not fit
+                    found[other][model] = parts(assumed.system(other), model)
+        return found
+    found = _once(("schedules", PROMPT, ANSWER), others)
+
+    def mine_on(model: str) -> tuple[float, list[Wrong]]:
+        own, better = parts(_fresh(mine), model), []
+        for i, phase in enumerate(("prefill", "decode, with loading what is prefetched")):
+            best = min((other for other in found if model in found[other]), key=lambda other: found[other][model][i])
+            if (top := found[best][model][i]) < own[i]:
+                better.append(Wrong(phase, f"{own[i]:.3f} ms", f"{best}: {top:.3f} ms; bound "
+                                    f"{1e3 * bounds[model][i]:.3f} ms", own[i] - top))
+        return sum(own), sorted(better, key=lambda one: -one.cost)
+    own, wrong = _guarded(MODELS, mine_on, name)
+    return _ranked("NDP schedule", "time of the experts (ms)", {model: 1e3 * sum(of) for model, of in bounds.items()},
+                   {other: {model: sum(of) for model, of in by.items()} for other, by in found.items()}, own, wrong,
+                   lower=True)

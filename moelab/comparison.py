@@ -1,0 +1,119 @@
+"""Two runs side by side: the parameters that differ, every metric with its spread, the figures that both have.
+
+A run is its folder; a notebook's name or number stands for its newest one. The spread of a metric is the least and the
+most that it was in the runs of the same notebook with the same parameters: one run says nothing about the noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moelab.files import finished_runs, read_json, results_root
+from moelab.table import format_value
+
+Spread = tuple[float, float]
+#: columns of `Comparison.cells`, beside the names of the runs
+HEAD = ("metric", "unit", "kind")
+
+
+class Metric(NamedTuple):
+    """One metric in both runs; None where a run lacks it. spreads : least and most, None where it never differed."""
+
+    name: str
+    unit: str
+    kind: str
+    values: tuple[Any, Any]
+    spreads: tuple[Spread | None, Spread | None]
+
+    @property
+    def note(self) -> str:
+        """The second over the first, or that they differ; "" where they are equal."""
+        a, b = self.values
+        if are_numbers(a, b) and a:
+            return f"{b / a:.3f} ×"
+        return "" if a == b else "only one has it" if None in (a, b) else "differs"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs A and B. params : name → values, of parameters that differ. figures : name → what both runs kept of it."""
+
+    runs: tuple[Path, Path]
+    params: dict[str, tuple[Any, Any]]
+    metrics: list[Metric]
+    figures: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the runs are called: by their time, and by their notebooks where these differ."""
+        same = self.runs[0].parent.name == self.runs[1].parent.name
+        return tuple(run.name if same else f"{run.parent.name} {run.name}" for run in self.runs)
+
+    @property
+    def cells(self) -> list[list[Any]]:
+        """A row a metric: `HEAD`, both values with their spreads, and how they differ."""
+        return [[m.name, m.unit, m.kind, *map(_cell, m.values, m.spreads), m.note] for m in self.metrics]
+
+
+def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> Comparison:
+    """Two runs, each a folder or a notebook. ValueError: there is no such run, or it was never saved."""
+    runs = find_run(a, results), find_run(b, results)
+    found = [read_json(run / "metrics.json") for run in runs]
+    params = [of.get("params", {}) | {"seed": of.get("seed")} for of in found]
+    metrics, spreads = [of["metrics"] for of in found], [_spreads(run) for run in runs]
+    rows = []
+    for name in metrics[0] | metrics[1]:
+        both = [of.get(name, {}) for of in metrics]
+        unit, kind = (" / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind"))
+        rows.append(Metric(name, unit, kind, tuple(of.get("value") for of in both),
+                           tuple(of.get(name) for of in spreads)))
+    figures = {name: tuple(read_json(run / of["figures"][name]["file"]) for run, of in zip(runs, found))
+               for name in found[0].get("figures", {}) if name in found[1].get("figures", {})}
+    return Comparison(runs, {name: (params[0].get(name), params[1].get(name)) for name in params[0] | params[1]
+                             if params[0].get(name) != params[1].get(name)}, rows, figures)
+
+
+def find_run(run: str | Path, results: str | Path | None = None) -> Path:
+    """The folder of a run, or of the newest run of a notebook given by name or number."""
+    folder = Path(run)
+    if (folder / "metrics.json").is_file():
+        return folder
+    names = sorted(path.name for path in (results_root(results) / "runs").glob("*") if path.is_dir())
+    matches = [name for name in names if is_named(name, str(run))]
+    newest = [path for name in matches for path in saved_runs(name, results)][-1:]
+    if not newest:
+        raise ValueError(f"{run} is neither the folder of a saved run nor a notebook that has one; there are runs of "
+                         f"{', '.join(names) or 'none'}: `python -m moelab list`")
+    return newest[0]
+
+
+def saved_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
+    """The finished runs of a notebook that have metrics, oldest first, those in JupyterLab included."""
+    return [run for run in finished_runs(notebook, results, lab=True) if (run / "metrics.json").is_file()]
+
+
+def is_named(notebook: str, name: str) -> bool:
+    """Whether `name` is the notebook's name or number: "01_calibration", "01" or "1"."""
+    return name == notebook or name.zfill(2) == notebook.split("_")[0]
+
+
+def are_numbers(*values: Any) -> bool:
+    """Whether all are numbers; a truth value, which Python counts among them, is none."""
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+
+
+def _spreads(run: Path) -> dict[str, Spread]:
+    """Metric → (least, most) over the runs beside this one with the same parameters, where they differ."""
+    own = read_json(run / "metrics.json")
+    beside = [read_json(path) for path in run.parent.glob("[0-9]*/metrics.json")]
+    alike = [of["metrics"] for of in beside if all(of.get(key) == own.get(key) for key in ("params", "seed"))]
+    values = {name: [of[name]["value"] for of in alike if name in of and are_numbers(of[name]["value"])]
+              for name in own["metrics"]}
+    return {name: (min(of), max(of)) for name, of in values.items() if of and min(of) < max(of)}
+
+
+def _cell(value: Any, spread: Spread | None) -> str:
+    text = format_value(value)
+    return text if spread is None else f"{text} ({' to '.join(map(format_value, spread))})"

@@ -1,0 +1,100 @@
+"""A view of many things of which one is looked at closely: chosen in a menu or by a click on the picture.
+
+What is told of a thing is a plain function too, so `view.detail(name)` needs no widget. The traces of the picture carry
+the names in `customdata`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from html import escape
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+
+from moelab.registry import require
+from moelab.table import format_value
+from moelab.viz import theme
+from moelab.viz.views.base import View, restyle
+
+
+class Detail(NamedTuple):
+    """What is told of one thing: HTML, and a figure or None."""
+
+    html: str
+    figure: go.Figure | None = None
+
+
+class Detailed(View):
+    """A view with a menu of things below it.
+
+    label : what the things are. names : data → their names. tell : (data, name) → `Detail`.
+    first : the one that is looked at to begin with; "" for none.
+    """
+
+    def __init__(self, *args: Any, label: str, names: Callable[[Any], Sequence[str]],
+                 tell: Callable[[Any, str], Detail], first: str = "", **how: Any) -> None:
+        self._label, self._names, self._of, self._first = label, names, tell, first
+        super().__init__(*args, **how, below=Detailed._build)
+
+    def detail(self, name: str) -> Detail:
+        """What is told of the thing of that name; ValueError: there is none."""
+        require(self._label, name, self._names(self.data))
+        return self._of(self.data, name)
+
+    def _ipython_display_(self) -> None:
+        super()._ipython_display_()
+        if self._first and os.environ.get("MOELAB_HEADLESS"):
+            from IPython.display import HTML, display
+            display(HTML(self.detail(self._first).html))
+
+    # ---------------------------------------------------------------------------------------------- in Jupyter
+
+    def _build(self) -> list[Any]:
+        import ipywidgets
+        self._menu = ipywidgets.Combobox(description=self._label, ensure_option=True, continuous_update=False,
+                                         placeholder="type to find, or click in the picture",
+                                         style={"description_width": "16em"}, layout={"width": "100%"})
+        self._menu.observe(lambda change: self.guarded(partial(self._chosen, change["new"])), "value")
+        self._text, self._close, self._seen = ipywidgets.HTML(), go.FigureWidget(layout_height=320), None
+        self._close.layout.template = "moelab"
+        self._text.add_class("moelab-details")
+        self._frame = ipywidgets.VBox([self._close], layout={"width": "100%", "display": "none"})
+        return [self._menu, self._text, self._frame]
+
+    def _chosen(self, name: str) -> None:
+        found = self.detail(name) if name in self._menu.options else Detail("")
+        self._text.value = found.html
+        self._frame.layout.display = None if found.figure is not None else "none"
+        if found.figure is not None:
+            wanted = theme.to_json(found.figure)
+            wanted = theme.darkened(wanted) if self._dark else wanted
+            restyle(self._close, self._seen or {"data": [], "layout": {}}, wanted)
+            self._seen = wanted
+
+    def _clicked(self, trace: Any, points: Any, state: Any) -> None:
+        for i in points.point_inds[:1]:
+            name = trace.customdata[i]
+            self._menu.value = str(name[0] if isinstance(name, (list, tuple)) else name)
+
+    def _tell(self) -> None:
+        super()._tell()
+        names = list(self._names(self.data))
+        self._menu.options = names
+        if self._menu.value not in names:
+            self._menu.value, self._first = self._first if self._first in names else "", ""
+        if self._menu.value:
+            self._chosen(self._menu.value)
+        for trace in self.picture.data:
+            trace.on_click(self._clicked)
+
+
+def html_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], summary: str = "") -> str:
+    """A table as HTML, folded under a summary if there is one."""
+    cells = "".join("<tr>" + "".join(f"<td style='text-align:left;vertical-align:top'>{escape(format_value(cell))}</td>"
+                                     for cell in row) + "</tr>" for row in rows)
+    heads = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in head)
+    table = f"<table style='line-height:1.4'><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
+    return f"<details><summary>{escape(summary)}</summary>{table}</details>" if summary else table

@@ -1,0 +1,151 @@
+"""The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation would do, or by use.
+
+    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert popularity")
+
+Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The checkpoint is read as it
+is, a sample of a tensor at a time (`moelab.store.survey`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from moelab.models import find
+from moelab.progress import progress
+from moelab.registry import names
+from moelab.store import survey
+from moelab.table import format_value
+from moelab.viz.figures import finish
+from moelab.viz.store_figures import microscope
+from moelab.viz.theme import SEQUENTIAL
+from moelab.viz.views.base import menu
+from moelab.viz.views.detailed import Detail, Detailed, html_rows
+
+BOUND, POPULARITY, ERROR = "entropy bound", "expert popularity", "error of "
+#: what a colour is, for its bar
+SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
+#: rectangles beyond which an expert's tensors are one
+MOST = 8000
+
+
+@dataclass(frozen=True)
+class Node:
+    """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey; part : of a tensor."""
+
+    name: str
+    parent: str
+    label: str
+    bytes: int
+    value: float | None = None
+    part: survey.Part | None = None
+
+
+def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
+    """The tree of all tensors; those above have the mean of their parts' values by bytes."""
+    whole = len(parts) <= MOST
+    tree = {root: Node(root, "", root, 0)}
+    sums: dict[str, list[float]] = {}                       # node → bytes that have a value, bytes · value
+    for part, value in zip(parts, values):
+        up = [(root, "", root)]
+        if part.layer:
+            up.append((part.layer, root, part.layer))
+        if part.expert is not None:
+            up.append((f"{part.layer} expert {part.expert}", up[-1][0], f"expert {part.expert}"))
+        if whole or part.expert is None:
+            up.append((part.name, up[-1][0], part.label))
+        for name, parent, label in up:
+            node = tree.setdefault(name, Node(name, parent, label, 0))
+            leaf = part if name == up[-1][0] and node.part is None else node.part
+            tree[name] = replace(node, bytes=node.bytes + part.stored.nbytes, part=leaf)
+            if value is not None:
+                sums.setdefault(name, [0, 0.0])
+                sums[name][0] += part.stored.nbytes
+                sums[name][1] += part.stored.nbytes * value
+    return [replace(node, value=sums[name][1] / sums[name][0] if sums.get(name, [0])[0] else None)
+            for name, node in tree.items()]
+
+
+def draw(tree: Sequence[Node], colour: str) -> go.Figure:
+    """Rectangles as large as their bytes; two levels at a time, a click goes deeper."""
+    there = [node.value for node in tree if node.value is not None]
+    low, high = (min(there), max(there)) if there else (0, 1)
+    figure = go.Figure(go.Treemap(
+        ids=[node.name for node in tree], parents=[node.parent for node in tree], labels=[node.label for node in tree],
+        values=[node.bytes for node in tree], branchvalues="total", maxdepth=3, customdata=[node.name for node in tree],
+        text=[f"{node.bytes / 1e6:,.2f} MB" + ("" if node.value is None else f", {node.value:.4g}") for node in tree],
+        marker={"colors": [float("nan") if node.value is None else node.value for node in tree],
+                "colorscale": list(SEQUENTIAL), "cmin": low, "cmax": high, "showscale": bool(there),
+                "line": {"width": 1},
+                "colorbar": {"title": {"text": SCALES.get(colour, "relative error")}}},
+        hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"}))
+    return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 8, "t": 8, "b": 8})
+
+
+def model_map(model: str | Path | None = None, counts: Any = None, colour: str = BOUND) -> Detailed:
+    """The checkpoint of a model as a map.
+
+    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model.
+    counts : how often each expert is chosen, [L, E], or a trace or calibration of this model: for "expert popularity".
+    colour : at first: "entropy bound", "expert popularity" or "error of FORMAT".
+
+    Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another geometry.
+    """
+    path = find(model)
+    parts = survey.parts(path)
+    most = survey.sample_size(parts)
+    seen = counts.counts() if callable(getattr(counts, "counts", None)) else counts
+    measures = {BOUND: lambda part: survey.bound(part, most)} | {
+        f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most) for name in names("format")}
+    colours = [*measures, *([POPULARITY] if seen is not None else [])]
+    if colour not in colours:
+        raise ValueError(f"there is no colour {colour!r}; there are: {', '.join(colours)}"
+                         + ("; popularity needs counts=" if colour == POPULARITY else ""))
+
+    @lru_cache(maxsize=None)
+    def values(colour: str) -> list[float | None]:
+        if colour == POPULARITY:
+            return survey.popularity(parts, np.asarray(seen))
+        return [measures[colour](part) for part in progress(parts, colour, unit="tensor")]
+
+    def compute(colour: str) -> tuple[list[Node], str]:
+        return nodes(parts, values(colour), path.name), colour
+
+    def words(data: tuple[list[Node], str]) -> tuple[str, str]:
+        tree, colour = data
+        root, sampled = tree[0], sum(part.stored.nbytes > most for part in parts)
+        kind = "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
+               f"{most / 1e6:.2g} MB"
+        said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
+        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} tensors; {colour}: {said} on average "
+                f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
+                f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
+
+    def rows(data: tuple[list[Node], str]) -> list[dict[str, Any]]:
+        return [{"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
+                for node in data[0]]
+
+    def command(colour: str) -> tuple[str, str]:
+        python = f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, " + (
+            "counts=trace, " if seen is not None else "") + f"colour={colour!r})"
+        return f"python -c {python.replace(chr(10), '; ')!r}".replace("counts=trace, ", ""), python
+
+    def tell(data: tuple[list[Node], str], name: str) -> Detail:
+        node = next(node for node in data[0] if node.name == name)
+        part = node.part
+        if part is None or survey.bound(part) is None:
+            return Detail(html_rows(["", node.name], [("MB", node.bytes / 1e6), (data[1], node.value)]))
+        shape = " × ".join(map(str, part.stored.shape))
+        about = [("tensor", part.name), ("shape", shape), ("type", part.stored.dtype), ("MB", part.stored.nbytes / 1e6),
+                 (data[1], node.value), ("read", min(part.stored.nbytes, survey.SAMPLE) / 1e6)]
+        return Detail(html_rows(["", node.name], about),
+                      microscope(survey.histogram(part), part.stored.dtype))
+    return Detailed("model_map", {"colour": menu("colour", colour, colours)}, compute, lambda data: draw(*data), rows,
+                    command, words, label="tensor", tell=tell,
+                    names=lambda data: [node.name for node in data[0]][:MOST])

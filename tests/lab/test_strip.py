@@ -1,0 +1,49 @@
+"""What git sees of a notebook that was run in JupyterLab."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moelab.files import CHECKOUT
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbstripout")
+NOTEBOOKS = sorted(CHECKOUT.glob("notebooks/*.ipynb"))
+
+
+def strip(text):
+    return subprocess.run([sys.executable, "-m", "moelab.lab.strip"], input=text, capture_output=True, text=True,
+                          check=True, cwd=CHECKOUT, timeout=60).stdout
+
+
+def as_lab_saves(text):
+    """With outputs, counts, and what Lab notes about the kernel."""
+    notebook = copy.deepcopy(nbformat.reads(text, 4))
+    notebook.metadata.language_info |= {"version": "3.12.1", "mimetype": "text/x-python", "file_extension": ".py",
+                                        "codemirror_mode": {"name": "ipython", "version": 3},
+                                        "nbconvert_exporter": "python", "pygments_lexer": "ipython3"}
+    notebook.metadata.kernelspec = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    notebook.metadata.widgets = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
+    for count, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            cell.execution_count = count
+            cell.outputs = [nbformat.v4.new_output("stream", text="done\n")]
+            cell.metadata |= {"scrolled": True, "execution": {"iopub.status.busy": "2025-01-01"}}
+    return nbformat.writes(notebook) + "\n"
+
+
+def test_a_notebook_that_was_run_in_lab_is_clean():
+    source = NOTEBOOKS[0].read_text(encoding="utf-8")
+    assert strip(as_lab_saves(source)) == source == strip(source)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_committed_as_lab_writes_their_source(path):
+    text = path.read_text(encoding="utf-8")
+    assert text == nbformat.writes(nbformat.reads(text, 4)) + "\n"
+    assert json.loads(text)["metadata"] == {
+        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"}}

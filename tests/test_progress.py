@@ -1,0 +1,30 @@
+"""Progress: a bar that is gone at its end, a line now and then elsewhere."""
+
+import io
+import sys
+
+from moelab import progress as module
+from moelab.progress import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_vanishes_when_it_is_done(monkeypatch):
+    monkeypatch.delenv("MOELAB_HEADLESS", raising=False)
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    assert list(progress([1, 2, 3], "reading", unit="layer")) == [1, 2, 3]
+    shown = screen.getvalue()
+    assert "reading" in shown and "0/3" in shown
+    assert "\n" not in shown and not shown.rsplit("\r", 2)[-2].strip() and shown.endswith("\r")
+
+
+def test_elsewhere_short_work_says_nothing_and_long_work_a_line(monkeypatch, capsys):
+    monkeypatch.setenv("MOELAB_HEADLESS", "1")
+    list(progress(range(3), "reading"))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(module, "EVERY", 0.0)
+    list(progress(range(2), "reading", unit="layer"))
+    assert "reading: 1 of 2 layer" in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""The views of claims, runs and checkpoints, and of the arena: what they say without a widget, and with one."""
+
+import csv
+import io
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ipywidgets")
+pytest.importorskip("anywidget")
+from moelab import claims as ledger  # noqa: E402
+from moelab.bench.arena import Contest, Standing, Wrong  # noqa: E402
+from moelab.files import CHECKOUT, small_model  # noqa: E402
+from moelab.store import survey  # noqa: E402
+from moelab.viz import views  # noqa: E402
+from moelab.viz.views import ledger as claims_view, pair, standings, treemap  # noqa: E402
+from tests.lab.test_runs import put  # noqa: E402
+
+
+def table(view):
+    return list(csv.DictReader(io.StringIO(view.csv())))
+
+
+def line(*y):
+    return {"data": [{"type": "scatter", "x": list(range(len(y))), "y": list(y), "name": "hits"}], "layout": {}}
+
+
+@pytest.fixture
+def runs(results):
+    import json
+    folders = [put(results, run, value, smoke=smoke, figures=("curve", "map"), time=2.0 * value)
+               for run, value, smoke in (("20250101-1", 4, True), ("20250102-1-lab", 6, False))]
+    for folder, y in zip(folders, ((1, 2), (3, 5))):
+        (folder / "figures" / "curve.json").write_text(json.dumps({"figure": line(*y), "caption": "hits"}))
+        heat = {"data": [{"type": "heatmap", "z": [list(y)]}], "layout": {}}
+        (folder / "figures" / "map.json").write_text(json.dumps({"figure": heat, "caption": "map"}))
+    return folders
+
+
+def test_modules_are_not_named_as_their_views():
+    """Once such a module is imported, it hides the view of its name."""
+    for name, module in views._HOMES.items():
+        assert name != module and callable(getattr(views, name))
+
+
+def test_two_runs_beside_each_other(runs):
+    view = views.runs()
+    assert view.data[0].params == {"smoke": (True, False)} and [run.name for run in view.data[0].runs] == [
+        "20250101-1", "20250102-1-lab"]
+    ratios = {y: x for trace in view.figure.data for x, y in zip(trace.x, trace.y)}
+    assert ratios == {"hits": 1.5, "time": 1.5}
+    by_name = {row["metric"]: row for row in table(view)}
+    assert by_name["smoke"]["A"] == "True" and by_name["hits"]["B ÷ A"] == "1.500 ×"
+    assert view.commands[0] == f"python -m moelab compare {runs[0]} {runs[1]}"
+    view.set(figure="curve")
+    assert [(trace.name, list(trace.y)) for trace in view.figure.data] == [("A hits", [1, 2]), ("B hits", [3, 5])]
+    view.set(figure="map")
+    assert np.array_equal(view.figure.data[0].z, [[2.0, 3.0]])
+    assert "smoke" in view.detail(pair.METRICS).html and "smoke True / False" in view.words[0]
+
+
+def test_no_runs_is_said(results):
+    with pytest.raises(ValueError, match="there is no saved run"):
+        views.runs()
+
+
+def test_what_cannot_be_laid_over_another_says_so():
+    import plotly.graph_objects as go
+    pie = go.Figure(go.Pie(values=[1, 2]))
+    assert "cannot be laid over" in pair.overlaid(pie, pie, ("a", "b")).layout.annotations[0].text
+
+
+def test_the_ledger_by_source_and_verdict(tmp_path):
+    view = claims_view.claims("zipmoe", results=CHECKOUT / "results")
+    rows = ledger.rows([claim for claim in ledger.ledger() if claim.source == "zipmoe"], CHECKOUT / "results")
+    assert [row["id"] for row in table(view)] == [f"zipmoe/{row.claim.id}" for row in rows]
+    drawn = [name for trace in view.figure.data for name in trace.customdata]
+    assert sorted(drawn) == sorted(f"zipmoe/{row.claim.id}" for row in rows if row.distance)
+    view.set(verdict="not reproduced")
+    assert {row["verdict"] for row in table(view)} <= {"not reproduced"}
+    one = rows[0]
+    assert one.claim.text[:20] in view.set(verdict="").detail(f"zipmoe/{one.claim.id}").html
+    with pytest.raises(ValueError, match="there is no claim 'zipmoe/x'"):
+        view.detail("zipmoe/x")
+
+
+@pytest.mark.parametrize("said, ours, distance", [
+    ({"value": 2.0}, 3.0, 1.5), ({"value": [2.0, 4.0]}, 3.0, 1.0), ({"value": [2.0, 4.0]}, 6.0, 1.5),
+    ({"value": [2.0, 4.0]}, 1.0, 0.5), ({"value": [2.0, float("inf")]}, 9.0, 1.0), ({"above": 2.0}, 5.0, 2.5),
+    ({"below": 2.0}, 1.0, 0.5), ({"value": "lru"}, "lru", None), ({"value": True}, True, None),
+    ({"value": 2.0}, None, None), ({"value": 2.0}, 0.0, None), ({"value": -2.0}, 1.0, None)])
+def test_how_far_a_claim_is(said, ours, distance):
+    of = ledger.Claim("a", "A", "x", "§1", "text", "here", "model", metric=("n", "m"), **said)
+    assert ledger.Row(of, ours, None, "exact", "").distance == distance
+
+
+def test_a_claim_finds_the_figure_of_its_metrics(runs, results):
+    of = ledger.Claim("a", "A", "x", "§1", "text", "here", "model", value=2.0, metric=("01_calibration", "curve_of_hits"))
+    row = ledger.Row(of, 2.0, None, "exact", ledger.REPRODUCED)
+    assert claims_view.figure_of(row) == runs[1] / "figures" / "curve.json"
+    assert list(claims_view.tell(row).figure.data[0].y) == [3, 5]
+
+
+def test_the_model_map_holds_every_byte_and_colours_it():
+    view = views.model_map()
+    tree = view.data[0]
+    by_name = {node.name: node for node in tree}
+    assert tree[0].bytes == sum(part.stored.nbytes for part in survey.parts(small_model()))
+    for node in tree:
+        children = [other for other in tree if other.parent == node.name]
+        assert not children or sum(child.bytes for child in children) == node.bytes
+        values = [(child.bytes, child.value) for child in children if child.value is not None]
+        if values:
+            assert node.value == pytest.approx(sum(b * v for b, v in values) / sum(b for b, _ in values))
+    leaf = next(node for node in tree if node.part is not None and node.part.expert is not None)
+    assert leaf.value == survey.bound(leaf.part) and by_name[leaf.parent].label.startswith("expert ")
+    assert view.detail(leaf.name).figure is not None and len(table(view)) == len(tree)
+    view.set(colour="error of int4")
+    assert 0 < view.data[0][0].value < 0.2
+    with pytest.raises(ValueError, match="popularity needs counts"):
+        views.model_map(colour="expert popularity")
+
+
+def test_popularity_on_the_map():
+    counts = np.arange(6 * 32).reshape(6, 32)
+    view = views.model_map(counts=counts, colour="expert popularity")
+    node = next(node for node in view.data[0] if node.label == "expert 3")
+    assert node.value == pytest.approx(3 / counts[0].mean()) and "trace" in view.commands[1]
+
+
+def test_many_tensors_are_merged_by_expert(monkeypatch):
+    monkeypatch.setattr(treemap, "MOST", 10)
+    parts = survey.parts(small_model())
+    tree = treemap.nodes(parts, [1.0] * len(parts), "small")
+    assert tree[0].bytes == sum(part.stored.nbytes for part in parts) and tree[0].value == 1.0
+    assert all(node.part is not None for node in tree if node.label.startswith("expert "))
+
+
+CONTEST = Contest("cache policy", "hit rate (%)", {"prose": 80.0, "code": 60.0},
+                  [Standing("lru", False, {"prose": 40.0, "code": 45.0}), Standing("Mine", True, {"prose": 60.0}, "Trace\nE: x")],
+                  {"prose": [Wrong("token 1", "a <b>", "c", 3.0)]})
+
+
+def test_what_the_arena_shows():
+    figure = standings.draw(CONTEST)
+    assert list(figure.data[0].x) == [75.0, 50.0] and list(figure.data[1].x) == [0.0, 75.0]
+    assert "Mine raised E: x" in standings.words(CONTEST)[0]
+    assert "a &lt;b&gt;" in standings.tell(CONTEST, "prose").html
+    assert "did not get to" in standings.tell(CONTEST, "code").html
+    assert "Trace" in standings.tell(CONTEST, standings.TRACEBACK).html
+
+
+def test_arena_from_the_laboratory():
+    import moelab.lab
+    from moelab.cache.policies import LRU
+
+    class Broken(LRU):
+        def victim(self, resident):
+            raise RuntimeError("no idea")
+    view = moelab.lab.arena(Broken, share=0.6, tokens=64, each=1)
+    assert "Broken raised RuntimeError: no idea" in view.words[0]
+    assert "no idea" in view.detail("traceback").html and table(view)[-1]["place"] == "ceiling"
+    before = view.data.ceiling["prose"]
+    assert view.set(share=80).data.ceiling["prose"] > before
+
+
+def test_widgets_change_in_place(runs):
+    view = views.runs()
+    view.widget
+    picture = view.picture
+    view.set(figure="curve")
+    assert view.picture is picture and [trace.name for trace in picture.data] == ["A hits", "B hits"]
+    view._menu.value = "hits"
+    assert "1.500" in view._text.value and not view.errors.outputs
