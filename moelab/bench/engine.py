@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from moelab.arguments import one_of, several, whole
-from moelab.bench.harness import Arm, EngineBenchmark
+from moelab.bench.harness import Arm, EngineBenchmark, interpreters
 from moelab.bench.machine import disk
 from moelab.bench.measure import load_average, multiple
 from moelab.bench.peers import FOUND
@@ -176,13 +176,23 @@ def memory(bench: EngineBenchmark, tokens: int = 64) -> dict[str, Any]:
                             "major faults while decoding": report["decode_major_faults"]}}
 
 
+def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, int]]:
+    """The simulator's metrics for an engine's own steps, which it left in a file, and what the engine had (`FOUND`)."""
+    from moelab.cache.pools import Pools
+    from moelab.cache.residency import Residency
+    from moelab.offloading.simulator import simulate
+    ran = json.loads(trace.read_text())
+    steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in ran["steps"]]
+    said = simulate(steps, ran["forwards"], Residency(spec.L, spec.E, Pools(*ran["pools"])), profiled.delays(),
+                    workers=ran["workers"], staging=ran["staging"], other=profiled.other, head=profiled.head,
+                    quiet=True)
+    return said.metrics(), dict(zip(FOUND, ran["found"]))
+
+
 def simulated(bench: EngineBenchmark) -> dict[str, Any]:
     """The simulator on the engine's own steps: equal decisions, and its time beside the measured. Packed experts also
     by the executor that multiplies them as they lie."""
-    from moelab.cache.pools import Pools
-    from moelab.cache.residency import Residency
     from moelab.offloading.profile import profile
-    from moelab.offloading.simulator import simulate
     from moelab.store.layout import ExpertStore
     rows: dict[str, Any] = {}
     for arm in SIMULATED:
@@ -196,12 +206,8 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
                 if "result" in report:
                     rows[f"{arm}, {share:.0%}"] = report
                     continue
-                run_of = json.loads(trace.read_text())
-            steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in run_of["steps"]]
-            said = simulate(steps, run_of["forwards"], Residency(store.spec.L, store.spec.E, Pools(*run_of["pools"])),
-                            profiled.delays(), workers=run_of["workers"], staging=run_of["staging"],
-                            other=profiled.other, head=profiled.head).metrics()
-            equal = [key for key, value in zip(FOUND, run_of["found"]) if getattr(said, key) == value]
+                said, ran = replayed(trace, store.spec, profiled)
+            equal = [key for key, value in ran.items() if getattr(said, key) == value]
             name, measured = f"{arm}, {share:.0%}", median(report["tpot_s"])
             rows[name] = {
                 "measured TPOT s": measured, "simulated TPOT s": said.tpot, "simulated ÷ measured":
@@ -221,14 +227,13 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
         ) -> dict[str, Any]:
     if unknown := [name for name in only if name not in SECTIONS]:
         raise ValueError(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    if malformed := [given for given in python if "=" not in given]:
-        raise ValueError(f"--python {malformed[0]}: write ENGINE=INTERPRETER, such as llama.cpp=/opt/bin/python")
+    engines = interpreters(python)
     if quick:
         rounds, decode = 1, 8
     load = load_average()
     with tempfile.TemporaryDirectory() as temporary:
         with disk(Path(folder or temporary).expanduser().resolve(), 9 * spec.experts_bytes + 3e9) as (place, words):
-            bench = EngineBenchmark(spec, place, prompt, decode, rounds, dict(given.split("=", 1) for given in python))
+            bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
             bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
             found: dict[str, Any] = {"conditions": {
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
