@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.arguments import number, one_of, several, whole
+from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.engine import replayed
-from moelab.bench.harness import GGUF, Arm, EngineBenchmark, interpreters, mean
+from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
 from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
 from moelab.progress import progress
@@ -35,10 +35,11 @@ from moelab.specs import MoESpec
 
 SPEC = MoESpec("synthetic-0.5GB", "qwen3_moe", 5, tuple(range(5)), 32, 4, 1024, 512, vocab=8192, heads=16, kv_heads=4,
                head_dim=64)
-PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 BASE, RESIDENT = "on demand", "transformers resident"
-EXTERNAL = (*(f"llama.cpp {kind}" for kind in GGUF), "ftllm")
+EXTERNAL = (*(f"llama.cpp {kind} mmap" for kind in GGUF), "ftllm")
 LOSSLESS = 1e-3                         # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
+PROBE = 8                               # experts read to measure the disk, each time
+NORMALISES = "llama.cpp BF16 mmap"      # routing weights, whatever the model does: other logits at the same cost
 Rows = dict[str, dict[str, Any]]        # configuration → figures
 Sections = Mapping[str, Rows]           # "25 % of experts, 250 MB/s" → its rows
 
@@ -88,32 +89,17 @@ def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Seque
     """A configuration of ours with a budget, opened once for each disk rate; 0: the disk's own."""
     given = options_of(arm)
     ahead = {"ahead": bench.spec.K} if "predictor" in given else {}
-    name, options, limit = bench.moelab(budget=share, limit=limit, **given, **ahead)
+    name, options, limit = bench.moelab(budget=int(share * bench.spec.experts_bytes), limit=limit, **given, **ahead)
     each = [{"options": options["options"] | ({"bandwidth": rate} if rate else {})} for rate in rates]
     each[0]["logits"] = str(bench.folder / "logits.npy")
     for i, of in enumerate(each):
         of["trace"] = str(trace(bench, arm, share, i))
-    return name, options | {"each": each}, limit
+    return name, options | {"each": each, "probe": PROBE}, limit
 
 
 def trace(bench: EngineBenchmark, arm: str, share: float, rate: int) -> Path:
     """Where a configuration leaves its steps."""
     return bench.folder / f"steps of {arm}, {share}, {rate}.json"
-
-
-def others(bench: EngineBenchmark, budget: int, rest: int, limit: int) -> dict[str, Arm]:
-    """The other engines within the same memory; llama.cpp and ftllm run Qwen3-MoE only."""
-    stride, layer = -(-bench.spec.expert_bytes // 4096) * 4096, bench.spec.experts_bytes / bench.spec.L
-    arms: dict[str, Arm] = {
-        "LRU baseline": ("lru baseline", {"experts": str(bench.folder / "experts.bin"), "slots": budget // stride},
-                         limit),
-        "transformers mapped": ("mapped", {}, limit),
-        "accelerate": ("accelerate", {"layers": max(0, int((limit - rest - ACCELERATE) // layer)),
-                                      "offload": str(bench.folder / "offload")}, limit)}
-    arms |= {f"llama.cpp {kind}": bench.llama(kind, limit) for kind in GGUF}
-    arms["ftllm"] = "ftllm", {"checkpoint": str(bench.folder / "hub"), "cache": budget}, None
-    return {name: (engine, options | {"logits": str(bench.folder / "logits.npy")}, limit)
-            for name, (engine, options, limit) in arms.items()}
 
 
 def absent(external: bool) -> dict[str, str]:
@@ -247,8 +233,9 @@ def winners(sections: Sections) -> Rows:
     for title, rows in sections.items():
         ran = {name: of for name, of in rows.items() if "TPOT s" in of and name != RESIDENT}
         found[title] = {}
-        for kind, fits in (("lossless", lambda of: of.get("KL", 0) < LOSSLESS), ("any", lambda of: True)):
-            ours, theirs = ({name: of["TPOT s"] for name, of in ran.items() if (names_us(name)) == us and fits(of)}
+        exact = {name: of for name, of in ran.items() if of.get("KL", 0) < LOSSLESS or name == NORMALISES}
+        for kind, among in (("lossless", exact), ("any", ran)):
+            ours, theirs = ({name: of["TPOT s"] for name, of in among.items() if names_us(name) == us}
                             for us in (True, False))
             for whose, of in (("ours", ours), ("others", theirs)):
                 if of:
@@ -276,7 +263,8 @@ def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
 def run(arms: Iterable[str] = ARMS, budgets: Sequence[float] = (0.25, 0.5, 0.75),
         rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, prompt: int = 16, decode: int = 8,
         seed: int = 0, model: str | None = None, folder: str | Path | None = None, alone: bool = False,
-        here: bool = False, simulated: bool = False, python: Sequence[str] = (), spec: MoESpec = SPEC) -> dict[str, Any]:
+        here: bool = False, simulated: bool = False, python: Sequence[str] = (), spec: MoESpec = SPEC
+        ) -> dict[str, Any]:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
     load, engines = measure.load_average(), interpreters(python)
@@ -289,7 +277,9 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float] = (0.25, 0.5, 0.75)
         apart = nullcontext((place, "as it is")) if here else disk(place, 9 * spec.experts_bytes + 3e9)
         with apart as (place, words):
             if source and not (place / "model").exists():
-                (place / "model").symlink_to(source, target_is_directory=True)
+                (place / "model").symlink_to(source.resolve(), target_is_directory=True)
+            if source and not (place / "model").samefile(source):
+                raise ValueError(f"{folder} has another model's forms; give another folder")
             bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines, tokens=tokens, here=here)
             qwen = spec.model_type == "qwen3_moe" and not here and not alone
             bench.prepare(external=qwen, forms=sorted(forms))
@@ -311,14 +301,14 @@ def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float]
     if "result" in reference:
         raise RuntimeError(f"transformers' eager experts could not be run to compare with: {reference['result']}")
     bench.reference = reference | {"logits": np.load(kept)}
-    rest = sum(path.stat().st_size for path in (bench.folder / "model").glob("*.safetensors")) - spec.experts_bytes
     plan: dict[Any, Arm] = {}
     for share in budgets:
         budget = int(share * spec.experts_bytes)
-        limit = int(budget + rest + PROCESS)
+        limit = int(budget + bench.dense_bytes + PROCESS)
         plan |= {(share, arm): own(bench, arm, share, limit, rates) for arm in arms}
-        plan |= {} if alone else {(share, name): arm for name, arm in others(bench, budget, rest, limit).items()
-                                  if external or name not in EXTERNAL}
+        plan |= {} if alone else {
+            (share, name): (engine, options | {"logits": str(kept)}, most) for name, (engine, options, most)
+            in bench.others(budget, limit).items() if external or name not in EXTERNAL}
     plan |= {} if alone else {(1.0, RESIDENT): ("eager", {"logits": str(kept)}, None)}
     reports = collect(bench, plan)
     sections: dict[str, Rows] = {}

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from moelab.arguments import one_of, several, whole
-from moelab.bench.harness import Arm, EngineBenchmark, interpreters
+from moelab.bench.harness import PROCESS, Arm, EngineBenchmark, interpreters
 from moelab.bench.machine import disk
 from moelab.bench.measure import load_average, multiple
 from moelab.bench.peers import FOUND
@@ -27,7 +27,6 @@ from moelab.specs import MoESpec
 SPEC = MoESpec("synthetic-5GB", "qwen3_moe", 24, tuple(range(24)), 64, 8, 1024, 512, vocab=8192, heads=16, kv_heads=4,
                head_dim=64)
 SHARES = (0.613, 0.371)                 # of the checkpoint, memory limits of `peers`: 3.06 and 1.85 GB
-PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 FEW_BITS = (("int8", "Q8_0"), ("int4", "Q4_0"))        # our format, llama.cpp's
@@ -99,11 +98,10 @@ def against_limit(reports: list[dict[str, Any]]) -> dict[str, float]:
 def peers(bench: EngineBenchmark) -> dict[str, Any]:
     """All engines in the same memory, page cache included: about 60 % and 37 % of the checkpoint."""
     whole = sum(path.stat().st_size for path in (bench.folder / "model").iterdir())
-    stride = json.loads((bench.folder / "experts.json").read_text())["stride"]
-    others, layer, sections = whole - bench.spec.experts_bytes, bench.spec.experts_bytes / bench.spec.L, {}
+    sections: dict[str, Any] = {}
     for share in SHARES:
         memory = round(share * whole)
-        budget = int(memory - others - PROCESS)
+        budget = int(memory - bench.dense_bytes - PROCESS)
         if budget <= 0:
             raise ValueError(f"{share:.0%} of the checkpoint are {memory / 1e6:,.0f} MB, not enough for a process "
                              "alone; compare peers on a larger model")
@@ -113,15 +111,8 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
             **{f"moelab, {codec}, fast, prefetching": bench.moelab(
                 codec, budget, memory, predictor="router", ahead=bench.spec.K, executor="fast")
                for codec in ("raw", "bf12")},
-            "LRU baseline": ("lru baseline", {"experts": str(bench.folder / "experts.bin"), "slots": budget // stride},
-                             memory),
-            "llama.cpp mmap": bench.llama("BF16", memory),
             "moelab, int4, dense too": bench.moelab("int4", budget, memory, executor="fast", dense="int4"),
-            "llama.cpp Q4_0 mmap": bench.llama("Q4_0", memory),
-            "transformers mmap": ("mapped", {}, memory),
-            "accelerate disk": ("accelerate", {"layers": max(0, int((memory - others - ACCELERATE) // layer)),
-                                               "offload": str(bench.folder / "offload")}, memory),
-            "ftllm": ("ftllm", {"checkpoint": str(bench.folder / "hub"), "cache": budget}, None)}
+            **bench.others(budget, memory, ("BF16", "Q4_0"))}
         title = f"peers in {memory / 1e9:.2f} GB"
         rows, reports = bench.compare(title, arms, "moelab")
         sections[title], (plain, packed) = rows, [name for name in arms if "fast" in name]
@@ -131,7 +122,7 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
                   bench.ratio(reports, "moelab, int4, dense too", "llama.cpp Q4_0 mmap"), 1.3)
         if share == SHARES[1]:
             bench.aim(f"{title}: TPOT of int4, s", rows["moelab, int4, dense too"].get("TPOT s"), 0.05)
-        for name, aim in (("llama.cpp mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("LRU baseline", 1)):
+        for name, aim in (("llama.cpp BF16 mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("LRU baseline", 1)):
             bench.aim(f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False)
     return sections
 

@@ -27,6 +27,7 @@ from moelab.store.fewbit import FORMATS
 
 Arm = tuple[str, dict[str, Any], int | None]                    # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")     # these must agree on every bit
+PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 TIMEOUT = 1800                          # seconds that an engine may take
 GGUF = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf", "Q4_0": "Q4_0.gguf"}         # llama.cpp's kinds → their files
 FORMS = ("huffman", "bf12", "raw", "int8", "int4")      # stores: codecs, and formats of few bits
@@ -88,7 +89,10 @@ class EngineBenchmark:
         options = {"model": str(self.folder / "model"), "tokens": self.tokens or tokens,
                    "prompts": [self.prompt] * 2} | options
         if self.here:
-            found = peers.run(name, options)
+            try:
+                found = peers.run(name, options)
+            except (ValueError, RuntimeError, OSError) as error:
+                return {"result": f"failed: {error}"}
             return self._told(found, {"limit": "in one process, nothing was limited", "group_peak_bytes": None})
         with memory_limit(limit) as group:
             options["cgroup"] = str(group.procs) if group.procs else None
@@ -119,6 +123,23 @@ class EngineBenchmark:
     def llama(self, kind: str, limit: int | None = None) -> Arm:
         """llama.cpp on a kind of `GGUF`."""
         return "llama.cpp", {"gguf": str(self.folder / GGUF[kind])}, limit
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of the checkpoint's files but for the routed experts."""
+        return sum(path.stat().st_size for path in (self.folder / "model").iterdir()) - self.spec.experts_bytes
+
+    def others(self, budget: int, limit: int, kinds: Iterable[str] = GGUF) -> dict[str, Arm]:
+        """Other engines with a budget for experts within a memory limit; llama.cpp and ftllm run Qwen3-MoE only."""
+        stride, layer = (json.loads((self.folder / "experts.json").read_text())["stride"],
+                         self.spec.experts_bytes / self.spec.L)
+        slots = {"experts": str(self.folder / "experts.bin"), "slots": budget // stride}
+        layers = max(0, int((limit - self.dense_bytes - ACCELERATE) // layer))
+        return {"LRU baseline": ("lru baseline", slots, limit),
+                **{f"llama.cpp {kind} mmap": self.llama(kind, limit) for kind in kinds},
+                "transformers mmap": ("mapped", {}, limit),
+                "accelerate disk": ("accelerate", {"layers": layers, "offload": str(self.folder / "offload")}, limit),
+                "ftllm": ("ftllm", {"checkpoint": str(self.folder / "hub"), "cache": budget}, None)}
 
     def compare(self, title: str, arms: dict[str, Arm], base: str
                 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:

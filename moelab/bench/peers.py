@@ -166,7 +166,8 @@ class Transformers(BenchmarkedEngine):
 
 class Moelab(Transformers):
     """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps; "predictor";
-    "compressed": the budget, a share, is divided into staging, which must be given, and experts kept compressed."""
+    "probe": experts that are read to measure the disk; "compressed": the budget is divided into staging, which must be
+    given, and experts kept compressed."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
@@ -216,14 +217,14 @@ class Moelab(Transformers):
         self.rates = {"before": self.read_rate()}
         return super().measure(tokens, prompts, logits_to)
 
-    def read_rate(self, experts: int = 64) -> float:
-        """Bytes a second of reading random whole experts as the engine does, at the best of three queue depths."""
+    def read_rate(self) -> float:
+        """Bytes a second of reading "probe" random whole experts as the engine does, at the best of three depths."""
         from moelab.store.reader import Reader
         options = {name: value for name, value in self.options.get("options", {}).items()
                    if name in ("mode", "bandwidth", "verify")}
         layers, best = self.offloading.store.layers, 0.0
         everyone = [(layer, expert) for layer in range(len(layers)) for expert in range(len(layers[layer].experts))]
-        keys = random.Random(0).sample(everyone, min(experts, len(everyone)))
+        keys = random.Random(0).sample(everyone, min(self.options.get("probe", 64), len(everyone)))
         with Reader(self.offloading.store, **options) as reader, ThreadPoolExecutor(max(DEPTHS)) as pool:
             buffers = [reader.buffer() for _ in range(max(DEPTHS))]
             for buffer in buffers:
@@ -254,15 +255,16 @@ def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float
     return {"during": max(rates)} if rates else {}
 
 
-def compressed_pool(store: str, share: float, staging: int) -> Any:
-    """As many experts kept compressed as fit into a share of what all experts take decoded."""
+def compressed_pool(store: str, budget: float, staging: int) -> Any:
+    """As many experts kept compressed as fit into bytes, or a share of what all experts take decoded."""
     from moelab.cache.pools import Pools
     from moelab.offloading.slots import Sizes
     from moelab.store.layout import ExpertStore
     opened = ExpertStore(store)
     sizes, experts = Sizes.of(opened), sum(len(layer.experts) for layer in opened.layers)
     everything = experts * sizes.full + staging * sizes.in_flight               # what `offload` takes the share of
-    return Pools(C=int(share * everything - staging * sizes.in_flight) // (sizes.e + sizes.sm))
+    room = budget if isinstance(budget, int) else budget * everything
+    return Pools(C=min(experts, int(room - staging * sizes.in_flight) // (sizes.e + sizes.sm)))
 
 
 class Mapped(Transformers):

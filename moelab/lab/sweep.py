@@ -129,7 +129,8 @@ def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
             try:
                 while queue or running:
                     while queue and len(running) < workers:     # no more, so that none begins after an interruption
-                        running[pool.submit(attempt, work, left[queue[0]])] = queue.pop(0)
+                        i = queue.pop(0)
+                        running[pool.submit(attempt, work, left[i])] = i
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         found, lost = future.result(), 0
                         yield left.pop(running.pop(future)), found

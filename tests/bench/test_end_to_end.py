@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.bench import end_to_end, harness, peers
@@ -19,21 +19,21 @@ ARMS = ("huffman", "prefetch", "huffman + prefetch", "mxfp4 + fast")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return end_to_end.run(ARMS, (0.4, 0.75), (100, 0), prompt=5, decode=3, here=True, spec=SPEC, simulated=True,
+    return end_to_end.run(ARMS, (0.75,), (100, 0), prompt=5, decode=3, here=True, spec=SPEC, simulated=True,
                           folder=tmp_path_factory.mktemp("bench"))
 
 
 def test_a_table_for_each_budget_and_rate_has_every_configuration(found):
-    titles = [f"{share} of experts, {rate}" for share in ("40%", "75%") for rate in ("100 MB/s", "the disk as it is")]
+    titles = [f"75% of experts, {rate}" for rate in ("100 MB/s", "the disk as it is")]
     assert list(found)[1:-2] == titles
     for title in titles:
-        rows, peers_ = found[title], [RESIDENT] + ["LRU baseline", "transformers mapped", "accelerate",
+        rows, peers_ = found[title], [RESIDENT] + ["LRU baseline", "transformers mmap", "accelerate disk",
                                                    *end_to_end.absent(False)] * title.endswith("is")
         assert set(rows) == {BASE, *ARMS, *peers_}
         for name in (BASE, *ARMS):
             row = rows[name]
             assert row["TPOT s"] > 0 and row["TTFT s"] > 0 and row["TPOT limit s"] > 0 and row["CPU s a token"] > 0
-            assert row["output"] == "= eager" or name == "mxfp4 + fast" and row["KL"] > 1e-6
+            assert row["output"] == "= eager" or name == "mxfp4 + fast" and row["KL"] > 0
             assert row["KL"] == 0 or name == "mxfp4 + fast"
         assert all(rows[name].keys() == {"result"} for name in end_to_end.absent(False) if name in rows)
         assert rows[BASE]["÷ on demand"] == 1 and rows[BASE]["simulated TPOT s"] > 0
@@ -114,6 +114,7 @@ def test_an_ablation_takes_one_technique_away():
     assert ablation({"x": {BASE: {"result": "killed"}}}) == {}
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_the_front_is_what_nothing_beats(points):
     rows = {name: {"a": a, "b": b} for name, (a, b) in points.items()} | {"no b": {"a": -1}}
@@ -138,8 +139,8 @@ def test_the_figures_draw_what_is_in_the_tables(found):
     drawn = sorted(x for one in figure.data if one.name != "limit" for x in one.x)
     assert drawn == pytest.approx(sorted(1e3 * row["TPOT s"] for rows in sections.values() for row in rows.values()
                                          if "TPOT s" in row))
-    assert len({one.marker.symbol for one in figure.data}) == 3             # two budgets, and the limits
-    rows = sections["40% of experts, 100 MB/s"]
+    assert len({one.marker.symbol for one in figure.data}) == 2             # a budget, and the limits
+    rows = sections["75% of experts, 100 MB/s"]
     points = {name: (row["KL"], row["TPOT s"]) for name, row in rows.items() if "KL" in row}
     figure = fronts({"KL": (points, front(rows, "KL", "TPOT s"))}, "TPOT (s)")
     assert sorted(np.concatenate([one.x for one in figure.data if one.mode != "lines"])) == sorted(
