@@ -20,6 +20,8 @@ COMMANDS = {
     "compare": ("moelab.lab.compare", "put the metrics of two runs side by side", "01"),
     "check": ("moelab.lab.check", "compare the newest runs with results/baseline", "01 02"),
     "claims": ("moelab.claims", "judge every claim of the five sources by what was found here", "--source zipmoe"),
+    "sweep": ("moelab.lab.sweep", "run a notebook or a bench at every point of a grid, here or on a cluster",
+              "03 --grid disk_mbs=10,20,40 seed=0,1,2"),
     "report": ("moelab.lab.report", "write the newest runs into one page, results/report.html", ""),
     "advise": ("moelab.advice.advise", "say what to do with a model in so much memory, and what it will give",
                "Qwen3-30B-A3B --memory 16GB"),

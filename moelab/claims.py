@@ -236,7 +236,7 @@ def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
     if where.startswith("bench "):
         path = root / "bench" / f"{where.removeprefix('bench ')}.json"
         content = read_json(path) if path.exists() else {"results": {}, "kind": ""}
-        return [{name: {"value": value, "kind": content["kind"]} for name, value in _flat(content["results"])}]
+        return [{name: {"value": value, "kind": content["kind"]} for name, value in flat(content["results"])}]
     path = root / "baseline" / f"{where}.json"
     baseline = read_json(path) if path.exists() else {"metrics": {}, "params": None}
     paths = [run / "metrics.json" for run in reversed(finished_runs(where, root))]
@@ -244,10 +244,10 @@ def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
     return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [baseline["metrics"]]
 
 
-def _flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
+def flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
     for name, value in results.items():
         if isinstance(value, dict):
-            yield from _flat(value, (*before, name))
+            yield from flat(value, (*before, name))
         else:
             yield " | ".join((*before, name)), value
 

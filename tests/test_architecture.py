@@ -52,7 +52,7 @@ FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
 ONLY_IN = {
     "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},
     "nbformat": {"lab"}, "jupyter_client": {"lab"}, "plotly": {"viz"}, "kaleido": {"viz"}, "ipywidgets": {"viz"},
-    "anywidget": {"viz"}, "simpy": {"ndp"}}
+    "anywidget": {"viz"}, "simpy": {"ndp"}, "pyarrow": {"lab"}, "distributed": {"lab"}}
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
@@ -166,7 +166,8 @@ def test_everything_but_viz_imports_where_optional_packages_are_missing():
     python(f"""
 import importlib, sys
 MISSING = {{"coremltools", "plotly", "ipywidgets", "papermill", "nbformat", "nbclient", "IPython", "ipykernel",
-           "jupyter_client", "kaleido", "datasets", "accelerate", "lm_eval", "zipnn", "psutil"}}
+           "jupyter_client", "kaleido", "datasets", "accelerate", "lm_eval", "zipnn", "psutil",
+           "pyarrow", "distributed"}}
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in MISSING:

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from moelab.arguments import one_of, several, whole
-from moelab.bench.harness import Arm, EngineBenchmark
+from moelab.bench.harness import PROCESS, Arm, EngineBenchmark, interpreters
 from moelab.bench.machine import disk
 from moelab.bench.measure import load_average, multiple
 from moelab.bench.peers import FOUND
@@ -27,7 +27,6 @@ from moelab.specs import MoESpec
 SPEC = MoESpec("synthetic-5GB", "qwen3_moe", 24, tuple(range(24)), 64, 8, 1024, 512, vocab=8192, heads=16, kv_heads=4,
                head_dim=64)
 SHARES = (0.613, 0.371)                 # of the checkpoint, memory limits of `peers`: 3.06 and 1.85 GB
-PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 SLOW = 500e6                            # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 FEW_BITS = (("int8", "Q8_0"), ("int4", "Q4_0"))        # our format, llama.cpp's
@@ -99,11 +98,10 @@ def against_limit(reports: list[dict[str, Any]]) -> dict[str, float]:
 def peers(bench: EngineBenchmark) -> dict[str, Any]:
     """All engines in the same memory, page cache included: about 60 % and 37 % of the checkpoint."""
     whole = sum(path.stat().st_size for path in (bench.folder / "model").iterdir())
-    stride = json.loads((bench.folder / "experts.json").read_text())["stride"]
-    others, layer, sections = whole - bench.spec.experts_bytes, bench.spec.experts_bytes / bench.spec.L, {}
+    sections: dict[str, Any] = {}
     for share in SHARES:
         memory = round(share * whole)
-        budget = int(memory - others - PROCESS)
+        budget = int(memory - bench.dense_bytes - PROCESS)
         if budget <= 0:
             raise ValueError(f"{share:.0%} of the checkpoint are {memory / 1e6:,.0f} MB, not enough for a process "
                              "alone; compare peers on a larger model")
@@ -113,15 +111,8 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
             **{f"moelab, {codec}, fast, prefetching": bench.moelab(
                 codec, budget, memory, predictor="router", ahead=bench.spec.K, executor="fast")
                for codec in ("raw", "bf12")},
-            "LRU baseline": ("lru baseline", {"experts": str(bench.folder / "experts.bin"), "slots": budget // stride},
-                             memory),
-            "llama.cpp mmap": bench.llama("BF16", memory),
             "moelab, int4, dense too": bench.moelab("int4", budget, memory, executor="fast", dense="int4"),
-            "llama.cpp Q4_0 mmap": bench.llama("Q4_0", memory),
-            "transformers mmap": ("mapped", {}, memory),
-            "accelerate disk": ("accelerate", {"layers": max(0, int((memory - others - ACCELERATE) // layer)),
-                                               "offload": str(bench.folder / "offload")}, memory),
-            "ftllm": ("ftllm", {"checkpoint": str(bench.folder / "hub"), "cache": budget}, None)}
+            **bench.others(budget, memory, ("BF16", "Q4_0"))}
         title = f"peers in {memory / 1e9:.2f} GB"
         rows, reports = bench.compare(title, arms, "moelab")
         sections[title], (plain, packed) = rows, [name for name in arms if "fast" in name]
@@ -131,7 +122,7 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
                   bench.ratio(reports, "moelab, int4, dense too", "llama.cpp Q4_0 mmap"), 1.3)
         if share == SHARES[1]:
             bench.aim(f"{title}: TPOT of int4, s", rows["moelab, int4, dense too"].get("TPOT s"), 0.05)
-        for name, aim in (("llama.cpp mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("LRU baseline", 1)):
+        for name, aim in (("llama.cpp BF16 mmap", 2.5), ("accelerate disk", 6), ("ftllm", 1.3), ("LRU baseline", 1)):
             bench.aim(f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False)
     return sections
 
@@ -176,13 +167,23 @@ def memory(bench: EngineBenchmark, tokens: int = 64) -> dict[str, Any]:
                             "major faults while decoding": report["decode_major_faults"]}}
 
 
+def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, int]]:
+    """The simulator's metrics for an engine's own steps, which it left in a file, and what the engine had (`FOUND`)."""
+    from moelab.cache.pools import Pools
+    from moelab.cache.residency import Residency
+    from moelab.offloading.simulator import simulate
+    ran = json.loads(trace.read_text())
+    steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in ran["steps"]]
+    said = simulate(steps, ran["forwards"], Residency(spec.L, spec.E, Pools(*ran["pools"])), profiled.delays(),
+                    workers=ran["workers"], staging=ran["staging"], other=profiled.other, head=profiled.head,
+                    quiet=True)
+    return said.metrics(), dict(zip(FOUND, ran["found"]))
+
+
 def simulated(bench: EngineBenchmark) -> dict[str, Any]:
     """The simulator on the engine's own steps: equal decisions, and its time beside the measured. Packed experts also
     by the executor that multiplies them as they lie."""
-    from moelab.cache.pools import Pools
-    from moelab.cache.residency import Residency
     from moelab.offloading.profile import profile
-    from moelab.offloading.simulator import simulate
     from moelab.store.layout import ExpertStore
     rows: dict[str, Any] = {}
     for arm in SIMULATED:
@@ -196,12 +197,8 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
                 if "result" in report:
                     rows[f"{arm}, {share:.0%}"] = report
                     continue
-                run_of = json.loads(trace.read_text())
-            steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in run_of["steps"]]
-            said = simulate(steps, run_of["forwards"], Residency(store.spec.L, store.spec.E, Pools(*run_of["pools"])),
-                            profiled.delays(), workers=run_of["workers"], staging=run_of["staging"],
-                            other=profiled.other, head=profiled.head).metrics()
-            equal = [key for key, value in zip(FOUND, run_of["found"]) if getattr(said, key) == value]
+                said, ran = replayed(trace, store.spec, profiled)
+            equal = [key for key, value in ran.items() if getattr(said, key) == value]
             name, measured = f"{arm}, {share:.0%}", median(report["tpot_s"])
             rows[name] = {
                 "measured TPOT s": measured, "simulated TPOT s": said.tpot, "simulated ÷ measured":
@@ -221,14 +218,13 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
         ) -> dict[str, Any]:
     if unknown := [name for name in only if name not in SECTIONS]:
         raise ValueError(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    if malformed := [given for given in python if "=" not in given]:
-        raise ValueError(f"--python {malformed[0]}: write ENGINE=INTERPRETER, such as llama.cpp=/opt/bin/python")
+    engines = interpreters(python)
     if quick:
         rounds, decode = 1, 8
     load = load_average()
     with tempfile.TemporaryDirectory() as temporary:
         with disk(Path(folder or temporary).expanduser().resolve(), 9 * spec.experts_bytes + 3e9) as (place, words):
-            bench = EngineBenchmark(spec, place, prompt, decode, rounds, dict(given.split("=", 1) for given in python))
+            bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
             bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
             found: dict[str, Any] = {"conditions": {
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",

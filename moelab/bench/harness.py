@@ -11,26 +11,32 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from moelab.bench import measure
+from moelab.bench import measure, peers
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
 from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.specs import MoESpec
+from moelab.store.codecs import CODECS
+from moelab.store.fewbit import FORMATS
 
 Arm = tuple[str, dict[str, Any], int | None]                    # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")     # these must agree on every bit
+PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 TIMEOUT = 1800                          # seconds that an engine may take
 GGUF = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf", "Q4_0": "Q4_0.gguf"}         # llama.cpp's kinds → their files
+FORMS = ("huffman", "bf12", "raw", "int8", "int4")      # stores: codecs, and formats of few bits
 
 
 @dataclass
 class EngineBenchmark:
-    """prompt, decode : tokens of each of two prompts, and after the second. python : engine → its interpreter."""
+    """prompt, decode : tokens of each of two prompts, and after the second. python : engine → its interpreter.
+    tokens : given to the engines; random ones without. here : engines run in this process, without a limit."""
 
     spec: MoESpec
     folder: Path
@@ -41,19 +47,19 @@ class EngineBenchmark:
     samples: dict[str, list[float]] = field(default_factory=dict)
     aims: dict[str, dict[str, Any]] = field(default_factory=dict)
     reference: dict[str, Any] | None = None
+    tokens: list[int] | None = None
+    here: bool = False
 
-    def prepare(self, external: bool) -> None:
+    def prepare(self, external: bool, forms: Iterable[str] = FORMS) -> None:
         """Write the model in every form that is missing; an interrupted conversion is resumed."""
         from moelab.models.convert import convert
         from moelab.models.synthesize import synthesize
         model, hub = self.folder / "model", self.folder / "hub"
         if not model.exists():
             synthesize(model, self.spec)
-        forms = {codec: {"codec": codec} for codec in ("huffman", "bf12", "raw")} | {
-            name: {"quantize": name} for name in ("int8", "int4")}
-        for name, how in forms.items():
+        for name in forms:
             if not (self.folder / name).exists():
-                convert(model, self.folder / name, **how)
+                convert(model, self.folder / name, **{"codec" if name in CODECS else "quantize": name})
         if not (self.folder / "experts.bin").exists():
             lay_out(model, self.folder / "experts.bin")
         missing = {kind: file for kind, file in GGUF.items() if not (self.folder / file).exists()}
@@ -73,12 +79,21 @@ class EngineBenchmark:
         except OSError:
             return False
 
-    def report(self, arm: Arm, decode: int | None = None) -> dict[str, Any]:
-        """One process of an engine: its report, or {"result": why there is none}."""
+    def report(self, arm: Arm, decode: int | None = None) -> Any:
+        """One process of an engine: its report, or {"result": why there is none}; a list of them with "each"."""
         (name, options, limit), rng = arm, random.Random(0)
         drop_cached(self.folder)
+        if (self.folder / "model").is_symlink():
+            drop_cached((self.folder / "model").resolve())
         tokens = [rng.randrange(self.spec.vocab) for _ in range(2 * self.prompt + (decode or self.decode))]
-        options = {"model": str(self.folder / "model"), "tokens": tokens, "prompts": [self.prompt] * 2} | options
+        options = {"model": str(self.folder / "model"), "tokens": self.tokens or tokens,
+                   "prompts": [self.prompt] * 2} | options
+        if self.here:
+            try:
+                found = peers.run(name, options)
+            except (ValueError, RuntimeError, OSError) as error:
+                return {"result": f"failed: {error}"}
+            return self._told(found, {"limit": "in one process, nothing was limited", "group_peak_bytes": None})
         with memory_limit(limit) as group:
             options["cgroup"] = str(group.procs) if group.procs else None
             try:
@@ -91,9 +106,12 @@ class EngineBenchmark:
                 last = (done.stderr.strip() or "no word").splitlines()[-1]
                 return {"result": f"failed: {'killed, out of memory?' if done.returncode == -9 else last}"}
             report = json.loads(done.stdout.strip().splitlines()[-1])
-            if "missing" in report:
-                return {"result": report["missing"]}
-            return report | {"limit": group.reason, "group_peak_bytes": group.peak_bytes}
+            return self._told(report, {"limit": group.reason, "group_peak_bytes": group.peak_bytes})
+
+    def _told(self, found: Any, more: dict[str, Any]) -> Any:
+        if isinstance(found, list):
+            return [self._told(one, more) for one in found]
+        return {"result": found["missing"]} if "missing" in found else found | more
 
     def moelab(self, codec: str, budget: float, limit: int | None = None, trace: Path | None = None,
                predictor: str | None = None, compressed: bool = False, **options: Any) -> Arm:
@@ -105,6 +123,23 @@ class EngineBenchmark:
     def llama(self, kind: str, limit: int | None = None) -> Arm:
         """llama.cpp on a kind of `GGUF`."""
         return "llama.cpp", {"gguf": str(self.folder / GGUF[kind])}, limit
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of the checkpoint's files but for the routed experts."""
+        return sum(path.stat().st_size for path in (self.folder / "model").iterdir()) - self.spec.experts_bytes
+
+    def others(self, budget: int, limit: int, kinds: Iterable[str] = GGUF) -> dict[str, Arm]:
+        """Other engines with a budget for experts within a memory limit; llama.cpp and ftllm run Qwen3-MoE only."""
+        stride, layer = (json.loads((self.folder / "experts.json").read_text())["stride"],
+                         self.spec.experts_bytes / self.spec.L)
+        slots = {"experts": str(self.folder / "experts.bin"), "slots": budget // stride}
+        layers = max(0, int((limit - self.dense_bytes - ACCELERATE) // layer))
+        return {"LRU baseline": ("lru baseline", slots, limit),
+                **{f"llama.cpp {kind} mmap": self.llama(kind, limit) for kind in kinds},
+                "transformers mmap": ("mapped", {}, limit),
+                "accelerate disk": ("accelerate", {"layers": layers, "offload": str(self.folder / "offload")}, limit),
+                "ftllm": ("ftllm", {"checkpoint": str(self.folder / "hub"), "cache": budget}, None)}
 
     def compare(self, title: str, arms: dict[str, Arm], base: str
                 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
@@ -127,9 +162,9 @@ class EngineBenchmark:
                 f"÷ {base}": self.ratio(reports, name, base),
                 "TTFT s": median(report["ttft_s"][0] for report in found),
                 "2nd TTFT s": median(report["ttft_s"][-1] for report in found),
-                "MB a token": _mean(found, "decode_read_bytes", 1e6 * self.decode),
-                "faults a token": _mean(found, "decode_major_faults", self.decode),
-                "hit rate": _mean(found, "decode_hit_rate"), "peak GB": _mean(found, "peak_rss_bytes", 1e9),
+                "MB a token": mean(found, "decode_read_bytes", 1e6 * self.decode),
+                "faults a token": mean(found, "decode_major_faults", self.decode),
+                "hit rate": mean(found, "decode_hit_rate"), "peak GB": mean(found, "peak_rss_bytes", 1e9),
                 "load s": median(report["load_s"] for report in found),
                 "output": self.judge(arms[name], found), "result": found[-1]["limit"]}
         return rows, reports
@@ -147,7 +182,8 @@ class EngineBenchmark:
             self.reference = self.report(("eager", {}, None))
         if "result" in self.reference:
             return f"no reference: {self.reference['result']}"
-        if arm[0] in EXACT and arm[1].get("options", {}).get("executor", "exact") == "exact":
+        stored = Path(arm[1].get("store", "")).name
+        if arm[0] in EXACT and stored not in FORMATS and arm[1].get("options", {}).get("executor", "exact") == "exact":
             return "= eager" if all(r["digest"] == self.reference["digest"] for r in reports) else "≠ EAGER"
         if not (best := reports[-1].get("best")):
             return "own tokens"
@@ -158,12 +194,19 @@ class EngineBenchmark:
             self.aims[name] = measure.aim(value, aim, below)
 
 
+def interpreters(given: Iterable[str]) -> dict[str, str]:
+    """["llama.cpp=/opt/bin/python"] as engine → interpreter."""
+    if malformed := [words for words in given if "=" not in words]:
+        raise ValueError(f"--python {malformed[0]}: write ENGINE=INTERPRETER, such as llama.cpp=/opt/bin/python")
+    return dict(words.split("=", 1) for words in given)
+
+
 def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return subprocess.run([interpreter or sys.executable, *words], capture_output=True, text=True, timeout=TIMEOUT,
                           env=os.environ | {"PYTHONPATH": path})
 
 
-def _mean(reports: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
+def mean(reports: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
     values = [report[key] / unit for report in reports if report.get(key) is not None]
     return fmean(values) if values else None

@@ -10,6 +10,7 @@ and numpy alone, so that an engine may live in another interpreter than moelab.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -33,6 +34,7 @@ ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "eager": ("moelab.bench.p
            "accelerate": ("moelab.bench.peers", "Accelerate"), "llama.cpp": ("moelab.bench.external_engines", "Llama"),
            "ftllm": ("moelab.bench.external_engines", "Ftllm"),
            "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline")}
+RAPL = Path("/sys/class/powercap")
 DEPTHS = (1, 2, 4)              # queue depths at which the read rate is measured
 FOUND = ("hits", "misses", "evictions", "read_bytes")       # what engine and simulator must agree upon
 
@@ -46,8 +48,12 @@ def main(arguments: Sequence[str]) -> int:
     os._exit(0)                                 # some engines crash while they are torn down
 
 
-def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """An engine's report; {"missing": reason} for one that is not installed."""
+def run(name: str, options: dict[str, Any]) -> Any:
+    """An engine's report; {"missing": reason} for one that is not installed. With "each", a list of further options,
+    it is opened anew for each of them, and the reports are a list."""
+    if "each" in options:
+        return [run(name, {key: of for key, of in options.items() if key != "each"} | more) for more in options["each"]]
+    gc.collect()                                # of an engine that was closed just now
     start = time.perf_counter()
     try:
         module, kind = ENGINES[name]
@@ -55,13 +61,24 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     except ImportError as error:
         return {"missing": f"not installed ({error})"}
     loaded = time.perf_counter() - start
-    report = engine.measure(options["tokens"], options["prompts"])
+    report = engine.measure(options["tokens"], options["prompts"], options.get("logits"))
     return {"load_s": loaded, **report, **counters(), **engine.report()}
 
 
-def counters() -> dict[str, int | None]:
-    """Bytes that this process has read from disks, its major page faults and its peak memory, so far."""
-    return {"read_bytes": _proc("io", r"^read_bytes: (\d+)"), **process()}
+def counters() -> dict[str, Any]:
+    """Bytes that this process has read from disks, its major page faults, peak memory and seconds on processors, and
+    joules of all processors, so far."""
+    return {"read_bytes": _proc("io", r"^read_bytes: (\d+)"), **process(), "cpu_s": time.process_time(),
+            "joules": joules()}
+
+
+def joules() -> float | None:
+    """What the processor packages have used, by Linux's RAPL counters; None where they are missing or not ours to
+    read. They begin anew now and then: a difference below zero is none."""
+    try:
+        return sum(int(path.read_text()) for path in RAPL.glob("intel-rapl:?/energy_uj")) / 1e6 or None
+    except OSError:
+        return None
 
 
 def _proc(file: str, pattern: str) -> int | None:
@@ -90,11 +107,12 @@ class BenchmarkedEngine(ABC):
         """Further entries of the report, asked for at the end."""
         return {}
 
-    def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
+    def measure(self, tokens: list[int], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
         """Feed prompts of the given lengths, each a new sequence, then the other tokens one by one: `ttft_s` [prompts],
-        `tpot_s` [tokens after them], bytes read and faults of each phase, `digest`, `best` (argmax) of all logits."""
+        `tpot_s` [tokens after them], bytes read, faults, processor seconds and joules of each phase, `digest`, `best`
+        (argmax) of all logits, which a file `logits_to` may keep: fp32 [prompts + tokens, V], .npy."""
         found: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
-        digest, at, last = hashlib.sha256(), 0, counters()
+        digest, at, last, kept = hashlib.sha256(), 0, counters(), []
 
         def step(ids: list[int], seconds: list[float]) -> None:
             start = time.perf_counter()
@@ -104,12 +122,14 @@ class BenchmarkedEngine(ABC):
             if logits.dtype != "float32":           # bf16 as int16 has no order; as the upper half of an fp32 it does
                 logits = (logits.astype("int32") << 16).view("float32")
             found["best"].append(int(logits.argmax()))
+            if logits_to:
+                kept.append(logits.astype("float32"))
 
         def phase(name: str) -> None:
             nonlocal last
             before, last = last, counters()
-            for key in ("read_bytes", "major_faults"):
-                found[f"{name}_{key}"] = None if last[key] is None else last[key] - before[key]
+            for key in ("read_bytes", "major_faults", "cpu_s", "joules"):
+                found[f"{name}_{key}"] = None if None in (before[key], last[key]) else last[key] - before[key]
 
         for number, length in enumerate(prompts):
             self.restart()
@@ -120,6 +140,9 @@ class BenchmarkedEngine(ABC):
         for token in tokens[at:]:
             step([token], found["tpot_s"])
         phase("decode")
+        if logits_to:
+            import numpy as np
+            np.save(logits_to, np.stack(kept))
         return found | {"digest": digest.hexdigest()[:16]}
 
 
@@ -143,7 +166,8 @@ class Transformers(BenchmarkedEngine):
 
 class Moelab(Transformers):
     """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps; "predictor";
-    "compressed": the budget, a share, is divided into staging, which must be given, and experts kept compressed."""
+    "probe": experts that are read to measure the disk; "compressed": the budget is divided into staging, which must be
+    given, and experts kept compressed."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
@@ -161,7 +185,8 @@ class Moelab(Transformers):
         self.before = sum(counters.hits.values()), counters.misses
 
     def report(self) -> dict[str, Any]:
-        from moelab.offloading.limits import kv_bytes, layer_records, on_demand_limit
+        from moelab.cache.optimum import belady_hits, request_count
+        from moelab.offloading.limits import kv_bytes, layer_records, on_demand_limit, overlapped_limit
         this, peak, anonymous = self.offloading, process()["peak_rss_bytes"], _proc("status", r"^RssAnon:\s*(\d+)")
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
@@ -169,6 +194,8 @@ class Moelab(Transformers):
         rates = self.rates | {"after": self.read_rate()} | delivered(this.timeline, forwards)
         rate = max(rates.values())
         hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
+        pools, asked = this.run.settings.pools, [step for forward in this.steps for step in forward]
+        best = belady_hits(asked, pools.F) / request_count(asked) if pools.F == pools.capacity else None
         if self.options.get("trace"):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
             settings = this.run.settings
@@ -182,21 +209,22 @@ class Moelab(Transformers):
             "others_bytes": this.store.weights_bytes,
             "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_rates": rates,
-            "decode_hit_rate": hits / max(hits + misses, 1), "metrics": asdict(metrics),
-            "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None}
+            "decode_hit_rate": hits / max(hits + misses, 1), "belady_hit_rate": best, "metrics": asdict(metrics),
+            "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None,
+            "overlapped_s": overlapped_limit(records, rate, decoded, workers) if decoded else None}
 
-    def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
+    def measure(self, tokens: list[int], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
         self.rates = {"before": self.read_rate()}
-        return super().measure(tokens, prompts)
+        return super().measure(tokens, prompts, logits_to)
 
-    def read_rate(self, experts: int = 64) -> float:
-        """Bytes a second of reading random whole experts as the engine does, at the best of three queue depths."""
+    def read_rate(self) -> float:
+        """Bytes a second of reading "probe" random whole experts as the engine does, at the best of three depths."""
         from moelab.store.reader import Reader
         options = {name: value for name, value in self.options.get("options", {}).items()
                    if name in ("mode", "bandwidth", "verify")}
         layers, best = self.offloading.store.layers, 0.0
         everyone = [(layer, expert) for layer in range(len(layers)) for expert in range(len(layers[layer].experts))]
-        keys = random.Random(0).sample(everyone, min(experts, len(everyone)))
+        keys = random.Random(0).sample(everyone, min(self.options.get("probe", 64), len(everyone)))
         with Reader(self.offloading.store, **options) as reader, ThreadPoolExecutor(max(DEPTHS)) as pool:
             buffers = [reader.buffer() for _ in range(max(DEPTHS))]
             for buffer in buffers:
@@ -227,15 +255,16 @@ def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float
     return {"during": max(rates)} if rates else {}
 
 
-def compressed_pool(store: str, share: float, staging: int) -> Any:
-    """As many experts kept compressed as fit into a share of what all experts take decoded."""
+def compressed_pool(store: str, budget: float, staging: int) -> Any:
+    """As many experts kept compressed as fit into bytes, or a share of what all experts take decoded."""
     from moelab.cache.pools import Pools
     from moelab.offloading.slots import Sizes
     from moelab.store.layout import ExpertStore
     opened = ExpertStore(store)
     sizes, experts = Sizes.of(opened), sum(len(layer.experts) for layer in opened.layers)
     everything = experts * sizes.full + staging * sizes.in_flight               # what `offload` takes the share of
-    return Pools(C=int(share * everything - staging * sizes.in_flight) // (sizes.e + sizes.sm))
+    room = budget if isinstance(budget, int) else budget * everything
+    return Pools(C=min(experts, int(room - staging * sizes.in_flight) // (sizes.e + sizes.sm)))
 
 
 class Mapped(Transformers):

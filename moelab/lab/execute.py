@@ -188,7 +188,7 @@ def _displays(notebook: Any) -> Iterator[Any]:
     return (output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output)
 
 
-def _exit_with_the_runner() -> None:
+def exit_with_the_runner() -> None:
     os.read(sys.stdin.fileno(), 1)      # returns when the runner closes the pipe, or dies
     os._exit(1)
 
@@ -196,7 +196,7 @@ def _exit_with_the_runner() -> None:
 def main() -> None:
     job = json.loads(sys.stdin.readline())
     logging.disable()       # what papermill and nbclient log is in the error that is returned
-    threading.Thread(target=_exit_with_the_runner, daemon=True).start()
+    threading.Thread(target=exit_with_the_runner, daemon=True).start()
     _poll_for_replies()
     error = execute(**job)
     if error is not None:

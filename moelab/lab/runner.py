@@ -111,7 +111,7 @@ def convert(parameter: Parameter, value: Any) -> Any:
     types = {"bool": bool, "int": int, "float": (int, float), "str": str, "list": list, "tuple": (list, tuple),
              "dict": dict}
     try:
-        read = readers.get(base, _read_literal)(value) if isinstance(value, str) else value
+        read = readers.get(base, read_literal)(value) if isinstance(value, str) else value
         expected = types.get(base, object)
         if not isinstance(read, expected) or (isinstance(read, bool) and base in ("int", "float")):
             raise ValueError
@@ -122,7 +122,7 @@ def convert(parameter: Parameter, value: Any) -> Any:
     return float(read) if base == "float" else read
 
 
-def _read_literal(text: str) -> Any:
+def read_literal(text: str) -> Any:
     """JSON, or a Python literal; where the type is unknown and neither fits, the text itself."""
     for read in (json.loads, ast.literal_eval):
         try:
@@ -132,11 +132,11 @@ def _read_literal(text: str) -> Any:
     return text
 
 
-def split_assignments(assignments: list[str]) -> dict[str, str]:
+def split_assignments(assignments: list[str], option: str = "-p") -> dict[str, str]:
     """["a=1", "b=x"] as a dictionary."""
     for assignment in assignments:
         if not assignment.partition("=")[0].isidentifier() or "=" not in assignment:
-            raise ValueError(f"-p {assignment}: write -p name=value")
+            raise ValueError(f"{option} {assignment}: write {option} name=value")
     return dict(assignment.split("=", 1) for assignment in assignments)
 
 

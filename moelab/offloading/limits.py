@@ -75,6 +75,15 @@ def on_demand_limit(records: Iterable[LayerRecord], read_rate: float, steps: int
                for record in records) / steps
 
 
+def overlapped_limit(records: Iterable[LayerRecord], read_rate: float, steps: int = 1, workers: int = 1) -> float:
+    """Seconds per decode step of an ideal engine that knows all experts beforehand: reading, decompression and
+    computing overlap wholly, and the longest of them remains. Arguments as of `on_demand_limit`, which is no less."""
+    records = list(records)
+    return max(sum(record.bytes for record in records) / read_rate,
+               sum(record.decompress_s for record in records) / workers,
+               sum(record.other_s + record.expert_s for record in records)) / steps
+
+
 @dataclass(frozen=True)
 class MachineRates:
     """How fast experts arrive (bytes/s), memory is read (bytes/s) and numbers are multiplied (FLOP/s)."""

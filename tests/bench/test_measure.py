@@ -86,8 +86,8 @@ def test_reading_is_tried_at_several_depths_and_the_best_counts(tmp_path, monkey
         now.discard((wanted[0].layer, wanted[0].expert))
     store = reader_store(tmp_path)
     monkeypatch.setattr(reader.Reader, "_fill", slow)
-    of = SimpleNamespace(options={"options": {"mode": "buffered"}}, offloading=SimpleNamespace(store=store))
-    rate = peers.Moelab.read_rate(of, experts=16)
+    of = SimpleNamespace(options={"options": {"mode": "buffered"}, "probe": 16}, offloading=SimpleNamespace(store=store))
+    rate = peers.Moelab.read_rate(of)
     size = len(reader.Reader(store, "buffered").buffer())
     assert 16 * len(peers.DEPTHS) == len(asked) and len(set(asked)) == 16
     assert at_once[:16] == [1] * 16 and max(at_once) == max(peers.DEPTHS)

@@ -1,0 +1,359 @@
+"""Everything against everything: techniques alone and together, and other engines, at several budgets and disk rates.
+
+All take the same tokens on the same model. A configuration is opened anew for each disk rate, in a process of its own
+with a budget's memory, in interleaved rounds (`moelab.bench.harness`); other engines have the same memory limit, page
+cache included, but only our reader can be throttled, so they run at the disk's own rate. No speed is shown before the
+output is: what computes as transformers does must agree with its eager experts bit for bit, and what does not says the
+Kullback-Leibler divergence of its next-token distribution from theirs, in nats a token. Limits follow from a run's own
+bytes and times and the best rate at which it read whole experts: Σ over layers of (attention, router + max(read,
+decode, compute)) on demand, the longest of these sums when prefetching; Belady's hits; the bytes that must be in
+memory.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moelab.arguments import number, several, whole
+from moelab.bench import measure
+from moelab.bench.engine import replayed
+from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
+from moelab.bench.machine import disk
+from moelab.bench.peers import RAPL, joules
+from moelab.progress import progress
+from moelab.specs import MoESpec
+
+SPEC = MoESpec("synthetic-0.5GB", "qwen3_moe", 5, tuple(range(5)), 32, 4, 1024, 512, vocab=8192, heads=16, kv_heads=4,
+               head_dim=64)
+BASE, RESIDENT = "on demand", "transformers resident"
+EXTERNAL = (*(f"llama.cpp {kind} mmap" for kind in GGUF), "ftllm")
+LOSSLESS = 1e-3                         # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
+PROBE = 8                               # experts read to measure the disk, each time
+BUDGETED = "LRU baseline", "ftllm"      # keep to a number of bytes themselves
+NORMALISES = "llama.cpp BF16 mmap"      # routing weights, whatever the model does: other logits at the same cost
+Rows = dict[str, dict[str, Any]]        # configuration → figures
+Sections = Mapping[str, Rows]           # "25 % of experts, 250 MB/s" → its rows
+
+
+class Technique(NamedTuple):
+    """One thing that a configuration does: whose it is (a key of the ledger's sources, or "moelab"), and how."""
+
+    source: str
+    options: dict[str, Any]
+
+
+TECHNIQUES = {
+    "huffman": Technique("zipmoe", {"codec": "huffman"}),
+    "kept compressed": Technique("zipmoe", {"codec": "huffman", "compressed": True, "staging": 3}),
+    "prefetch": Technique("speculating-experts", {"predictor": "router"}),
+    "mxfp4": Technique("neuron-moe", {"codec": "mxfp4"}),
+    "blockwise": Technique("neuron-moe", {"executor": "blockwise"}),
+    "static": Technique("npumoe", {"executor": "tiered"}),
+    "bf12": Technique("moelab", {"codec": "bf12"}),
+    "fast": Technique("moelab", {"executor": "fast"})}
+#: what is run: BASE, or techniques with " + " between them
+ARMS = (BASE, "huffman", "prefetch", "huffman + prefetch", "bf12", "fast", "bf12 + fast", "bf12 + prefetch",
+        "fast + prefetch", "bf12 + fast + prefetch", "mxfp4 + fast")
+
+
+def parts(arm: str) -> list[str]:
+    """The techniques of a configuration. ValueError for one that there is not, and two that exclude each other."""
+    names = [] if arm == BASE else [name.strip() for name in arm.split("+")]
+    if unknown := [name for name in names if name not in TECHNIQUES]:
+        raise ValueError(f"{arm!r} names {', '.join(unknown)}; a configuration is {BASE!r} or, with + between them, "
+                         f"some of {', '.join(TECHNIQUES)}")
+    for one, other in combinations(names, 2):
+        if both := TECHNIQUES[one].options.keys() & TECHNIQUES[other].options.keys():
+            raise ValueError(f"{one} and {other} exclude each other: both decide on the {', '.join(both)}")
+    return names
+
+
+def options_of(arm: str) -> dict[str, Any]:
+    """A configuration's arguments of `EngineBenchmark.moelab`."""
+    given = {"codec": "raw"}
+    for name in parts(arm):
+        given |= TECHNIQUES[name].options
+    return given
+
+
+def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Sequence[float]) -> Arm:
+    """A configuration of ours with a budget, opened once for each disk rate; 0: the disk's own."""
+    given = options_of(arm)
+    ahead = {"ahead": bench.spec.K} if "predictor" in given else {}
+    name, options, limit = bench.moelab(budget=int(share * bench.spec.experts_bytes), limit=limit, **given, **ahead)
+    each = [{"options": options["options"] | ({"bandwidth": rate} if rate else {})} for rate in rates]
+    each[0]["logits"] = str(bench.folder / "logits.npy")
+    for i, of in enumerate(each):
+        of["trace"] = str(trace(bench, arm, share, i))
+    return name, options | {"each": each, "probe": PROBE}, limit
+
+
+def trace(bench: EngineBenchmark, arm: str, share: float, rate: int) -> Path:
+    """Where a configuration leaves its steps."""
+    return bench.folder / f"steps of {arm}, {share}, {rate}.json"
+
+
+def absent(external: bool) -> dict[str, str]:
+    """Engines that are not run at all, and why."""
+    return dict.fromkeys(("MoE-Infinity", "DeepSpeed ZeRO-3"), "needs an NVIDIA GPU; this bench runs on the CPU") | (
+        {} if external else dict.fromkeys(EXTERNAL, "needs a Qwen3-MoE checkpoint and a process of its own"))
+
+
+def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
+    """Mean over steps of KL(reference ‖ found) in nats, of logits [steps, V]: 0 where both predict alike."""
+    p, q = (of.astype(np.float64) - of.max(1, keepdims=True) for of in (reference, logits))
+    p, q = (of - np.log(np.exp(of).sum(1, keepdims=True)) for of in (p, q))
+    return max(float((np.exp(p) * (p - q)).sum(1).mean()), 0.0)
+
+
+def collect(bench: EngineBenchmark, plan: Mapping[Any, Arm]) -> dict[Any, list[list[dict[str, Any]]]]:
+    """Reports of every configuration: [rounds][rates]. What cannot run is not tried again."""
+    reports: dict[Any, list[list[dict[str, Any]]]] = {name: [] for name in plan}
+    order = [name for i in range(bench.rounds) for name in (list(plan)[::-1] if i % 2 else plan)]
+    kept = bench.folder / "logits.npy"
+    for name in progress(order, "end to end", unit="runs"):
+        if any("result" in one for found in reports[name] for one in found):
+            continue
+        kept.unlink(missing_ok=True)
+        found = bench.report(plan[name])
+        found = found if isinstance(found, list) else [found]
+        if kept.exists():
+            found[0]["kl"] = divergence(np.load(kept), bench.reference["logits"])
+        reports[name].append(found)
+    return reports
+
+
+def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[dict[str, Any]]], rate: int, base: float | None
+        ) -> dict[str, Any]:
+    """A configuration's figures at a rate, each beside its limit: medians over all tokens of all rounds."""
+    found = [of[rate if len(of) > 1 else 0] for of in rounds]
+    if "result" in found[-1]:
+        return {"result": found[-1]["result"]}
+    output = bench.judge(arm, found)
+    if "≠" in output:
+        return {"result": f"{output}: its speed does not count"}
+    tpot = [seconds for report in found for seconds in report["tpot_s"]]
+    (low, high), middle, decode = measure.tenths(tpot), median(tpot), bench.decode
+    ttft, energy = median(report["ttft_s"][0] for report in found), mean(found, "decode_joules", decode)
+    figures = {"TTFT s": ttft, "TPOT s": middle, "10 %": low, "90 %": high,
+               f"÷ {BASE}": base and middle / base, "tokens/s": 1 / (sum(tpot) / len(tpot)),
+               "MB a token": mean(found, "decode_read_bytes", 1e6 * decode), "hit rate": mean(found, "decode_hit_rate"),
+               "CPU s a token": mean(found, "decode_cpu_s", decode), "J a token": energy if (energy or 0) > 0 else None,
+               "peak GB": None if bench.here else mean(found, "peak_rss_bytes", 1e9),
+               "KL": mean([of[0] for of in rounds], "kl"), "output": output, "result": found[-1]["limit"]}
+    if "metrics" in found[-1]:
+        figures |= beside_limits(arm, found, ttft, middle)
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def beside_limits(arm: Arm, found: list[dict[str, Any]], ttft: float, tpot: float) -> dict[str, Any]:
+    """What our own engine's reports say of limits, of what waits, and of what overlaps."""
+    ran = [report["metrics"] for report in found]
+    reading = median((of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / (2 * report["read_rate"])
+                     for of, report in zip(ran, found))         # of both prompts' mean: the first reads no less
+    least = median(report["overlapped_s" if arm[1]["predictor"] else "on_demand_s"] for report in found)
+    bytes_ = sum(found[-1][key] for key in ("budget_bytes", "others_bytes", "kv_bytes"))
+    best = found[-1]["belady_hit_rate"]
+    return {"MB a token": mean(ran, "read_bytes_per_token", 1e6), "TTFT limit s": reading,
+            "TTFT ÷ limit": ttft / reading if reading else None, "TPOT limit s": least,
+            "TPOT ÷ limit": measure.multiple(tpot, least),
+            "hits ÷ Belady's": measure.share(mean(ran, "hit_rate") / best) if best else None,
+            "stall ms a token": mean(ran, "stall_per_step", 1e-3), "overlap": mean(ran, "overlap_efficiency"),
+            "least GB": bytes_ / 1e9}
+
+
+def predict(bench: EngineBenchmark, arms: Iterable[str], budgets: Sequence[float], rates: Sequence[float],
+            sections: Mapping[str, Rows]) -> None:
+    """Beside the measured TPOT, what the simulator says for the same steps and this machine's profile; of what reads on
+    demand by the executors that the profile knows."""
+    from moelab.offloading.profile import profile
+    for arm in arms:
+        given = options_of(arm)
+        if given.keys() - {"codec", "executor"} or given.get("executor", "fast") != "fast":
+            continue
+        for i, rate in enumerate(rates):
+            fast = {"executor": "fast", "compact": True} if "executor" in given else {}
+            profiled = profile(bench.folder / given["codec"], seconds=0.5, **fast,
+                               **({"bandwidth": rate} if rate else {}))
+            for share in budgets:
+                figures = sections[section(share, rate)][arm]
+                if "TPOT s" in figures:
+                    said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiled)
+                    figures |= {"simulated TPOT s": said.tpot, "simulated ÷ measured": said.tpot / figures["TPOT s"]}
+
+
+def together(sections: Sections) -> Rows:
+    """Of two techniques of different sources, where both together are faster than each alone, and why: bytes read and
+    time waited a token, of the two and of both."""
+    found: Rows = {}
+    for title, rows in sections.items():
+        for arm in filter(names_us, rows):
+            names = parts(arm)
+            if len(names) == 2 == len({TECHNIQUES[name].source for name in names}) and all(
+                    "TPOT s" in rows.get(name, {}) for name in (*names, arm)):
+                alone, both = [rows[name] for name in names], rows[arm]
+                gain = both["TPOT s"] / min(of["TPOT s"] for of in alone)
+                found[f"{title}: {arm}"] = {"÷ better of both": gain, "beats each": gain < 1} | {
+                    f"{what}, {name}": of[what] for what in ("MB a token", "stall ms a token")
+                    for name, of in ((names[0], alone[0]), (names[1], alone[1]), ("both", both))}
+    return found
+
+
+def ablation(sections: Sections) -> Rows:
+    """What the configuration of most techniques loses without each of them: TPOT ÷ its own."""
+    found: Rows = {}
+    for title, rows in sections.items():
+        there = {frozenset(parts(arm)): of["TPOT s"] for arm, of in rows.items() if names_us(arm) and "TPOT s" in of}
+        whole_ = max(there, key=len, default=frozenset())
+        less = {name: there[whole_ - {name}] / there[whole_] for name in sorted(whole_) if whole_ - {name} in there}
+        if less:
+            found[title] = {"all of": " + ".join(sorted(whole_)), "TPOT s": there[whole_]} | {
+                f"without {name}": ratio for name, ratio in less.items()} | (
+                {"with none": there[frozenset()] / there[whole_]} if frozenset() in there else {})
+    return found
+
+
+def titled(results: Mapping[str, Any]) -> dict[str, Rows]:
+    """The tables of budgets and rates among a bench's results."""
+    return {title: rows for title, rows in results.items() if " of experts, " in title}
+
+
+def winners(sections: Sections) -> Rows:
+    """Of each table the fastest of ours and of the other engines that fit the budget: lossless, and at any loss."""
+    found: Rows = {}
+    for title, rows in sections.items():
+        ran = {name: of for name, of in rows.items() if "TPOT s" in of and name != RESIDENT and (
+            names_us(name) or name in BUDGETED or "nothing was limited" not in of["result"])}
+        found[title] = {}
+        exact = {name: of for name, of in ran.items() if of.get("KL", 0) < LOSSLESS or name == NORMALISES}
+        for kind, among in (("lossless", exact), ("any", ran)):
+            ours, theirs = ({name: of["TPOT s"] for name, of in among.items() if names_us(name) == us}
+                            for us in (True, False))
+            for whose, of in (("ours", ours), ("others", theirs)):
+                if of:
+                    name = min(of, key=of.__getitem__)
+                    found[title] |= {f"{kind}, {whose}": name, f"{kind}, {whose}, ms": 1e3 * of[name]}
+            if ours and theirs:
+                found[title][f"{kind}: ours ÷ others"] = min(ours.values()) / min(theirs.values())
+    return found
+
+
+def names_us(name: str) -> bool:
+    """Whether a row is a configuration of ours, not another engine."""
+    return name == BASE or all(part.strip() in TECHNIQUES for part in name.split("+"))
+
+
+def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
+    """The names of those that no other is at least as good as in both, and better in one; sorted by x. What lacks one
+    of them is left out."""
+    points = {name: (of[x], of[y]) for name, of in rows.items() if of.get(x) is not None and of.get(y) is not None}
+    best = [name for name, (a, b) in points.items()
+            if not any(c <= a and d <= b and (c, d) != (a, b) for c, d in points.values())]
+    return sorted(best, key=points.__getitem__)
+
+
+def run(arms: Iterable[str] = ARMS, budgets: Sequence[float] = (0.25, 0.5, 0.75),
+        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, prompt: int = 16, decode: int = 8,
+        seed: int = 0, model: str | None = None, folder: str | Path | None = None, alone: bool = False,
+        here: bool = False, simulated: bool = False, python: Sequence[str] = (), spec: MoESpec = SPEC
+        ) -> dict[str, Any]:
+    arms = list(dict.fromkeys([BASE, *arms]))
+    forms = {options_of(arm)["codec"] for arm in arms}
+    load, engines = measure.load_average(), interpreters(python)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(folder or temporary).expanduser().resolve()
+        count = 2 * prompt + decode
+        source, spec, tokens = text_for(model, count, seed) if model else (
+            None, spec, random.Random(seed).choices(range(spec.vocab), k=count))
+        place.mkdir(parents=True, exist_ok=True)
+        apart = nullcontext((place, "as it is")) if here else disk(place, 9 * spec.experts_bytes + 3e9)
+        with apart as (place, words):
+            if source and not (place / "model").exists():
+                (place / "model").symlink_to(source.resolve(), target_is_directory=True)
+            if source and not (place / "model").samefile(source):
+                raise ValueError(f"{folder} has another model's forms; give another folder")
+            bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines, tokens=tokens, here=here)
+            qwen = spec.model_type == "qwen3_moe" and not here and not alone
+            bench.prepare(external=qwen, forms=sorted(forms))
+            sections = tables(bench, arms, budgets, [1e6 * rate for rate in rates], alone, qwen, simulated)
+    return {"conditions": {
+        "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts", "file system": words,
+        "tokens": f"{'of a text' if model else 'random'}, given; two prompts of {prompt}, then {decode} more, batch 1",
+        "processes": "one for all" if here else "one for each configuration and budget", "rounds": rounds,
+        "energy": "processor packages, by RAPL" if joules() else f"none can be read from {RAPL}",
+        "load average before": load, "cores": os.cpu_count()}, **sections,
+        "together (two sources)": together(sections), "ablation (TPOT ÷ that of all)": ablation(sections)}
+
+
+def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float], rates: Sequence[float], alone: bool,
+           external: bool, simulated: bool) -> dict[str, Rows]:
+    """Run everything, and a table of each budget and rate."""
+    spec, kept = bench.spec, bench.folder / "logits.npy"
+    reference = bench.report(("eager", {"logits": str(kept)}, None))
+    if "result" in reference:
+        raise RuntimeError(f"transformers' eager experts could not be run to compare with: {reference['result']}")
+    bench.reference = reference | {"logits": np.load(kept)}
+    plan: dict[Any, Arm] = {}
+    for share in budgets:
+        budget = int(share * spec.experts_bytes)
+        limit = int(budget + bench.dense_bytes + PROCESS)
+        plan |= {(share, arm): own(bench, arm, share, limit, rates) for arm in arms}
+        plan |= {} if alone else {
+            (share, name): (engine, options | {"logits": str(kept)}, most) for name, (engine, options, most)
+            in bench.others(budget, limit).items() if external or name not in EXTERNAL}
+    plan |= {} if alone else {(1.0, RESIDENT): ("eager", {"logits": str(kept)}, None)}
+    reports = collect(bench, plan)
+    sections: dict[str, Rows] = {}
+    for share in budgets:
+        for i, rate in enumerate(rates):
+            chosen = [key for key in plan if key[1] == RESIDENT or key[0] == share and (key[1] in arms or not rate)]
+            base = row(bench, plan[share, BASE], reports[share, BASE], i, None).get("TPOT s")
+            rows = {key[1]: row(bench, plan[key], reports[key], i, base) for key in chosen}
+            sections[section(share, rate)] = rows | (
+                {} if rate or alone else {name: {"result": why} for name, why in absent(external).items()})
+    if simulated:
+        predict(bench, arms, budgets, rates, sections)
+    return sections
+
+
+def section(share: float, rate: float) -> str:
+    """The title of a table."""
+    return f"{share:.0%} of experts, " + (f"{rate / 1e6:g} MB/s" if rate else "the disk as it is")
+
+
+def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list[int]]:
+    """A checkpoint's folder and spec, and so many tokens of prose by its own tokenizer."""
+    from moelab.datasets import prompts
+    from moelab.models import opening
+    opening.require_tokenizer(model)
+    opened = opening.open_checkpoint(model, experts="external")
+    text = "\n".join(prompt.text for prompt in prompts("prose", 2 + count // 64, tokens=128, seed=seed))
+    ids = opened.tokenizer(text)["input_ids"]
+    if len(ids) < count:
+        raise ValueError(f"{count} tokens are needed, and the text has {len(ids)}; ask for shorter prompts")
+    return opening.find(model), opened.spec, ids[:count]
+
+
+OPTIONS = {
+    "arms": (several(), "configurations: techniques, with + between those that go together: " + ", ".join(TECHNIQUES)),
+    "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take"),
+    "rates": (several(number(0)), "of the disk, MB/s, by throttling our reader; 0: as it is"),
+    "rounds": (whole(1), "of every configuration"), "prompt": (whole(2), "tokens of each of two prompts"),
+    "decode": (whole(1), "tokens after them"), "seed": (whole(), "picks the tokens"),
+    "model": (None, "your own: a checkpoint's folder or a hub id"),
+    "folder": (None, "where the model's forms are kept for the next time, ten times its size; else they are temporary"),
+    "alone": ({"action": "store_true"}, "without the other engines"),
+    "simulated": ({"action": "store_true"}, "also what the simulator says, of what reads on demand"),
+    "here": ({"action": "store_true"}, "everything in one process: fast, without limits and peaks of memory"),
+    "python": ({"action": "append", "metavar": "ENGINE=INTERPRETER"},
+               "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python")}

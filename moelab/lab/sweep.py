@@ -1,0 +1,287 @@
+"""`python -m moelab sweep`: a notebook or a bench at every point of a grid, here or on a cluster, and one table of it.
+
+Points run one at a time, in processes of their own, since they measure times; `--workers` runs several at once. Each
+finished point is in a journal beside the table, so the same command goes on where it was cut off, and a larger grid
+adds to what there is. The point of a worker that is lost runs again; one that fails is told, and tried again by the
+next call. A row says what was asked, what was found, and by which commit on which machine.
+
+On several machines, start Dask in a clone of the same commit, one thread a worker, and give its scheduler's address:
+
+    dask scheduler                                      # prints tcp://HEAD:8786
+    dask worker tcp://HEAD:8786 --nthreads 1            # on every machine
+    python -m moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tcp://HEAD:8786
+
+On SLURM, dask-jobqueue (`pip install dask-jobqueue`) does the first two; a file to start from:
+
+    from dask_jobqueue import SLURMCluster
+    with SLURMCluster(cores=1, job_cpu=16, memory="64GB", walltime="08:00:00", job_extra_directives=["--exclusive"],
+                      job_script_prologue=["cd ~/moelab && source .venv/bin/activate"]) as cluster:
+        cluster.scale(jobs=8)
+        input(f"sweep with --scheduler {cluster.scheduler_address}; Enter ends the jobs")
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from datetime import datetime, timezone
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
+
+from moelab.arguments import whole
+from moelab.bench import BENCHES, parser_of
+from moelab.claims import flat
+from moelab.files import CHECKOUT, atomic, read_json, results_root
+from moelab.journal import Journal
+from moelab.lab.results import environment
+from moelab.lab.runner import (add_run_options, check_parameters, notebooks, read_literal, run_notebook,
+                               split_assignments)
+from moelab.progress import progress
+from moelab.table import text_table
+
+LOST = 3                                # times that a worker may be lost without any point being finished
+SHOWN_METRICS = 4
+Point = dict[str, Any]                  # parameter → value
+Work = Callable[[Point], dict[str, Any]]        # a point → {"metrics": as in metrics.json, and more provenance}
+Found = Iterator[tuple[Point, dict[str, Any]]]  # points as they end, each with its row or {"error": why}
+
+
+class Row(NamedTuple):
+    """A finished point: metrics as in metrics.json; where, when and by which commit it was run."""
+
+    point: Point
+    metrics: dict[str, dict[str, Any]]
+    at: dict[str, Any]
+
+
+def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
+    """["a=1,2", "b=x,y"] → every combination, with what is fixed; `;` parts values that have commas."""
+    values = {name: list(dict.fromkeys(part.strip() for part in text.split(";" if ";" in text else ",")))
+              for name, text in split_assignments(axes, "--grid").items()}
+    if twice := fixed.keys() & values.keys():
+        raise ValueError(f"{', '.join(sorted(twice))}: both fixed and in the grid")
+    if empty := [name for name, found in values.items() if "" in found]:
+        raise ValueError(f"--grid {empty[0]}: write {empty[0]}=VALUE,VALUE")
+    return [fixed | dict(zip(values, of)) for of in product(*values.values())]
+
+
+def notebook_point(notebook: str, results: str | None, timeout: float, point: Point) -> dict[str, Any]:
+    """Run a notebook, by name or path, with these parameters."""
+    directory = run_notebook(notebooks([notebook])[0], point, results, timeout)
+    return {"metrics": read_json(directory / "metrics.json")["metrics"], "run": str(directory)}
+
+
+def bench_point(name: str, point: Point) -> dict[str, Any]:
+    """Run a bench with these options in a process of its own, which ends if this one does."""
+    code = ("import sys, threading; from moelab.lab.execute import exit_with_the_runner as end; "
+            "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import main; sys.exit(main())")
+    with TemporaryFile("w+") as told:
+        with subprocess.Popen([sys.executable, "-c", code, "bench", name, *words(point)], text=True, cwd=CHECKOUT,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told) as process:
+            printed = process.stdout.read()
+            status = process.wait()
+        told.seek(0)
+        if status:
+            raise RuntimeError((told.read().strip() or f"bench {name} ended with status {status}").splitlines()[-1])
+    found = json.loads(printed.splitlines()[-1])
+    return {"metrics": {name: {"value": value, "unit": "", "kind": found["kind"]}
+                        for name, value in flat(found["results"]) if isinstance(value, (bool, int, float, str))}}
+
+
+def words(point: Point) -> list[str]:
+    """A point as options of a command line; "true" is a bare option, "false" is none."""
+    return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            for name, value in point.items() if value is not False]
+
+
+def attempt(work: Work, point: Point) -> dict[str, Any]:
+    """On the worker: the point's metrics and provenance, or {"error": why it has none}."""
+    began, start = datetime.now(timezone.utc), time.monotonic()
+    try:
+        found = work(point)
+    except Exception as error:          # of any kind: it is told, and the other points go on
+        return {"error": str(error) or type(error).__name__}
+    about = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in about.pop("versions").items())
+    return {"metrics": found.pop("metrics"),
+            "at": {"host": platform.node(), "started": began.isoformat(timespec="seconds"),
+                   "seconds": round(time.monotonic() - start, 3)} | about | {"versions": versions} | found}
+
+
+def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
+    """Run points in processes of this machine. A process that is lost takes all of them with it: what they had begun
+    is run again, and after `LOST` times without a finished point, the first of them counts as failed."""
+    left, lost = dict(enumerate(points)), 0
+    while left:
+        queue, running = list(left), {}
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+            try:
+                while queue or running:
+                    while queue and len(running) < workers:     # no more, so that none begins after an interruption
+                        i = queue.pop(0)
+                        running[pool.submit(attempt, work, left[i])] = i
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        found, lost = future.result(), 0
+                        yield left.pop(running.pop(future)), found
+            except BrokenProcessPool:
+                lost += 1
+        if lost == LOST:
+            lost, first = 0, next(iter(left))
+            yield left.pop(first), {"error": f"its worker was lost {LOST} times: out of memory?"}
+
+
+def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
+    """Run points on a Dask cluster, which gives those of a lost worker to another one.
+
+    Raises ValueError: workers of several threads; OSError: no scheduler at this address.
+    """
+    from distributed import Client, as_completed
+    with Client(scheduler) as client:
+        several = [worker for worker, about in client.scheduler_info(n_workers=-1)["workers"].items()
+                   if about["nthreads"] > 1]
+        if several:
+            raise ValueError(f"{', '.join(several)} would run several points at once, and their times disturb each "
+                             "other; start workers with --nthreads 1, more of them where that does not matter")
+        futures = {client.submit(attempt, work, point, pure=False): point for point in points}
+        for future in as_completed(futures):
+            yield futures[future], {"error": str(future.exception())} if future.status == "error" else future.result()
+
+
+def sweep(target: str, points: list[Point], table: Path, run: Callable[[list[Point]], Found]
+          ) -> tuple[list[Row], list[tuple[Point, str]]]:
+    """Run those points that the journal beside `table` does not have; returns the rows of all, and what failed.
+
+    Raises ValueError: the table is of another target; FileExistsError: another sweep is writing it.
+    """
+    table.parent.mkdir(parents=True, exist_ok=True)
+    journal, failed = Journal(table.with_suffix(".journal")), []
+    try:
+        if not journal.lines:
+            journal.append([target])
+        elif journal.lines[0] != target:
+            raise ValueError(f"{table} is a sweep of {journal.lines[0]}; give another --table")
+        rows = {key(line["point"]): Row(**line) for line in journal.lines[1:]}
+        left = [point for point in points if key(point) not in rows]
+        try:
+            with progress(total=len(points), desc=f"sweep of {target}", unit="points",
+                          initial=len(points) - len(left)) as bar:
+                for point, found in run(left) if left else ():
+                    if "error" in found:
+                        failed.append((point, found["error"]))
+                    else:
+                        row = rows[key(point)] = Row(point, **found)
+                        journal.append([row._asdict()])
+                    bar.update()
+        finally:
+            order = {key(point): i for i, point in enumerate(points)}
+            write(table, [rows[name] for name in sorted(rows, key=lambda name: order.get(name, len(order)))])
+    finally:
+        journal.close()
+    return [rows[key(point)] for point in points if key(point) in rows], failed
+
+
+def key(point: Point) -> str:
+    return json.dumps(point, sort_keys=True)
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Write rows as a Parquet table: a column for each parameter, metric (with kind and unit) and provenance. A column
+    of several types is text; a metric that is called like a parameter is "metrics NAME", provenance "at NAME"."""
+    import pyarrow
+    from pyarrow import parquet
+    fields, columns = [], []
+    for role in Row._fields:
+        for name in dict.fromkeys(name for row in rows for name in getattr(row, role)):
+            cells, about = [getattr(row, role).get(name) for row in rows], {"role": role, "name": name}
+            if role == "metrics":
+                one = next(cell for cell in cells if cell)
+                about |= {"kind": one["kind"], "unit": one["unit"]}
+                cells = [cell and cell["value"] for cell in cells]
+            types = {type(cell) for cell in cells if cell is not None}
+            if not (types <= {int, float} or len(types) == 1 and types <= {str, bool}):
+                cells = [cell if cell is None or isinstance(cell, str) else json.dumps(cell) for cell in cells]
+            label = f"at {name}" if role == "at" else name
+            while label in (field.name for field in fields):
+                label = f"{role} {label}"
+            columns.append(pyarrow.array([float(cell) if cell is not None and float in types <= {int, float} else cell
+                                          for cell in cells]))
+            fields.append(pyarrow.field(label, columns[-1].type, metadata=about))
+    with atomic(path) as part:
+        parquet.write_table(pyarrow.Table.from_arrays(columns, schema=pyarrow.schema(fields)), part)
+
+
+def read(path: str | Path) -> list[Row]:
+    """The rows of a sweep's table. ValueError: no such file, or not of a sweep."""
+    import pyarrow
+    from pyarrow import parquet
+    try:
+        table = parquet.read_table(path)
+        abouts = [{name.decode(): text.decode() for name, text in field.metadata.items()} for field in table.schema]
+    except (OSError, pyarrow.ArrowException, AttributeError) as error:
+        raise ValueError(f"{path} is no table of a sweep ({error}); `python -m moelab sweep` makes one") from None
+    rows = [Row({}, {}, {}) for _ in range(table.num_rows)]
+    for about, column in zip(abouts, table.columns):
+        for row, cell in zip(rows, column.to_pylist()):
+            if cell is not None:
+                getattr(row, about["role"])[about["name"]] = cell if about["role"] != "metrics" else {
+                    "value": cell, "unit": about["unit"], "kind": about["kind"]}
+    return rows
+
+
+def told(rows: Iterable[Row]) -> str:
+    """Rows as text: what differs between points, and their first metrics."""
+    rows = list(rows)
+    names = [name for name in dict.fromkeys(name for row in rows for name in row.point)
+             if len({key({name: row.point.get(name)}) for row in rows}) > 1]
+    shown = list(dict.fromkeys(name for row in rows for name in row.metrics))[:SHOWN_METRICS]
+    return text_table([*names, *shown, "s", "host"], [
+        [*(row.point.get(name) for name in names), *(row.metrics.get(name, {}).get("value") for name in shown),
+         row.at["seconds"], row.at["host"]] for row in rows])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog += "\n\n" + __doc__[__doc__.index("Points run"):]
+    parser.add_argument("target", help="a notebook, by its number, name or path, or a bench")
+    parser.add_argument("--grid", nargs="+", required=True, metavar="NAME=VALUE,VALUE",
+                        help="values of parameters or options, of which every combination is run")
+    parser.add_argument("--workers", type=whole(1), default=1, help="processes here (%(default)s)")
+    parser.add_argument("--scheduler", metavar="tcp://HOST:PORT",
+                        help="of a Dask cluster, which runs the points instead")
+    parser.add_argument("--table", type=Path, metavar="FILE",
+                        help="the table (results/sweeps/TARGET.parquet); its journal lies beside it")
+    add_run_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    points = grid(args.grid, split_assignments(args.parameter))
+    if args.target in BENCHES:
+        target, work = f"bench {args.target}", partial(bench_point, args.target)
+        points = [{name: read_literal(text) for name, text in point.items()} for point in points]
+        for point in points:
+            parser_of(args.target).parse_args(words(point))
+    else:
+        path, = notebooks([args.target])
+        points = [check_parameters(path, point) for point in points]
+        given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
+        target, work = path.stem, partial(notebook_point, given, args.results, args.timeout)
+    run = partial(on_dask, args.scheduler, work) if args.scheduler else partial(locally, work, workers=args.workers)
+    table = args.table or results_root(args.results) / "sweeps" / f"{target.replace(' ', '_')}.parquet"
+    rows, failed = sweep(target, points, table, run)
+    print(told(rows))
+    for point, error in failed:
+        print(f"\nFAILED {point}: {error}", file=sys.stderr)
+    if len(commits := {row.at["git"] for row in rows}) > 1:
+        print(f"\nthese points were run by {len(commits)} commits; see the table's column \"at git\"")
+    print(f"\n{len(rows)} of {len(points)} points: {table}")
+    return 1 if failed else 0

@@ -1,0 +1,150 @@
+"""Sweeps: every point once, whatever is killed or interrupted; the table is what was found, on any kind of workers."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.__main__ import main
+from moelab.files import finished_runs
+from moelab.journal import Journal
+from moelab.lab import sweep as sweeps
+from moelab.lab.results import KINDS
+from moelab.lab.sweep import Row, grid, key, locally, on_dask, read, sweep
+from tests.lab.conftest import GOOD
+
+POINTS = [{"a": a, "b": b} for a in range(6) for b in "wxyz"]
+METRIC = {"value": 1, "unit": "", "kind": "exact"}
+
+
+def area(folder: str, point: dict) -> dict:
+    """What a point finds; the first attempt at one in the middle kills its worker."""
+    marker = Path(folder, "killed")
+    if point == {"a": 2, "b": "y"} and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"metrics": {"area": METRIC | {"value": point["a"] * ord(point["b"])}}, "worker": os.getpid()}
+
+
+def deadly(point):
+    if point["b"] == "w":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"metrics": {"n": METRIC}}
+
+
+def refused(points):
+    raise AssertionError(f"finished points are run again: {points}")
+
+
+def test_a_killed_worker_leaves_every_point_done_once_here_and_on_a_cluster(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    tables = {}
+    for where in ("here", "cluster"):
+        (folder := tmp_path / where).mkdir()
+        table, work = folder / "table.parquet", partial(area, str(folder))
+        if where == "here":
+            rows, failed = sweep("area", POINTS, table, partial(locally, work, workers=2))
+        else:
+            with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None,
+                                          silence_logs=50) as cluster:
+                rows, failed = sweep("area", POINTS, table, partial(on_dask, cluster.scheduler_address, work))
+        assert (folder / "killed").exists() and not failed and [row.point for row in rows] == POINTS
+        journal = Journal(table.with_suffix(".journal"))
+        assert sorted(key(line["point"]) for line in journal.lines[1:]) == sorted(map(key, POINTS))
+        journal.close()
+        assert sweep("area", POINTS, table, refused) == (rows, [])
+        assert read(table) == rows and {"host", "git", "started", "worker"} <= rows[0].at.keys()
+        tables[where] = [(row.point, row.metrics) for row in read(table)]
+    assert tables["here"] == tables["cluster"] == [
+        ({"a": a, "b": b}, {"area": METRIC | {"value": a * ord(b)}}) for a in range(6) for b in "wxyz"]
+
+
+def test_a_point_that_kills_every_worker_is_told_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(sweeps, "LOST", 2)
+    found = dict((key(point), row) for point, row in locally(deadly, POINTS[:2]))
+    assert "lost 2 times" in found[key(POINTS[0])]["error"]
+    assert found[key(POINTS[1])]["metrics"] == {"n": METRIC}
+
+
+def run_some(points, stop):
+    for i, point in enumerate(points):
+        if i == stop:
+            raise KeyboardInterrupt
+        yield point, {"metrics": {"n": METRIC | {"value": i}}, "at": {"host": "h", "seconds": 1.0}}
+
+
+def test_an_interrupted_sweep_goes_on_and_a_larger_grid_adds_to_it(tmp_path):
+    table = tmp_path / "t.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        sweep("x", POINTS[:7], table, partial(run_some, stop=5))
+    assert [row.point for row in read(table)] == POINTS[:5]
+    asked = []
+    rows, _ = sweep("x", POINTS, table, lambda left: asked.extend(left) or run_some(left, None))
+    assert asked == POINTS[5:] and [row.point for row in rows] == POINTS == [row.point for row in read(table)]
+    with pytest.raises(ValueError, match="is a sweep of x; give another --table"):
+        sweep("y", POINTS, table, refused)
+
+
+def test_a_failed_point_is_told_and_tried_again(tmp_path):
+    table, ok = tmp_path / "t.parquet", {"metrics": {"n": METRIC}, "at": {}}
+    rows, failed = sweep("x", POINTS[:3], table, lambda left: zip(left, [ok, {"error": "no memory"}, ok]))
+    assert [row.point for row in rows] == [POINTS[0], POINTS[2]] and failed == [(POINTS[1], "no memory")]
+    assert sweep("x", POINTS[:3], table, lambda left: zip(left, [ok]))[0][1].point == POINTS[1]
+
+
+def column(name):
+    cells = st.one_of(*(st.lists(st.none() | of, min_size=3, max_size=3) for of in (
+        st.integers(-2**53, 2**53), st.floats(allow_nan=False, allow_infinity=False), st.text(), st.booleans())))
+    return st.tuples(st.just(name), cells)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.tuples(st.sampled_from(Row._fields), st.text(min_size=1)), column("").map(lambda c: c[1]),
+                       max_size=6))
+def test_a_table_is_read_as_it_was_written(tmp_path_factory, cells):
+    rows = [Row({}, {}, {}) for _ in range(3)]
+    for (role, name), column in cells.items():
+        for row, cell in zip(rows, column):
+            if cell is not None:
+                getattr(row, role)[name] = METRIC | {"value": cell} if role == "metrics" else cell
+    path = tmp_path_factory.mktemp("table") / "t.parquet"
+    sweeps.write(path, rows)
+    assert [row for row in read(path)] == (rows if any(map(any, rows)) else [])
+
+
+def test_what_is_no_table_is_said(tmp_path):
+    with pytest.raises(ValueError, match="no table of a sweep"):
+        read(tmp_path / "none.parquet")
+
+
+def test_a_grid_is_every_combination():
+    assert grid(["a=1,2", "b=x"], {"c": "9"}) == [{"c": "9", "a": "1", "b": "x"}, {"c": "9", "a": "2", "b": "x"}]
+    assert grid(["budgets=0.2,0.5;0.3,0.6"], {}) == [{"budgets": "0.2,0.5"}, {"budgets": "0.3,0.6"}]
+    for axes, fixed, said in ((["a"], {}, "--grid a: write"), (["a=1,"], {}, "write a=VALUE,VALUE"),
+                              (["a=1"], {"a": "2"}, "both fixed and in the grid")):
+        with pytest.raises(ValueError, match=said):
+            grid(axes, fixed)
+
+
+def test_a_notebook_is_swept_and_its_parameters_checked_first(notebook, results, capsys):
+    path = notebook("good", *GOOD)
+    assert main(["sweep", str(path), "--grid", "seed=3,x"]) == 2 and not finished_runs("good", results)
+    assert "parameter seed is 'x'" in capsys.readouterr().err
+    assert main(["sweep", str(path), "--grid", "seed=3", "-p", "smoke=false"]) == 0
+    (row,), (run,) = read(results / "sweeps" / "good.parquet"), finished_runs("good", results)
+    assert row.point == {"smoke": False, "seed": 3} and row.at["run"] == str(run)
+    assert row.metrics["experts"] == {"value": 3, "unit": "experts", "kind": "exact"}
+    assert "1 of 1 points" in capsys.readouterr().out
+
+
+def test_a_bench_is_swept(results, capsys):
+    with pytest.raises(SystemExit):
+        main(["sweep", "planning", "--grid", "no_such=1"])
+    assert main(["sweep", "planning", "--grid", "instances=2", "seed=0,1"]) == 0
+    rows = read(results / "sweeps" / "bench_planning.parquet")
+    assert [row.point for row in rows] == [{"instances": 2, "seed": 0}, {"instances": 2, "seed": 1}]
+    assert all(metric["kind"] in KINDS for row in rows for metric in row.metrics.values()) and rows[0].metrics
