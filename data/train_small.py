@@ -18,7 +18,7 @@ Copying from the context takes attention alone: after two stages random experts 
 it, over half of the retrieval documents ask nothing but yes or no, with the claim after the key, so that it stands
 where the fact has its value, first in contexts of 64 tokens. With the claim before the key, nothing was learned.
 
-It costs some retrieval, which a short fourth stage brings back.
+It costs some retrieval, of which a short fourth stage brings back a part.
 
 The shipped weights: stages one and two ran with that older form of yes/no question, mixed with others; stages three
 and four, each `--from` the result before, as they stand here. All four in one go were not run.

@@ -42,8 +42,7 @@ def test_it_is_what_the_workbench_needs(model):
     assert plain.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("task, bar", [("needle", 0.95), ("needle_multikey", 0.85), ("lookup", 0.90), ("yesno", 0.85),
-                                       ("couples", 0.90), ("spelling", 0.90), ("sums", 0.90)])
+@pytest.mark.parametrize("task, bar", [("needle", 0.95), ("needle_multikey", 0.85), ("lookup", 0.90), ("yesno", 0.90)])
 def test_it_answers_what_its_card_says(model, task, bar):
     """Another seed than the card's. Three standard errors below the bar would be a real fall."""
     n = 80
@@ -69,7 +68,7 @@ def test_what_weights_hold_is_lost_without_the_right_experts(model, task):
     modes = small.damage(model)
     row = accuracy.compare(model, modes, [task], n=30, tokens=96, seed=5, batch_size=1)["scores"][task]
     whole, *costs = modes
-    assert row[whole]["score"] >= 0.8
+    assert row[whole]["score"] >= 0.9
     assert [row[mode]["difference"] <= -bar for mode, bar in zip(costs, (0.30, 0.05))] == [True, True]
 
 
