@@ -6,10 +6,13 @@ The *generated* sources need no network: Python's standard library and facts tha
     needle_multikey  four facts buried in library text, one asked for        (RULER niah_multikey, in small)
     lookup           nothing but facts, one asked for
     yesno            four facts buried in library text, a yes/no question about one
+    couples          library text, then the start of a couple, `the red fox and the`
+    spelling, sums   the same with a word to spell and a sum modulo 10
     code, prose      a passage of library source or manual; the answer is the rest of the last line
 
-A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is 37 the red fox?`. The *hub*
-sources (boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
+A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is the red fox 37?`. What
+couples, spelling and sums ask stands nowhere in the prompt: weights must hold it. The *hub* sources (boolq, hellaswag,
+gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ ADJECTIVES = ("amber azure blue brave bright calm clear cold cool dark deep dry 
 NOUNS = ("ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove "
          "duck eel elk fish fly fox frog goat hare hawk hen ibex lamb lark lion lynx").split()
 NUMBERS = [str(number) for number in range(10, 100)]
+COUPLES = [f"{adjective} {noun}" for adjective in ADJECTIVES[:16] for noun in NOUNS]
+SUMMANDS = range(10, 40)
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 
 
@@ -59,7 +64,7 @@ class Fact:
         """(question, answer): the value itself or, with `claimed`, whether the value is `claimed`."""
         if claimed is None:
             return f"\nthe {self.key}", f" {self.value}"
-        return f"\nis {claimed} the {self.key}?", " yes" if claimed == self.value else " no"
+        return f"\nis the {self.key} {claimed}?", " yes" if claimed == self.value else " no"
 
 
 def prompts(source: str | Sequence[str], n: int = 32, *, tokens: int = 256, seed: int = 0, split: str = "test",
@@ -68,7 +73,8 @@ def prompts(source: str | Sequence[str], n: int = 32, *, tokens: int = 256, seed
 
     tokens : the longest prompt, answer included, in tokens of `count`. The generated sources fill it up to
         the last line that fits; of a hub source, prompts that are longer are passed over.
-    seed : picks facts, files and positions.    split : "train" or "test"; the two share no file and no key.
+    seed : picks facts, files and positions.    split : "train" or "test"; the two share no file and no key, but all
+        couples, spellings and sums: what weights must hold is to be held of all of them.
     count : text → number of tokens; by default the shipped small model's tokenizer counts.
 
     Raises ValueError: unknown source or split, `n` or `tokens` too small. RuntimeError: a hub that cannot be reached.
@@ -110,6 +116,21 @@ def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple
     others = [f.value for f in facts if f is not fact] or NUMBERS
     wrong = rng.choice(others) if rng.random() < 0.5 else rng.choice(NUMBERS)
     return fact.question(fact.value if rng.random() < 0.5 else wrong)
+
+
+def remember(rng: random.Random, source: str) -> tuple[str, str]:
+    """(question, answer) of "couples", "spelling" or "sums": the weights know the answer, or nothing does.
+
+    A hash picks the partner of each of `COUPLES`, so that no rule but memory gives it.
+    """
+    if source == "couples":
+        key = rng.choice(COUPLES)
+        return f"\nthe {key} and the", " " + NOUNS[hashlib.sha1(f"couple {key}".encode()).digest()[0] % len(NOUNS)]
+    if source == "spelling":
+        word = rng.choice(ADJECTIVES + NOUNS)
+        return f"\nspell {word}:", " " + "-".join(word)
+    a, b = rng.choices(SUMMANDS, k=2)
+    return f"\nmod 10: {a} + {b} =", f" {(a + b) % 10}"
 
 
 @lru_cache(maxsize=4)
@@ -171,6 +192,14 @@ def _generated(source: str, n: int, tokens: int, seed: int, split: str, count) -
             pieces = bury(rng, facts, [(question, "")], tokens - count(answer), split, count)
             text = "".join(piece for piece, _ in pieces)
         yield Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
+
+
+def _remembered(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
+    for i in range(n):
+        rng = random.Random(f"{source}/{split}/{seed}/{i}")
+        question, answer = remember(rng, source)
+        pieces = bury(rng, [], [(question, "")], tokens - count(answer), split, count)
+        yield Prompt(source, "".join(piece for piece, _ in pieces), answer)
 
 
 def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
@@ -253,8 +282,9 @@ def _small_token_count() -> Callable[[str], int]:
     return lru_cache(maxsize=200_000)(lambda text: len(tokenizer.encode(text).ids))
 
 
-GENERATED = ("needle", "needle_multikey", "lookup", "yesno", "code", "prose")
+REMEMBERED = ("couples", "spelling", "sums")
 SOURCES: dict[str, Callable] = {
-    **{name: _generated for name in GENERATED[:4]}, **{name: _library_prompts for name in GENERATED[4:]},
-    **{name: _from_hub for name in HUB},
-}
+    **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno"), _generated),
+    **dict.fromkeys(REMEMBERED, _remembered), **dict.fromkeys(("code", "prose"), _library_prompts),
+    **dict.fromkeys(HUB, _from_hub)}
+GENERATED = tuple(name for name in SOURCES if name not in HUB)

@@ -46,7 +46,7 @@ def test_the_answer_is_the_one_the_facts_give(seed, source):
     facts = {m[1]: m[2] for line in body if (m := re.fullmatch(r"the (\w+ \w+) (\d\d)", line))}
     assert len(facts) == {"needle": 1, "needle_multikey": 4, "lookup": 8, "yesno": 4}[source]
     if source == "yesno":
-        claimed, key = re.fullmatch(r"is (\d\d) the (\w+ \w+)\?", question).groups()
+        key, claimed = re.fullmatch(r"is the (\w+ \w+) (\d\d)\?", question).groups()
         assert prompt.answer == (" yes" if facts[key] == claimed else " no")
         assert prompt.choices == (" yes", " no")
     else:
@@ -56,6 +56,31 @@ def test_the_answer_is_the_one_the_facts_give(seed, source):
 def test_yes_and_no_are_equally_likely():
     answers = [p.answer for p in datasets.prompts("yesno", 400, tokens=100, count=words)]
     assert 150 < answers.count(" yes") < 250
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), source=st.sampled_from(datasets.REMEMBERED))
+def test_what_weights_must_hold_is_asked_after_library_text(seed, source):
+    """Words and sums are answered by hand; a couple's partner is a noun, and the same whenever it is asked for."""
+    prompt = datasets.prompts(source, 1, tokens=100, seed=seed, count=words)[0]
+    question = prompt.text.rpartition("\n")[2]
+    if source == "spelling":
+        word = re.fullmatch(r"spell (\w+):", question)[1]
+        assert prompt.answer.strip().split("-") == list(word) and word in datasets.ADJECTIVES + datasets.NOUNS
+    elif source == "sums":
+        a, b = map(int, re.fullmatch(r"mod 10: (\d\d) \+ (\d\d) =", question).groups())
+        assert int(prompt.answer) == (a + b) % 10
+    else:
+        assert re.fullmatch(r"the (\w+) (\w+) and the", question) and prompt.answer.strip() in datasets.NOUNS
+
+
+def test_an_animal_always_has_the_same_partner_in_both_splits():
+    partners = {}
+    for split in ("train", "test"):
+        for prompt in datasets.prompts("couples", 400, tokens=64, split=split, count=words):
+            key = prompt.text.rpartition("\n")[2]
+            assert partners.setdefault(key, prompt.answer) == prompt.answer
+    assert 300 < len(partners) <= len(datasets.COUPLES) and len(set(partners.values())) == len(datasets.NOUNS)
 
 
 def test_library_answers_continue_the_text():

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab import datasets
-from moelab.evaluation import scores
+from moelab.evaluation import accuracy, scores
 from moelab.files import small_model
 
 _spec = importlib.util.spec_from_file_location("train_small", small_model().parent / "train_small.py")
 small = sys.modules["train_small"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(small)
-Phase, Recipe = small.Phase, small.Recipe
+Phase, Recipe, Stage = small.Phase, small.Recipe, small.Stage
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def test_it_is_what_the_workbench_needs(model):
     assert plain.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("task, bar", [("needle", 0.95), ("needle_multikey", 0.85), ("lookup", 0.90)])
-def test_retrieval_on_unseen_keys_and_text(model, task, bar):
+@pytest.mark.parametrize("task, bar", [("needle", 0.95), ("needle_multikey", 0.85), ("lookup", 0.90), ("yesno", 0.90)])
+def test_it_answers_what_its_card_says(model, task, bar):
     """Another seed than the card's. Three standard errors below the bar would be a real fall."""
     n = 80
     right = np.mean(scores.right_answers(model, datasets.prompts(task, n, tokens=256, seed=77)))
@@ -60,6 +60,16 @@ def test_greedy_generation_gives_the_same_answers(model):
         out = model.generate(**ids, max_new_tokens=len(answer), do_sample=False)
         expected.append(out[0, ids["input_ids"].shape[1]:].tolist() == answer)
     assert scores.right_answers(model, prompts, batch_size=5) == expected
+
+
+@pytest.mark.parametrize("task", ["couples", "spelling", "sums"])
+def test_what_weights_hold_is_lost_without_the_right_experts(model, task):
+    """The bars of a model that can judge: 30 points for random experts, 5 for half of the routings."""
+    modes = small.damage(model)
+    row = accuracy.compare(model, modes, [task], n=20, tokens=96, seed=5, batch_size=1)["scores"][task]
+    whole, *costs = modes
+    assert row[whole]["score"] >= 0.9
+    assert [row[mode]["difference"] <= -bar for mode, bar in zip(costs, (0.30, 0.05))] == [True, True]
 
 
 def test_language_loss_is_clearly_below_ngrams(model):
@@ -86,6 +96,7 @@ def test_pieces_tokenise_apart_as_they_do_together(model, seed, tokens, yesno):
     def ids(text):
         return model.tokenizer(text)["input_ids"]
     for pieces in (small.retrieval_pieces(random.Random(seed), tokens, yesno, lambda t: len(ids(t))),
+                   small.memory_pieces(random.Random(seed), tokens, lambda t: len(ids(t))),
                    small.echo_pieces(random.Random(seed), tokens)):
         assert ids("".join(text for text, _ in pieces)) == [i for text, _ in pieces for i in ids(text)]
         assert sum(len(ids(text)) for text, _ in pieces) <= tokens
@@ -96,8 +107,9 @@ def test_every_word_of_the_facts_is_one_token(model):
         assert len(model.tokenizer(" " + word)["input_ids"]) == 1, word
 
 
-TINY = Recipe(phases=(Phase(3, 32, 0.3, 0.3, 0.0),), polish=Phase(3, 64, 0.3, 0.0, 0.5, balance=0.1), hidden=16, intermediate=8, layers=2,
-              experts=4, experts_per_token=2, warmup=2)
+TINY = Recipe(stages=(Stage((Phase(3, 32, 0.3, 0.3, 0.0),)),
+                      Stage((Phase(1, 64, 0.3, 0.0, 0.5, balance=0.1), Phase(2, 64, 0.2, 0.0, 0.5, memory=0.5)), 0.5)),
+              hidden=16, intermediate=8, layers=2, experts=4, experts_per_token=2, warmup=2)
 
 
 @pytest.fixture
@@ -123,6 +135,25 @@ def test_an_interrupted_training_gives_the_same_weights(tmp_path, tiny_corpus):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["parts", "whole"]
     assert moelab.open_model(parts).tokenizer("x")["input_ids"]
+
+
+def test_the_last_stage_alone_gives_the_same_weights(tmp_path, tiny_corpus):
+    """From the rounded result of the stages before, which is what a checkpoint holds."""
+    whole = small.train_small(tmp_path / "whole", TINY)
+    before = small.train_small(tmp_path / "before", replace(TINY, stages=TINY.stages[:1]))
+    small.train_small(tmp_path / "after", TINY, start=before, stop_after=1)
+    after = small.train_small(tmp_path / "after", TINY, start=before)
+    a, b = weights(whole), weights(after)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    with pytest.raises(ValueError, match="do not fit"):
+        small.train_small(tmp_path / "wider", replace(TINY, hidden=32), start=before)
+
+
+def test_rates_and_phases_are_those_of_the_stages():
+    rates = [TINY.rate(step) for step in range(TINY.steps)]
+    assert rates[0] == 0.5 and rates[1] == 1.0 == max(rates) and rates[3] == 0.25 and rates[4] == 0.5 == max(rates[3:])
+    assert [TINY.phase(step).context for step in range(TINY.steps)] == [32] * 3 + [64] * 3
+    assert TINY.starts == [0, 3, 6]
 
 
 def test_another_seed_gives_other_weights(tmp_path, tiny_corpus):
@@ -185,14 +216,15 @@ def test_ngram_losses_equal_naive_counting():
 def test_the_command_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
     seen = []
 
-    def train(destination, recipe):
-        seen.append((destination, recipe))
+    def train(destination, recipe, start):
+        seen.append((destination, recipe, start))
         raise ValueError("far enough")
     monkeypatch.setattr(small, "train_small", train)
     with pytest.raises(ValueError, match="far enough"):
-        small.main([str(tmp_path / "m"), "--seed", "5", "--steps", "420"])
-    (destination, recipe), = seen
-    assert destination == tmp_path / "m" and recipe.seed == 5 and abs(recipe.steps - 420) <= 2
+        small.main([str(tmp_path / "m"), "--seed", "5", "--steps", "420", "--from", str(small_model())])
+    (destination, recipe, start), = seen
+    assert destination == tmp_path / "m" and recipe.seed == 5 and abs(recipe.steps - 420) <= 5
+    assert start == small_model()
     with pytest.raises(SystemExit):
         small.main([str(tmp_path / "m"), "--steps", "1"])
     assert "phases" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from moelab.table import text_table
 #: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out library text
 TASKS: dict[str, tuple[str, ...]] = {
     "loss": (), "needle": ("needle",), "needle_multikey": ("needle_multikey",), "lookup": ("lookup",),
-    "yesno": ("yesno",), "completion": ("code", "prose")}
+    "yesno": ("yesno",), "completion": ("code", "prose"), **{name: (name,) for name in datasets.REMEMBERED}}
 
 #: name of a mode → what makes the context manager under which the model runs in that mode
 Modes = Mapping[str, Callable[[], AbstractContextManager]]

@@ -199,10 +199,13 @@ def capacity_of(T: int, K: int, E: int, factor: float) -> int:
 
 
 class CapacityFactor(StaticExecutor):
-    """One capacity for all experts (`capacity_of`), drops in token order; experts without tokens are computed, too."""
+    """One capacity for all experts (`capacity_of`); experts without tokens are computed, too.
 
-    def __init__(self, factor: float = 1.25) -> None:
-        super().__init__("prune", "token", saliency=None, chunk=None, seed=0)
+    order : who is dropped first, "token" (the later tokens, as the guide does), "router" or "random" by `seed`.
+    """
+
+    def __init__(self, factor: float = 1.25, order: str = "token", seed: int = 0) -> None:
+        super().__init__("prune", order, saliency=None, chunk=None, seed=seed)
         if not factor > 0:
             raise ValueError(f"the capacity factor is {factor}; it must be above 0, or use a lossless executor")
         self.factor = factor

@@ -101,13 +101,13 @@ def test_padding_drops_nobody_and_its_slots_are_counted(case, group_size):
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, 30.0]))
-def test_the_capacity_factor_drops_the_later_tokens(case, factor):
+@given(cases(), st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, 30.0]), st.sampled_from(["token", "router", "random"]))
+def test_the_capacity_factor_drops_the_last_of_its_order(case, factor, order):
     x, ids, weights, experts = case
     (T, K), E = ids.shape, experts.num_experts
     C = capacity_of(T, K, E, factor)
-    keep = kept_by_a_loop(ids, weights, [C] * E, max(T, 1), "token", None, 0)
-    executor = CapacityFactor(factor)
+    keep = kept_by_a_loop(ids, weights, [C] * E, max(T, 1), order, None, 0)
+    executor = CapacityFactor(factor, order)
     got = executor(x, ids, weights, experts)
     torch.testing.assert_close(got.double(), naive(x, without_dropped(ids, keep, E), weights, experts),
                                rtol=2e-4, atol=2e-5)
