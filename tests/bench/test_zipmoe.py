@@ -74,7 +74,8 @@ def test_bounds_are_over_all_rows_and_claims_name_what_is_there(monkeypatch):
     for what, rows, names in (("TPOT", "TPOT (simulated)", [f"less than {r}" for r in zipmoe.RIVALS]),
                               ("throughput", "throughput (simulated)", [f"÷ {r}" for r in zipmoe.RIVALS])):
         for kind, is_switch in (("decoders", False), ("encoder-decoder", True)):
-            values = [row[n] for name, row in found[rows].items() if name.startswith("Switch") == is_switch for n in names]
+            values = [row[n] for name, row in found[rows].items() if name.startswith("Switch") == is_switch
+                      for n in names]
             assert bounds[f"{what}, {kind}"] == {"least": min(values), "most": max(values)}
     for _, *names in [claim.metric for claim in load() if claim.metric[:1] == ("bench zipmoe",)]:
         for name in names:

@@ -136,7 +136,7 @@ def test_evaluate_has_it_as_a_mode(results, capsys):
     for wrong in ("cache-aware", "cache-aware:-1", "cache-aware:much"):
         with pytest.raises(ValueError, match="write cache-aware:0.5"):
             evaluate.parse_mode(wrong)
-    how = ["evaluate", "--limit", "2", "--tokens", "64", "--tasks", "lookup", "--modes", "cache-aware:4", "--memory", "30%"]
+    how = "evaluate --limit 2 --tokens 64 --tasks lookup --modes cache-aware:4 --memory 30%".split()
     assert main(how) == 2 and "--decode-only" in capsys.readouterr().err
     assert main([*how, "--decode-only"]) == 0
     assert "cache-aware:4.0" in capsys.readouterr().out
