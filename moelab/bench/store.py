@@ -107,10 +107,10 @@ def copies(weights: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 7) -> Samples:
     """Seconds of processor time of "memcpy", "recovery" and "NAME decode" of every coder; "NAME compress", which takes
-    up to seconds and is compared with nothing, twice at most."""
+    up to seconds and is compared with nothing, by one run a round."""
     decode = copies(weights) | {f"{name} decode": coder.decode for name, coder in made.items()}
     compress = {f"{name} compress": coder.compress for name, coder in made.items()}
-    return interleaved(decode, repeats) | interleaved(compress, min(repeats, 2), loops=1)
+    return interleaved(decode, repeats) | interleaved(compress, repeats, loops=1)
 
 
 def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4) -> Samples:
