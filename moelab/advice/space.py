@@ -32,7 +32,7 @@ from moelab.cache.residency import Residency
 from moelab.offloading.limits import MachineRates
 from moelab.offloading.planner import best_pools, drawn
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.simulator import Linear, Predictions, Simulation, Steps, delays_of, flat, simulate
+from moelab.offloading.simulator import RHO, Linear, Predictions, Simulation, Steps, delays_of, flat, simulate
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
 from moelab.schedule.requests import Delays
@@ -46,8 +46,6 @@ PROMPT, WARM, TIMED = 64, 24, 24
 SECONDS = 45.0
 #: plans of a compressed cache, and tokens, by which its division is chosen
 FEW = 4
-#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
-RHO = 2.65 / 8
 #: the prefetcher that needs no preparation, and the share of experts that it finds where nothing was recorded: about
 #: what it finds of the small model's (notebook 04)
 PREFETCH, RECALL = "router", 0.75

@@ -23,8 +23,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cache.selection import sample, selection_probabilities
 from moelab.cards import load_card, load_device, load_model
-from moelab.offloading.planner import RHO
-from moelab.offloading.simulator import Simulation, delays_of, flat, simulate
+from moelab.offloading.simulator import RHO, Simulation, delays_of, flat, simulate
 from moelab.schedule.affinity import naive_order, order, schedule
 from moelab.schedule.execution import execute, makespan
 from moelab.schedule.optimum import bounds, optimum

@@ -30,8 +30,8 @@ from moelab.cache.planning import plan
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cards import load_card, load_device, load_model
-from moelab.offloading.planner import RHO, drawn
-from moelab.offloading.simulator import Linear, Steps, delays_of, flat, simulate
+from moelab.offloading.planner import drawn
+from moelab.offloading.simulator import RHO, Linear, Steps, delays_of, flat, simulate
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
 from moelab.schedule.affinity import default_order

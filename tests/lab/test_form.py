@@ -9,8 +9,6 @@ import pytest
 from moelab.lab.runner import inspect, notebooks
 
 every_notebook = pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
-#: notebooks that have yet to become so short
-LONG = {"05_static_experts", "06_ane_conversion", "07_ndp_scheduling"}
 CELLS, LINES, COLUMNS, FUNCTION, WORDS = 30, 15, 88, 5, 150
 
 
@@ -39,9 +37,6 @@ def test_a_notebook_is_clean(path):
 @every_notebook
 def test_a_notebook_is_short(path):
     nb = nbformat.read(path, 4)
-    if path.stem in LONG:
-        assert len(nb.cells) <= 45
-        return
     assert len(nb.cells) <= CELLS
     for cell in (cell for cell in nb.cells if cell.cell_type == "code"):
         lines = cell.source.splitlines()
@@ -50,8 +45,6 @@ def test_a_notebook_is_short(path):
 
 @every_notebook
 def test_the_first_cell_says_what_is_asked_expected_and_refuted(path):
-    if path.stem in LONG:
-        return
     first = nbformat.read(path, 4).cells[0].source
     assert first.startswith(f"# {path.stem[:2]} · ") and len(first.split()) < WORDS
     for said in ("The question.", "Expectation.", "What would change my mind."):

@@ -108,6 +108,10 @@ class Explorer:
             self.points[policy, pools, staging] = Point(memory, fmean(took), done.counters.hit_rate())
         return self.points[policy, pools, staging]._replace(memory=memory)
 
+    def add(self, policy: str, memory: int, tpot: float, hit_rate: float) -> None:
+        """Keep what a real run gave."""
+        self.measured.append((policy, Point(memory, tpot, hit_rate, "measured")))
+
     def ceiling(self, memory: int) -> float:
         """The largest share of the timed requests that any cache can have, whatever it held before them."""
         timed, kept = flat(self.steps[self.warm:]), self.divide(memory)[0].F
@@ -258,8 +262,8 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
     machines = [machine for machine in dict.fromkeys([HERE, *devices]) if all((name, machine) in explorers
                                                                               for name in found)]
     if not machines or device not in (None, *machines):
-        raise ValueError(f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run of a "
-                         f"model in memory has no delays, and a card needs rates of its disk, memory and arithmetic")
+        raise ValueError(f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run "
+                         f"of a model in memory has no delays, and a card needs rates of its disk, memory and arithmetic")
     first = next(iter(found))
 
     if target is None:

@@ -79,7 +79,6 @@ class RealRun:
 def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | None) -> list[Any]:
     """The buttons that run the budget explorer's setting for real, and stop it; a bar shows tokens."""
     import ipywidgets
-    from moelab.viz.views.budgets import Point
     start, stop = (ipywidgets.Button(description=text, layout={"width": "auto"})
                    for text in ("run it for real", "stop"))
     bar, told = ipywidgets.IntProgress(layout={"width": "30%"}), ipywidgets.Label()
@@ -106,7 +105,7 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
                     told.value = "it failed"
                     raise found
                 if found is not None:
-                    at.measured.append((policy, Point(memory, *found, kind="measured")))
+                    at.add(policy, memory, *found)
                     told.value = f"{policy}: {1e3 * found[0]:.2f} ms a token, measured"
                     view.refresh()
             view.guarded(show)
