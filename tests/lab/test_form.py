@@ -68,7 +68,6 @@ def test_parameters(path):
     assert all(isinstance(node, (ast.Assign, ast.AnnAssign)) for node in ast.parse(cell.source).body)
     parameters = inspect(path)
     assert parameters["smoke"].type == "bool" and parameters["seed"].type == "int"
-    if path.stem not in LONG:
-        assert parameters["model"].type == parameters["memory"].type == "str"
+    assert parameters["model"].type == parameters["memory"].type == "str"
     for parameter in parameters.values():
         assert parameter.help, f"{parameter.name} needs a trailing comment that says what it is"

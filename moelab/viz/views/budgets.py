@@ -263,7 +263,7 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
                                                                               for name in found)]
     if not machines or device not in (None, *machines):
         raise ValueError(f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run "
-                         f"of a model in memory has no delays, and a card needs rates of its disk, memory and arithmetic")
+                         f"of a model in memory has no delays, and a card needs rates of disk, memory and arithmetic")
     first = next(iter(found))
 
     if target is None:

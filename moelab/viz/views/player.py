@@ -18,9 +18,8 @@ class Player(anywidget.AnyWidget):
     token = traitlets.Int().tag(sync=True)
 
 
-def player(found: Any, token: int, moved: Callable[[int], None]) -> Player:
-    """The player of a `moelab.viz.views.scrub.Scrub`; `moved` is told where it stopped."""
-    from moelab.viz.views.scrub import content
-    made = Player(data=content(found), token=token)
+def player(content: dict[str, Any], token: int, moved: Callable[[int], None]) -> Player:
+    """The player of what `moelab.viz.views.scrub.content` returned; `moved` is told where it stopped."""
+    made = Player(data=content, token=token)
     made.observe(lambda change: moved(change["new"]), "token")
     return made

@@ -151,7 +151,7 @@ class Scrubber(View):
 
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.player import player
-        return [player(self.data[0], self.values["token"], lambda token: self.values.update(token=token))]
+        return [player(content(self.data[0]), self.values["token"], lambda token: self.values.update(token=token))]
 
     def _show(self) -> None:
         self.pictures[0].token = self.values["token"]
