@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import combinations
@@ -344,8 +345,17 @@ def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list
     return opening.find(model), opened.spec, ids[:count]
 
 
+def _arm(text: str) -> str:
+    """A configuration, read from a command line."""
+    try:
+        parts(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
 OPTIONS = {
-    "arms": (several(), "configurations: techniques, with + between those that go together: " + ", ".join(TECHNIQUES)),
+    "arms": (several(_arm), "configurations: techniques, with + between those that go together: " + ", ".join(TECHNIQUES)),
     "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take"),
     "rates": (several(number(0)), "of the disk, MB/s, by throttling our reader; 0: as it is"),
     "rounds": (whole(1), "of every configuration"), "prompt": (whole(2), "tokens of each of two prompts"),

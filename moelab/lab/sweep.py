@@ -251,7 +251,7 @@ def told(rows: Iterable[Row]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog += "\n\n" + __doc__[__doc__.index("Points run"):]
+    parser.epilog = (parser.epilog or "") + "\n\n" + __doc__[__doc__.index("Points run"):]
     parser.add_argument("target", help="a notebook, by its number, name or path, or a bench")
     parser.add_argument("--grid", nargs="+", required=True, metavar="NAME=VALUE,VALUE",
                         help="values of parameters or options, of which every combination is run")

@@ -145,7 +145,7 @@ def test_the_bound_is_below_every_split_of_a_layer(seed):
     A, N = int(rng.integers(1, 4)), int(rng.integers(1, 5))
     costs = Costs(load_model("Qwen3-30B-A3B"), Assumptions().hardware(N))
     tokens, here = np.sort(rng.integers(1, 60, A))[::-1], rng.random(A) < 0.5
-    step = LayerStep(np.arange(A), tokens, np.arange(A) % N, here, int(tokens.sum()))
+    step = LayerStep(np.arange(A), tokens, np.arange(A) % N, here, int(tokens.sum()), False)
     best = min(layer_seconds(make_plan(step, N, resident=here * np.array(y) / 4, moved=~here * np.array(y) / 4,
                                        split=True), costs) for y in itertools.product(range(5), repeat=A))
     assert 0 < layer_bound(tokens, here.sum(), costs) <= best
