@@ -172,3 +172,9 @@ def test_widgets_change_in_place(runs):
     assert view.picture is picture and [trace.name for trace in picture.data] == ["A hits", "B hits"]
     view._menu.value = "hits"
     assert "1.500" in view._text.value and not view.errors.outputs
+
+
+def test_tiny_tensors_do_not_take_all_colours_of_the_map():
+    from moelab.viz.views.treemap import _middle
+    assert _middle([(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]) == (0.65, 0.67)
+    assert _middle([(0.5, 1)]) == (0.5, 0.5)

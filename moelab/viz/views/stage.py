@@ -173,7 +173,7 @@ def draw(found: Scene) -> list[go.Figure]:
 
 def strip(found: Scene) -> go.Figure:
     """Every token's time, its stall and the rest; and each way's change of the loss beside its TPOT."""
-    figure, (left, right) = panels(["", ""], column_widths=[0.66, 0.34], horizontal_spacing=0.12)
+    figure, (left, right) = panels(["", ""], column_widths=[0.62, 0.38], horizontal_spacing=0.2)
     n = list(range(len(found.took)))
     labels = [f"{i}: {word!r}" for i, word in zip(n, found.words)]
     for name, values, colour, shape in (("works", [a - b for a, b in zip(found.took, found.stalls)], theme.SKY, ""),
@@ -187,8 +187,8 @@ def strip(found: Scene) -> go.Figure:
         points = [] if loss is None else [(1e3 * seconds, loss)]
         add_points(figure, points, name, i, "%{x:.2f} ms, %{y:+.2f} %", **right)
     figure.update_xaxes(title="decode step (click one)", **left).update_yaxes(title="time (ms)", **left)
-    figure.update_xaxes(title="mean TPOT (ms), simulated", rangemode="tozero", **right)
-    figure.update_yaxes(title="change of the loss (%), measured", rangemode="normal", **right)
+    figure.update_xaxes(title="TPOT (ms), simulated", rangemode="tozero", **right)
+    figure.update_yaxes(title="loss (%), measured", rangemode="normal", **right)
     figure.add_hline(y=0, line=EDGE, **right)
     return finish(figure, legend="", barmode="stack", height=330)
 

@@ -72,10 +72,24 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
             for name, node in tree.items()]
 
 
+def _middle(values: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """The range of sorted (value, bytes) without the outermost per cent of the bytes: a few tiny tensors would else
+    take all colours."""
+    total, before, low, high = sum(nbytes for _, nbytes in values), 0, None, values[-1][0]
+    for value, nbytes in values:
+        before += nbytes
+        if low is None and before > 0.01 * total:
+            low = value
+        if before >= 0.99 * total:
+            high = value
+            break
+    return low, high
+
+
 def draw(tree: Sequence[Node], colour: str) -> go.Figure:
     """Rectangles as large as their bytes; two levels at a time, a click goes deeper."""
-    there = [node.value for node in tree if node.value is not None]
-    low, high = (min(there), max(there)) if there else (0, 1)
+    there = sorted((node.value, node.bytes) for node in tree if node.value is not None and node.part is not None)
+    low, high = _middle(there) if there else (0.0, 1.0)
     figure = go.Figure(go.Treemap(
         ids=[node.name for node in tree], parents=[node.parent for node in tree], labels=[node.label for node in tree],
         values=[node.bytes for node in tree], branchvalues="total", maxdepth=3, customdata=[node.name for node in tree],
