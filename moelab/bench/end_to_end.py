@@ -355,7 +355,8 @@ def _arm(text: str) -> str:
 
 
 OPTIONS = {
-    "arms": (several(_arm), "configurations: techniques, with + between those that go together: " + ", ".join(TECHNIQUES)),
+    "arms": (several(_arm), "configurations: techniques, with + between those that go together: "
+             + ", ".join(TECHNIQUES)),
     "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take"),
     "rates": (several(number(0)), "of the disk, MB/s, by throttling our reader; 0: as it is"),
     "rounds": (whole(1), "of every configuration"), "prompt": (whole(2), "tokens of each of two prompts"),
