@@ -78,13 +78,14 @@ class System(ABC):
             return 0.0, 1.0
         return step.home[:, None] == np.arange(N) if self.whole else 1 / N, 0.0
 
-    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        """Steps of one decoded token as integers [n, c]: equal rows take equally long, whenever they come. Without it
-        every step is planned at its time, some thousand times more slowly; what has `after`, always is.
+    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray | None:
+        """Steps of one decoded token as integers [n, c]: equal rows take equally long, whenever they come. Where a
+        system does not say so, every step is planned at its time, some thousand times more slowly; what has `after`,
+        always is.
 
         homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran. resident : bool [n, K].
         """
-        raise NotImplementedError
+        return None
 
 
 @dataclass(frozen=True)
@@ -225,15 +226,16 @@ class GPUNDP(System):
         return self._first(E_g, step, here, costs)
 
     def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
-        """Plans around the u where both sides end at once, by bisection: the units' falls with u, the GPU's rises."""
+        """Plans around the u where both sides end at once, by bisection: the units' falls with u, the GPU's rises.
+        The nearest whole u is tried, too, which bisection only comes near."""
         most = len(step) if self.load_balance else int(here.sum())
         low, high = 0.0, float(most)
-        while high - low > 1e-6 * most:
+        while high - low > 1e-7 * most:
             u = (low + high) / 2
             plan = self._first(u, step, here, costs)
             near = max(gpu_side(plan, costs), link_seconds(plan, costs))
             low, high = (u, high) if near < far_side(plan, costs) else (low, u)
-        return [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low))]
+        return [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low), round(low))]
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         held = resident & self.looks

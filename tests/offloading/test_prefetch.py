@@ -95,7 +95,7 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
 
 
 def test_the_bytes_of_wrong_guesses_are_counted(qwen):
-    """All eight experts of layer 1 are announced; those that the layer didn't need have been read in vain."""
+    """All eight experts of layer 1 are announced; those that the layer didn't need have been read for nothing."""
     model, store = qwen
     offloaded = offload(store, "10MB", plan=Pools(), ahead=8, delays=DELAYS)
     engine, reader = offloaded.moelab.engine, offloaded.moelab.engine.pipeline.reader

@@ -15,7 +15,6 @@ from moelab import open_model                                               # no
 from moelab.__main__ import main                                            # noqa: E402
 from moelab.cache.pools import Pools                                        # noqa: E402
 from moelab.cache.residency import Residency                                # noqa: E402
-from moelab.offloading.prefetch_gate import PrefetchGate                    # noqa: E402
 from moelab.offloading.run import EngineRun, EngineSettings                 # noqa: E402
 from moelab.offloading.simulator import simulate                            # noqa: E402
 from moelab.schedule.requests import Delays                                 # noqa: E402
@@ -24,24 +23,13 @@ from moelab.viz import views                                                # no
 from moelab.viz.views import scrub as scrubber                              # noqa: E402
 from moelab.viz.views.recorded import Recorded, recorded                    # noqa: E402
 from tests.models import tiny                                               # noqa: E402
-
-
-class Always(PrefetchGate):
-    def worth(self, of, rank, n):
-        return 1e9
-
-    def wants(self, layer):
-        return True
-
-    def requests(self, *args):
-        self._windows = 0
-        return super().requests(*args)
+from tests.offloading.test_simulated_prefetch import Always                   # noqa: E402
 
 
 @settings(max_examples=20)
 @given(st.integers(2, 4), st.integers(3, 8), st.integers(2, 6), st.integers(0, 8), st.randoms())
 def test_states_are_what_the_simulator_did(L, E, n, kept, chance):
-    """Reads ahead, used and in vain, by the simulator's own counts; hits and misses by its cache's."""
+    """Prefetches, used and not, by the simulator's own counts; hits and misses by its cache's."""
     draw = lambda: [(layer, dict.fromkeys(chance.sample(range(E), 2), 1)) for layer in range(L)]     # noqa: E731
     steps = [draw() for _ in range(n)]
     predictions = [[(layer, chance.sample(range(E), 2)) for layer in range(1, L)] for _ in range(n)]
@@ -80,11 +68,11 @@ def test_of_a_real_run_and_of_a_model_in_memory(folder):
         after = lm.moelab.run.counters
     counts = dict(zip(scrubber.STATES, view.data[0].counts().sum(0).tolist()))
     assert counts["missed"] == after.misses - base[0] and counts["hit"] == sum(after.hits.values()) - base[1]
-    assert counts["ahead"] == counts["vain"] == 0 and len(view.data[0].words) == 6 == len(scrubber.rows(view.data[0]))
+    assert counts["ahead"] == counts["unused"] == 0 and len(view.data[0].words) == 6 == len(scrubber.rows(view.data[0]))
     assert view.data[0].words[0] == "5678"
     with open_model(folder) as lm:
         found = scrubber.scrub(recorded(lm, [5, 6, 7, 8], 6))
-    assert found.counts()[:, [scrubber.MISSED, scrubber.AHEAD, scrubber.VAIN, scrubber.ABSENT]].sum() == 0
+    assert found.counts()[:, [scrubber.MISSED, scrubber.AHEAD, scrubber.UNUSED, scrubber.ABSENT]].sum() == 0
 
 
 def test_the_widget_plays_what_was_computed(folder):

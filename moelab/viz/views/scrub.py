@@ -31,10 +31,10 @@ from moelab.viz.views.recorded import TOKENS, Recorded, recorded
 #: The player knows the symbols by plotly's names.
 STATES = {"absent": ("on disk", "#dddddd", ""), "resident": ("in memory, not routed", "#b0b0b0", "square"),
           "hit": ("routed, in memory", theme.GREEN, "circle"),
-          "ahead": ("routed, read ahead in time", theme.BLUE, "diamond"),
-          "vain": ("read ahead in vain", theme.ORANGE, "triangle-up-open"),
+          "ahead": ("routed, prefetched in time", theme.BLUE, "diamond"),
+          "unused": ("prefetched, unused", theme.ORANGE, "triangle-up-open"),
           "missed": ("routed, missed", theme.VERMILLION, "x")}
-ABSENT, RESIDENT, HIT, AHEAD, VAIN, MISSED = range(6)
+ABSENT, RESIDENT, HIT, AHEAD, UNUSED, MISSED = range(6)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def scrub(found: Recorded) -> Scrub:
             for layer, expert in residency.resident(state):
                 here[layer, expert] = RESIDENT
         for layer, expert in at:
-            here[layer, expert] = VAIN
+            here[layer, expert] = UNUSED
         for layer, tokens in steps:
             for request in residency.begin(layer, tokens).requests:
                 here[request.key] = HIT if request.state is State.FULL else AHEAD if request.key in at else MISSED
@@ -137,11 +137,11 @@ def words(found: Scrub) -> tuple[str, str]:
     total = found.counts()[1:].sum(0)
     routed = max(1, int(total[[HIT, AHEAD, MISSED]].sum()))
     return (f"{found.name}, {len(found.words)} forward passes: of the experts routed after the prompt, "
-            f"{total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} read ahead in time and "
-            f"{total[MISSED] / routed:.0%} missed; {total[VAIN]} were read ahead in vain (exact; times measured)."
+            f"{total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} prefetched in time and "
+            f"{total[MISSED] / routed:.0%} missed; {total[UNUSED]} prefetches were not used (exact; times measured)."
             " Space plays, the arrow keys step.",
             "A grid, a row a layer and a column an expert: grey squares are in memory, green circles routed and there, "
-            "blue diamonds read ahead in time, orange triangles read ahead in vain, red crosses missed.")
+            "blue diamonds prefetched in time, orange triangles prefetched and not used, red crosses missed.")
 
 
 class Scrubber(View):
