@@ -13,7 +13,6 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
@@ -23,7 +22,6 @@ from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs
 from moelab.files import cache_root
 from moelab.models import opening
-from moelab.models.fast_decode import FastDecode
 from moelab.models.synthesize import VOCABULARY, synthesize
 from moelab.offloading.profile import FORMAT, Profile, profile
 from moelab.offloading.slots import Sizes
@@ -74,8 +72,7 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     """The profile of a store as `open_model` runs it with an executor."""
     fast = executor == "fast"
     model = opening.open_checkpoint(store.folder, experts="external")
-    with FastDecode(model) if fast else nullcontext():
-        return profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
+    return profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
 
 
 def costs(found: Profile, model: Model, whole: bool) -> Costs:

@@ -47,13 +47,13 @@ COPY, MATMUL = 64 << 20, 512
 
 class Microbenchmarks:
     """All measurements, one after another, and their samples; decoded experts lie in the engine's kind of memory, from
-    which an executor takes that of `slot`."""
+    which an executor takes what is `at` {expert: slot}."""
 
     def __init__(self, store: ExpertStore, model: Any, reader: Reader, pool: ThreadPoolExecutor, workers: int,
                  rng: np.random.Generator, executor: Callable[..., torch.Tensor] | None = None, compact: bool = False
                  ) -> None:
         self.store, self.model, self.reader, self.pool = store, model, reader, pool
-        self.workers, self.rng, self.executor, self.slot = workers, rng, executor, 0
+        self.workers, self.rng, self.executor = workers, rng, executor
         self.seconds: dict[str, list[float]] = {}
         self.timed = partial(_timed, self.seconds)
         self.done, self.calls = -1, []                          # rounds; when each layer's experts were called
@@ -64,8 +64,9 @@ class Microbenchmarks:
         self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
         self.full: dict[int, tuple[int, int]] = {}              # slot → (layer, expert) that it holds
         self.whole: dict[int, Chunks] = {}                      # the same, of what is read in place
+        self.together = min(store.spec.K, self.kept)            # so many slots in turn hold experts of one layer
         for slot in range(self.kept):
-            layer, expert = self._pick()
+            layer, expert = self._pick(slot)
             self.full[slot] = layer, expert
             if self.slots.sizes.in_place:
                 self.whole[slot], = reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
@@ -104,15 +105,26 @@ class Microbenchmarks:
             self._read(f"read {size}", self.pieces.read, layer, (place, size), "both", self.buffer)
         for tokens in EXPERT_TOKENS:
             self.timed(f"expert {tokens}", self._computing(tokens))
+        if self.executor is not None:
+            compute = self._together()
+            self.timed(f"experts {len(self.at)}", compute)
         for tokens in FORWARD_TOKENS:
             self._forward(tokens)
         self.timed("copy", self.copied[0].copy_, self.copied[1])
         for matrix in self.products:
             self.timed(f"matmul {matrix.dtype}".replace("torch.", ""), torch.matmul, matrix, matrix)
 
-    def _pick(self) -> tuple[int, int]:
-        layer = int(self.rng.integers(len(self.store.layers)))
-        return layer, int(self.rng.integers(len(self.store.layers[layer].experts)))
+    def _pick(self, slot: int | None = None) -> tuple[int, int]:
+        """Some expert, or one for a slot: of the layer of those beside it, and none of them."""
+        others = set() if slot is None else {self.full[i] for i in self._beside(slot) if i != slot and i in self.full}
+        layer = next(iter(others))[0] if others else int(self.rng.integers(len(self.store.layers)))
+        free = [(layer, expert) for expert in range(len(self.store.layers[layer].experts))]
+        free = [key for key in free if key not in others] or free       # a layer may have fewer than a token chooses
+        return free[int(self.rng.integers(len(free)))]
+
+    def _beside(self, slot: int) -> range:
+        start = slot - slot % self.together
+        return range(start, min(start + self.together, self.kept))
 
     def _read(self, name: str, function: Callable[..., Any], layer: int, *args: Any) -> Any:
         self.reader.drop_cache(layer)
@@ -122,7 +134,8 @@ class Microbenchmarks:
         """What there is to do for an expert of a raw store: one read, and checking it."""
         whole = []
         for i in range(self.workers):
-            key, slot = self._pick(), (self.done * self.workers + i) % self.kept
+            slot = (self.done * self.workers + i) % self.kept
+            key = self._pick(slot)
             whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
             self.full[slot], self.whole[slot] = key, whole[-1]
             self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
@@ -136,7 +149,8 @@ class Microbenchmarks:
         self._read("read both", self.reader.read_parts, *self._pick(), self.buffers[0])
         work = []
         for i, buffers in enumerate(self.buffers):
-            key, slot = self._pick(), (self.done * self.workers + i) % self.kept
+            slot = (self.done * self.workers + i) % self.kept
+            key = self._pick(slot)
             (e,) = self._read("read E", self.reader.read_parts, *key, {"E": buffers["E"]})
             (sm,) = self._read("read SM", self.reader.read_parts, *key, {"SM": buffers["SM"]})
             self.full[slot] = key
@@ -202,21 +216,31 @@ class Microbenchmarks:
 
     def _computing(self, tokens: int) -> Callable[[], torch.Tensor]:
         """Computes an expert as the engine would that has just loaded it."""
-        self.slot = int(self.rng.integers(self.kept))
-        (layer, expert), dtype = self.full[self.slot], self.model.dtype
+        slot = int(self.rng.integers(self.kept))
+        (layer, expert), dtype = self.full[slot], self.model.dtype
+        self.at = {expert: slot}
         x, w = torch.randn(tokens, self.store.spec.H).to(dtype), torch.ones(tokens, dtype=dtype)
         rows, experts = torch.arange(tokens), self.experts[layer]
         if self.executor is not None:
             return partial(execute, self.executor, x, torch.full((tokens, 1), expert), w[:, None], experts)
         return lambda: experts.contribution(x, rows, w, self(layer, expert))
 
+    def _together(self) -> Callable[[], torch.Tensor]:
+        """Computes a token's experts in one call, as the engine has its executor compute those that are in memory."""
+        slots = self._beside(int(self.rng.integers(self.kept)))
+        layer, dtype = self.full[slots[0]][0], self.model.dtype
+        self.at = {self.full[slot][1]: slot for slot in slots}
+        return partial(execute, self.executor, torch.randn(1, self.store.spec.H).to(dtype), torch.tensor([[*self.at]]),
+                       torch.ones(1, len(self.at), dtype=dtype), self.experts[layer])
+
     def __call__(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
-        return _cast(self.slots.tensors(self.slot, layer, expert, reuse=True), self.model.dtype)
+        return _cast(self.slots.tensors(self.at[expert], layer, expert, reuse=True), self.model.dtype)
 
     def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]] | None:
         """As `EngineSource.matrices`."""
         stored = {entry.dtype for entry in self.store.entries(layer, experts[0]).values()}
-        return self.slots.matrices([self.slot], layer, experts) if stored == {NAMES[dtype]} else None
+        slots = [self.at[expert] for expert in experts]
+        return self.slots.matrices(slots, layer, experts) if stored == {NAMES[dtype]} else None
 
     def _forward(self, tokens: int) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings

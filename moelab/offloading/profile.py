@@ -5,9 +5,10 @@ Source: ZipMoE §3.3 and appendix C, whose scheduler and planner take "offline-p
 
 Samples are seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a random
 place), "decompress", "recover", "decode" (both in one), "expert 4" (one expert on 4 tokens, unpacked before where the
-executor needs it so), "one thread" (on one token, if the engine does that), "other 4" (what comes before a layer's
-experts, in a forward of 4 tokens without a past; deciding what to load is part of it), "head 4" (what comes after the
-last layer), "copy", "matmul float32", "expert beside decode" and "expert alone" (the same just before).
+executor needs it so), "one thread" (on one token, if the engine does that), "experts 8" (as many of a layer on one
+token, in one call of the executor), "other 4" (what comes before a layer's experts, in a forward of 4 tokens without a
+past; deciding what to load is part of it), "head 4" (what comes after the last layer), "copy", "matmul float32",
+"expert beside decode" and "expert alone" (the same just before).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import platform
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from moelab.arguments import number, whole
 from moelab.files import read_json, write_json
 from moelab.models import opening, plugged
+from moelab.models.fast_decode import FastDecode
 from moelab.offloading.microbenchmarks import COPY, MATMUL, Microbenchmarks, experts_bytes, shards_of
 from moelab.offloading.pipeline import step_back
 from moelab.progress import progress
@@ -102,7 +104,8 @@ class Profile:
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
             token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
             self.experts_bytes, tuple(self.points("expert").items()),
-            self.median("one thread") if "one thread" in self.seconds else None, beside, self.median("read both"))
+            self.median("one thread") if "one thread" in self.seconds else None, beside, self.median("read both"),
+            max((several for several in self.points("experts").items() if several[0] > 1), default=None))
 
     def to_device(self) -> DeviceSpec:
         """A device card of this machine, its figures "measured", with when and how in their source."""
@@ -166,7 +169,8 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
     workers : threads that decode at the same time; ValueError below 1.
     seconds : about how long to measure; at least three rounds are made, after a first that does not count.
     executor, compact : with which experts are computed, and whether those of few bits are kept as they are: see
-        `moelab.offloading.offload.offload`.
+        `moelab.offloading.offload.offload`. With "fast" the model's other parts use the fused kernels, too, as
+        `open_model` has it.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
     """
     if workers < 1:
@@ -176,8 +180,8 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
     with Reader(store, **reading) as reader, ThreadPoolExecutor(workers, initializer=step_back) as pool:
         measured = Microbenchmarks(store, model, reader, pool, workers, np.random.default_rng(seed),
                                    make("executor", executor) if isinstance(executor, str) else executor, compact)
-        with (closing(measured.pieces), measured.disk, plugged(model, measured.without_experts, measured),
-              torch.inference_mode()):
+        with (closing(measured.pieces), measured.disk, FastDecode(model) if executor == "fast" else nullcontext(),
+              plugged(model, measured.without_experts, measured), torch.inference_mode()):
             measured.once()                                     # compiles, touches memory
             measured.seconds.clear()
             start = time.perf_counter()

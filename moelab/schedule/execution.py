@@ -106,7 +106,8 @@ class SimulatedMachine:
     """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
 
     Workers take tensors, or shards of the last ones, as the engine's do; here all are of equal size. Compute runs the
-    experts that are FULL in ascending order, then the others as they are loaded. Time passes in `run` and `spend` only,
+    experts that are FULL in ascending order, or in one go where `Delays.together` says so, then the others as they are
+    loaded. Time passes in `run` and `spend` only,
     and what is under way goes on from layer to layer. Whoever works beside others is slowed down as `Delays.beside`
     says, as long as they do. Left out: threads' handshakes.
 
@@ -135,7 +136,7 @@ class SimulatedMachine:
         self._layer, self._left, self._one_thread = -1, 0, False        # _left: for compute to do
         self._halted: tuple[Load, Callable[[], None]] | None = None     # a prefetch between two pieces; goes on
         self._requests: dict[ExpertKey, Any] = {}
-        self._ready: deque[ExpertKey] = deque()
+        self._ready: deque[list[ExpertKey]] = deque()           # computed in one go
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
@@ -153,9 +154,10 @@ class SimulatedMachine:
         requests = sorted(requests, key=lambda request: request.key.expert)
         self._layer, self._left, self.needed, self.waited = layer, len(requests), self.now, 0.0
         self._requests = {request.key: request for request in requests}
-        self._ready.extend(request.key for request in requests if request.state is State.FULL)
+        there = [request.key for request in requests if request.state is State.FULL]
+        self._ready.extend([[key] for key in there] if self.delays.together is None else [there] if there else [])
         return self.queue.begin(layer, [request for request in requests if request.state is not State.FULL], evicted,
-                                self._ready.append)
+                                lambda key: self._ready.append([key]))
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
@@ -199,12 +201,13 @@ class SimulatedMachine:
         while self._idle and (found := self.queue.next_decode()) is not None:
             self._decode(*found)
         if self._compute_free and self._ready:
-            key = self._ready.popleft()
+            keys = self._ready.popleft()
             if self.now > self._computed_until:
                 self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, self.now))
                 self.waited += self.now - self._computed_until
-            seconds = self.delays.one_thread if self._one_thread else self.delays.expert(self._requests[key].tokens)
-            self._compute("expert", *key, self.now + seconds)
+            seconds = self.delays.one_thread if self._one_thread \
+                else self.delays.at_once([self._requests[key] for key in keys])
+            self._compute("expert", keys[0].layer, keys[0].expert if len(keys) == 1 else -1, self.now + seconds, keys)
 
     def _go_on(self) -> None:
         (_, go_on), self._halted = self._halted, None
@@ -237,14 +240,14 @@ class SimulatedMachine:
         self._begin(f"worker {worker}", worker, operation, *load.key, self.now + self._seconds[operation] / part,
                     end)
 
-    def _compute(self, kind: str, layer: int, expert: int, until: float) -> None:
+    def _compute(self, kind: str, layer: int, expert: int, until: float, keys: Sequence[ExpertKey] = ()) -> None:
         self._compute_free = False
 
         def end() -> None:
             self._computed_until, self._compute_free = self.now, True
-            self._left -= 1
-            if expert >= 0 and (request := self._requests[layer, expert]).keep is not State.FULL:
-                self.queue.computed([request])
+            self._left -= max(len(keys), 1)
+            if leaving := [self._requests[key] for key in keys if self._requests[key].keep is not State.FULL]:
+                self.queue.computed(leaving)
         self._begin("compute", self.workers, kind, layer, expert, until, end)
 
     def _begin(self, resource: str, number: int, kind: str, layer: int, expert: int, until: float,

@@ -91,6 +91,8 @@ class Delays:
     one_thread : one token's expert on one thread, which the engine leaves computing while others are loaded; None if
         it does not.
     read_both : reading all chunks of an expert in one request; None for the sum of the two.
+    together : (n, seconds) of one token's n experts in one call, which an executor makes for those in memory; None if
+        each is computed by itself.
     beside : how many times as long a "read", a "decode" (or a part of it) or an "expert" takes while another of the
         three runs, by "expert beside decode" and so on; beside two, both factors count.
     """
@@ -111,6 +113,7 @@ class Delays:
     one_thread: float | None = None
     beside: Mapping[str, float] = field(default_factory=dict)
     read_both: float | None = None
+    together: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -154,6 +157,15 @@ class Delays:
         at = max(1, min(bisect_left(self.computed, (tokens,)), len(self.computed) - 1))
         (n0, low), (n1, high) = self.computed[at - 1:at + 1]
         return max(low + (high - low) * (tokens - n0) / (n1 - n0), 0.0)
+
+    def at_once(self, requests: Sequence[Any]) -> float:
+        """Seconds of experts that are computed in one call: for one token each on a straight line through what one
+        takes and `together`; else the sum of each alone."""
+        alone = [self.expert(request.tokens) for request in requests]
+        if self.together is None or len(alone) == 1 or any(request.tokens > 1 for request in requests):
+            return sum(alone)
+        n, seconds = self.together
+        return max(alone[0] + (seconds - alone[0]) * (len(alone) - 1) / (n - 1), 0.0)
 
     def tasks(self, request: Any) -> list[Task]:
         """The N tasks of a request, which has `.key.expert`, `.tokens` and `.state`, in the paper's terms; recovery is

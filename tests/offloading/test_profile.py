@@ -102,10 +102,20 @@ def test_what_is_computed_is_an_expert_by_the_executor(how, executor, tmp_path, 
                                  make("executor", executor) if executor else None, compact)
         with plugged(model, rounds.without_experts, rounds), torch.inference_mode():
             torch.manual_seed(0)
-            y, (layer, expert) = rounds._computing(3)(), rounds.full[rounds.slot]
+            y, ((expert, slot),) = rounds._computing(3)(), rounds.at.items()
+            layer = rounds.full[slot][0]
             torch.manual_seed(0)
             x = torch.randn(3, store.spec.H).to(model.dtype)
             assert torch.allclose(y, discover(model)[layer].experts.ffn(x, truth(layer, expert)), rtol=0.02, atol=0.02)
+            if executor is not None:
+                torch.manual_seed(0)
+                y, (layer, _) = rounds._together()(), rounds.full[next(iter(rounds.at.values()))]
+                assert len(rounds.at) == store.spec.K and {rounds.full[i] for i in rounds.at.values()} == {
+                    (layer, expert) for expert in rounds.at}
+                torch.manual_seed(0)
+                x = torch.randn(1, store.spec.H).to(model.dtype)
+                each = [discover(model)[layer].experts.ffn(x, truth(layer, expert)) for expert in rounds.at]
+                assert torch.allclose(y, sum(each), rtol=0.05, atol=0.05)
 
 
 def test_pairs_run_side_by_side():
@@ -143,6 +153,8 @@ def test_contention_is_the_ratio_to_what_the_same_takes_alone_in_that_round():
     delays = replace_seconds(seconds).delays()
     assert delays.beside == {"expert beside decode": 3.0, "read beside expert": 1.5} and delays.one_thread is None
     assert replace_seconds(seconds | {"one thread": [6.0]}).delays().one_thread == 6.0
+    assert delays.together is None
+    assert replace_seconds(seconds | {"experts 3": [5.0], "experts 8": [6.0, 9.0, 7.0]}).delays().together == (8, 7.0)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"])

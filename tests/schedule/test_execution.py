@@ -312,6 +312,17 @@ def test_one_tokens_experts_are_computed_by_one_thread_while_others_are_loaded()
         assert [(e.expert, e.start, e.end) for e in events if e.kind == "expert"] == expected
 
 
+def test_experts_in_memory_are_computed_in_one_call_where_the_executor_does():
+    machine = replace(UNIT, together=(3, 10.0))                 # one takes 6, so each further one 2
+    for states, tokens, expected in (("FFFM", 1, [(-1, 0, 10), (3, 10, 16)]), ("FFMM", 1, [(-1, 0, 8), (2, 10, 16)]),
+                                     ("FMMM", 1, [(0, 0, 6)]), ("FFFF", 1, [(-1, 0, 12)]), ("FF", 2, [(-1, 0, 14)])):
+        asked = [request(i, state, tokens=tokens) for i, state in enumerate(states)]
+        events, _ = execute(asked, order(asked, machine, 1), machine, 1)
+        found = [(e.expert, e.start, e.end) for e in events if e.kind == "expert"]
+        assert found[:len(expected)] == expected
+        assert machine.at_once(asked[:1]) == machine.expert(tokens)
+
+
 def test_nothing_to_execute():
     assert execute([], order([], UNIT, 1), UNIT, 1, start=3.0) == ([], 3.0)
 
