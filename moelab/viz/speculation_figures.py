@@ -20,16 +20,13 @@ from moelab.speculate.scoring import Score
 from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt
 from moelab.viz.figures import (DASHED, EDGE, NOTE, add_lines, bars, differences, finish, hover, label_ends,
-                                line_look, panels, pattern, quantiles)
+                                line_look, panels, quantiles)
 
 #: predictor of `moelab.bench.predictors` → how figures call it
 LABEL = {"router": "next router on s", "quasi": "next router on q", "frequency": "frequent in the prompt",
          "previous": "previous token", "static": "popular", "random": "random", "residual": "residual estimator",
          "residual_hybrid": "residual hybrid", "estimator": "appendix A", "estimator_early": "appendix A, a quarter",
          "hybrid_early": "hybrid of the quarter"}
-#: what a processor and a copy engine do together → colour, pattern of its bar
-OCCUPIED = {"compute alone": (theme.GREEN, ""), "both at once": (theme.YELLOW, "\\"),
-            "copy alone": (theme.BLUE, "/"), "idle": ("#dddddd", "x")}
 
 
 def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
@@ -133,38 +130,6 @@ def tpot_of(found: Mapping[float, Mapping[str, Sequence[Taken]]], title: str) ->
                  for setting, of in found.items()},
                 {setting: fmean(one.seconds - hideable(by_layers(one)) for one in taken)
                  for setting, taken in serial.items()}, title)
-
-
-def occupancy(events: Sequence[Event], start: float, end: float) -> dict[str, float]:
-    """Seconds of each part of `OCCUPIED` between start and end; waiting is no work."""
-    work = [(max(e.start, start), min(e.end, end), e.resource) for e in events
-            if e.resource in ("compute", "disk") and e.kind != "wait" and e.end > start and e.start < end]
-    edges = np.unique([start, end, *(time for a, b, _ in work for time in (a, b))])
-    middle, length = (edges[:-1] + edges[1:]) / 2, np.diff(edges)
-    busy = {name: np.zeros(len(middle), dtype=bool) for name in ("compute", "disk")}
-    for a, b, resource in work:
-        busy[resource] |= (a < middle) & (middle < b)
-    compute, disk = busy["compute"], busy["disk"]
-    parts = (compute & ~disk, compute & disk, disk & ~compute, ~compute & ~disk)
-    return {name: float(length[part].sum()) for name, part in zip(OCCUPIED, parts)}
-
-
-def breakdown(found: Mapping[str, Mapping[str, float]]) -> go.Figure:
-    """What a token's time is made of, measured: {row: seconds of the parts of `OCCUPIED`}, stacked bars; Fig. 7."""
-    figure = go.Figure()
-    for part, (colour, shape) in OCCUPIED.items():
-        shares = [of[part] / sum(of.values()) for of in found.values()]
-        figure.add_bar(y=list(found), x=[1e3 * of[part] for of in found.values()], name=part, orientation="h",
-                       text=[f"{share:.0%}" if share >= 0.08 else "" for share in shares], textposition="inside",
-                       insidetextanchor="middle", textangle=0, cliponaxis=False,
-                       textfont={"color": "white" if part in ("compute alone", "copy alone") else "black", "size": 12},
-                       marker={"color": colour, "line": {"color": "#444444", "width": 1}, "pattern": pattern(
-                           shape, "#888888" if part == "idle" else "white", fgopacity=0.35, size=7)},
-                       hovertemplate="%{y}, " + part + ": %{x:.2f} ms<extra></extra>")
-    figure.update_xaxes(rangemode="tozero").update_yaxes(autorange="reversed", showgrid=False, type="category")
-    return finish(figure, "time of a token (ms)", legend="measured", barmode="stack", bargap=0.3,
-                  height=130 + 34 * len(found), uniformtext={"minsize": 10, "mode": "hide"}, margin_l=150,
-                  legend_traceorder="normal")
 
 
 def token_timeline(runs: Mapping[str, Sequence[Event]]) -> go.Figure:

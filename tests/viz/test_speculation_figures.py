@@ -22,7 +22,6 @@ LATER = [event._replace(start=event.start + 5, end=event.end + 5.001) for event 
 PANELS = {"trained": {"s": [0.5, 0.7, np.nan], "q": [0.6, 0.8, 0.9]}, "untrained": {"q": [0.3, 0.4, 0.5]}}
 SAMPLES = {"1 ×": {"on demand": [0.01, 0.02, 0.03], "speculative": [0.01, 0.01, 0.02]},
            "3 ×": {"on demand": [0.04, 0.05], "speculative": [0.03, 0.02]}}
-PARTS = dict(zip(figures.OCCUPIED, (0.003, 0.001, 0.004, 0.002)))
 MADE = Lazily({
     "by_layer": lambda:
         figures.by_layer(PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}),
@@ -31,7 +30,6 @@ MADE = Lazily({
     "differences": lambda: differences({"loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)}, "lookup": {
                 "quasi": (-1.0, -3.0, 1.0)}}, {"loss": "change (%)", "lookup": "points (%)"}, {"loss": 1}),
     "tpot": lambda: figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
-    "breakdown": lambda: figures.breakdown({"on demand": PARTS, "speculative": PARTS}),
     "token_timeline": lambda: figures.token_timeline({"on demand": TOKEN, "speculative": LATER}),
 })
 
@@ -52,7 +50,6 @@ def test_axes_have_titles_with_units_and_figures_survive_json(name):
 @pytest.mark.parametrize("name, look", [
     ("by_layer", lambda trace: trace.line.dash), ("training", lambda trace: trace.line.dash),
     ("tpot", lambda trace: trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol),
-    ("breakdown", lambda trace: trace.marker.pattern.shape),
     ("token_timeline", lambda trace: (trace.marker.pattern.shape, trace.y[0]))])
 def test_no_two_series_differ_by_colour_alone(name, look):
     looks = {trace.name: look(trace) for trace in MADE[name].data}
@@ -100,28 +97,6 @@ def test_tpot_bars_are_medians_in_milliseconds():
     np.testing.assert_allclose(bar.y, [20, 45])
     np.testing.assert_allclose(bar.error_y.array, [8, 4])
     np.testing.assert_allclose(named(MADE["tpot"], "eq. (1): no less").y, [12])
-
-
-def test_occupancy_adds_up_and_agrees_with_counting_small_steps():
-    rng = np.random.default_rng(0)
-    starts = np.sort(rng.integers(0, 900, 40))
-    events = [Event(("disk", "compute", "worker 0")[i % 3], ("read", "expert", "wait")[i % 2 if i % 3 else 0], 0, 0,
-                    float(a), float(a + rng.integers(1, 60))) for i, a in enumerate(starts)]
-    start, end = 100.0, 800.0
-    busy = {name: np.array([any(e.start <= t < e.end and e.kind != "wait" for e in events if e.resource == name)
-                            for t in np.arange(start, end)]) for name in ("compute", "disk")}
-    compute, disk = busy["compute"], busy["disk"]
-    expected = [(compute & ~disk).sum(), (compute & disk).sum(), (disk & ~compute).sum(), (~compute & ~disk).sum()]
-    found = figures.occupancy(events, start, end)
-    assert list(found) == list(figures.OCCUPIED)
-    np.testing.assert_allclose(list(found.values()), expected)
-    assert sum(found.values()) == pytest.approx(end - start)
-
-
-def test_the_breakdown_stacks_what_adds_up():
-    bars = MADE["breakdown"].data
-    assert sum(bar.x[0] for bar in bars) == pytest.approx(10)
-    assert [bar.text[0] for bar in bars] == ["30%", "10%", "40%", "20%"]
 
 
 def test_the_timeline_tells_prefetches_from_reads_on_demand_and_leaves_workers_out():
