@@ -161,7 +161,7 @@ def test_arena_from_the_laboratory():
     assert "Broken raised RuntimeError: no idea" in view.words[0]
     assert "no idea" in view.detail("traceback").html and table(view)[-1]["place"] == "ceiling"
     before = view.data.ceiling["prose"]
-    assert view.set(share=80).data.ceiling["prose"] > before
+    assert view.set(share=75).data.ceiling["prose"] > before
 
 
 def test_widgets_change_in_place(runs):
