@@ -180,7 +180,8 @@ def finish(figure: go.Figure, x: str = "", y: str = "", legend: str | None = Non
         title = {"text": legend, "font": {"size": 13}}
         place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title}
         right = 24
-    figure.update_layout(template="moelab", showlegend=legend is not None or len(figure.data) > 1, legend=place,
+    figure.update_layout(template=theme.pio.templates.default and "moelab", legend=place,
+                         showlegend=legend is not None or len(figure.data) > 1,
                          margin={"l": 72, "r": right, "t": 40, "b": 56})
     return figure.update_layout(**layout)
 

@@ -161,7 +161,7 @@ def test_arena_from_the_laboratory():
     assert "Broken raised RuntimeError: no idea" in view.words[0]
     assert "no idea" in view.detail("traceback").html and table(view)[-1]["place"] == "ceiling"
     before = view.data.ceiling["prose"]
-    assert view.set(share=80).data.ceiling["prose"] > before
+    assert view.set(share=75).data.ceiling["prose"] > before
 
 
 def test_widgets_change_in_place(runs):
@@ -178,3 +178,12 @@ def test_tiny_tensors_do_not_take_all_colours_of_the_map():
     from moelab.viz.views.treemap import _middle
     assert _middle([(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]) == (0.65, 0.67)
     assert _middle([(0.5, 1)]) == (0.5, 0.5)
+
+
+def test_every_view_is_on_the_command_line(tmp_path, capsys):
+    from moelab.__main__ import main
+    out = tmp_path / "claims.csv"
+    assert main(["view", "claims", "zipmoe", "--output", str(out)]) == 0
+    assert "zipmoe/" in out.read_text() and "claims:" in capsys.readouterr().out
+    assert main(["view", "arena", "nothing_here:Mine"]) == 2 and "mine:TakeTurns" in capsys.readouterr().err
+    assert main(["view", "claims", "zipmoe", "npumoe"]) == 2 and "takes 1" in capsys.readouterr().err

@@ -2,13 +2,18 @@
 
     moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
     moelab view theatre --memory 25% -p way=hint --output theatre.csv
+    moelab view model_map qwen.folder --output map.html
+    moelab view arena mine:TakeTurns                            # a class of mine.py
+    moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +61,10 @@ def read(value: Any, text: str) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("view", choices=OF_A_MODEL)
-    parser.add_argument("model", nargs="?", help="a checkpoint folder, a store, a hub id or, for budget, a card's name "
-                                                 "(default: the small model)")
+    parser.add_argument("view", choices=views.__all__)
+    parser.add_argument("what", nargs="*", help="a checkpoint folder, a store, a hub id or, for budget, a card's name "
+                                                "(default: the small model); of arena MODULE:CLASS; of runs two "
+                                                "folders or notebooks; of claims a source")
     parser.add_argument("--memory", default="50%", help="for experts, where the run is recorded (default: %(default)s)")
     parser.add_argument("--prompt", help="the text that is gone on from")
     parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
@@ -69,14 +75,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix not in (".html", ".csv"):
         raise ValueError(f"{args.output} must end in .html or .csv")
-    make = getattr(views, args.view)
-    if args.view == "budget" and args.model in registry.names("model"):
-        view = make(args.model)
-    else:
-        with open_model(args.model, memory=args.memory) as lm:
-            view = turned(make(lm, prompt=args.prompt), args.parameter)
-            return _write(view, args.output)
-    return _write(turned(view, args.parameter), args.output)
+    make, most = getattr(views, args.view), 2 if args.view == "runs" else 1
+    if len(args.what) > most:
+        raise ValueError(f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}")
+    model = args.what[0] if args.what else None
+    if args.view not in OF_A_MODEL or args.view == "budget" and model in registry.names("model"):
+        what = [_class(model)] if args.view == "arena" else args.what
+        return _write(turned(make(*what), args.parameter), args.output)
+    with open_model(model, memory=args.memory) as lm:
+        return _write(turned(make(lm, prompt=args.prompt), args.parameter), args.output)
+
+
+def _class(text: str | None) -> type:
+    """The class of "module:name", also of a module in this folder. ValueError: there is none."""
+    module, _, name = (text or "").partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"the arena is of a class, as in `moelab view arena mine:TakeTurns` for TakeTurns of mine.py, "
+                         f"not of {text!r}: {error}") from None
+    finally:
+        sys.path.remove("")
 
 
 def turned(view: Any, assignments: list[str]) -> Any:

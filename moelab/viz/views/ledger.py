@@ -24,10 +24,9 @@ from moelab.viz.views.detailed import Detail, Detailed, html_rows
 EDGES = (0.1, 10.0)
 
 
-def answers(source: str = "", verdict: str = "", results: str | Path | None = None) -> list[ledger.Row]:
-    """The claims of a source, or of all, that have a verdict, or any."""
-    chosen = [claim for claim in ledger.ledger() if source in ("", claim.source)]
-    return [row for row in ledger.rows(chosen, results) if verdict in ("", row.verdict)]
+def chosen(rows: Sequence[ledger.Row], source: str = "", verdict: str = "") -> list[ledger.Row]:
+    """Those of a source, or of all, that have a verdict, or any."""
+    return [row for row in rows if source in ("", row.claim.source) and verdict in ("", row.verdict)]
 
 
 def figure_of(row: ledger.Row, results: str | Path | None = None) -> Path | None:
@@ -89,6 +88,7 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
 
     source, verdict : which claims at first; all if "". results : where runs lie.
     """
+    answered = ledger.rows(results=results)
     titles = {"all five": ""} | {claim.title: claim.source for claim in ledger.ledger()}
 
     def rows(found: Sequence[ledger.Row]) -> list[dict[str, Any]]:
@@ -106,6 +106,6 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
     return Detailed(
         "claims", {"source": menu("source", source, titles),
                    "verdict": menu("verdict", verdict, {"any": ""} | {name: name for name in ledger.VERDICTS})},
-        lambda source, verdict: answers(source, verdict, results), draw, rows, command, words, label="claim",
+        lambda source, verdict: chosen(answered, source, verdict), draw, rows, command, words, label="claim",
         names=lambda found: [name_of(row) for row in found],
         tell=lambda found, name: tell(next(row for row in found if name_of(row) == name), results))

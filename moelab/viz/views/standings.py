@@ -14,12 +14,14 @@ from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, bar_look, finish, hover
-from moelab.viz.views.base import slider
+from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 TRACEBACK = "traceback"
 #: of what was chosen wrongly, how much is listed
 LISTED = 20
+#: experts that fit in memory, per cent, at which policies are ranked beside the share that is asked for
+SHARES = (25, 50, 75)
 
 
 def draw(contest: Contest) -> go.Figure:
@@ -73,18 +75,17 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
 
     What it raises is shown with its traceback, and breaks nothing. Policies have a control: how many experts fit.
     """
-    contest = contests.arena(mine, model, share, tokens, each)
-    name = contest.own.name
-    controls = {"share": slider("experts in memory (%)", round(100 * share), 5, 95)} \
-        if contest.kind == "cache policy" else {}
+    first, percent = contests.arena(mine, model, share, tokens, each), round(100 * share)
+    every, name = {percent: first}, first.own.name
+    if first.kind == "cache policy":        # a contest takes seconds: all are held before the picture is there
+        every |= {other: contests.arena(mine, model, other / 100, tokens, each) for other in SHARES if other != percent}
+    controls = {"share": menu("experts in memory (%)", percent, sorted(every))} if len(every) > 1 else {}
 
-    def compute(share: float = 0.0) -> Contest:
-        nonlocal contest
-        if share and share != compute.last:
-            contest = contests.arena(mine, model, share / 100, tokens, each)
-            compute.last = share
-        return contest
-    compute.last = controls["share"].value if controls else 0
+    def compute(share: int = percent) -> Contest:
+        if share not in every:
+            raise ValueError(f"the contest was held with {', '.join(map(str, sorted(every)))} % of the experts in "
+                             f"memory, not {share}: give arena(…, share={share / 100:g})")
+        return every[share]
 
     def rows(contest: Contest) -> list[dict[str, Any]]:
         return [{"place": place, "name": of.name} | {f"{trace}, {contest.unit}": of.scores.get(trace)
@@ -101,4 +102,4 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
         return f'python -c "{"; ".join(printed)}"', "\n".join(lines)
     return Detailed("arena", controls, compute, draw, rows, command, words, label="where it chose wrongly",
                     names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling), tell=tell,
-                    first=TRACEBACK if contest.own.error else "")
+                    first=TRACEBACK if first.own.error else "")

@@ -33,6 +33,8 @@ BOUND, POPULARITY, ERROR = "entropy bound", "expert popularity", "error of "
 SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
 #: rectangles beyond which an expert's tensors are one
 MOST = 8000
+#: bytes of a survey up to which all colours are there from the beginning, so that changing them does not wait
+SOON = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
             return survey.popularity(parts, np.asarray(seen))
         return [measures[colour](part) for part in progress(parts, colour, unit="tensor")]
 
+    if sum(min(part.stored.nbytes, most) for part in parts) <= SOON:
+        for one in measures:
+            values(one)
+
     def compute(colour: str) -> tuple[list[Node], str]:
         return nodes(parts, values(colour), path.name), colour
 
@@ -148,7 +154,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
     def command(colour: str) -> tuple[str, str]:
         python = f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, " + (
             "counts=trace, " if seen is not None else "") + f"colour={colour!r})"
-        return f"python -c {python.replace(chr(10), '; ')!r}".replace("counts=trace, ", ""), python
+        return f"python -m moelab view model_map {model or ''} -p colour='{colour}'".replace("  ", " "), python
 
     def tell(data: tuple[list[Node], str], name: str) -> Detail:
         node = next(node for node in data[0] if node.name == name)
