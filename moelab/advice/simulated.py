@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from moelab.advice import verify as real
 from moelab.advice.answer import Advice, more_of
 from moelab.advice.model import AS_IS, Model
-from moelab.advice.sample import machine, sample_costs
+from moelab.advice.sample import disturbed, machine, sample_costs
 from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Scene, Search, card_costs, forms_of,
                                  play, predicted, scene, twice_as_fast)
 from moelab.advice.ways import Way, fitted
@@ -53,6 +54,10 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
     costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, itself)
     if look is not None:
         costs_of = as_run(costs_of, model, look, context)
+        if disturbed(itself):
+            notes.append(f"While the model was measured, other processes kept {itself.others:.1f} cores busy (load average "
+                         f"{itself.load:.1f}, {itself.clock_mhz or 0:,.0f} MHz): the times are too long. Advise again when "
+                         f"the machine is quiet, without {profile_file(model, kept, batch)}.")
     if on_card and any(costs_of(form) is None for form in forms):
         notes.append("Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
                      "(--decompress-gbs)")
@@ -163,11 +168,16 @@ def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:
     return way and replace(way, prefetch=PREFETCH)
 
 
+def profile_file(model: Model, kept: real.Kept, batch: int) -> Path:
+    """Where the profile of the model itself is kept."""
+    return cache_root() / "advice" / f"{kept.identity}-{model.stored or 'checkpoint'}-{batch}.profile.json"
+
+
 def looked(model: Model, kept: real.Kept, **within: int) -> tuple[Look | None, str]:
     """What the model does here, run once as it is: (its tokens' routing, its profile, what was measured; all of that is
     kept) or None, and why not.    within : memory, context and batch."""
-    folder, stem = cache_root() / "advice", f"{kept.identity}-{model.stored or 'checkpoint'}-{within['batch']}"
-    file, profile = folder / f"{stem}.trace.json", folder / f"{stem}.profile.json"
+    profile = profile_file(model, kept, within["batch"])
+    file = profile.with_name(profile.name.replace(".profile.", ".trace."))
     if not (file.is_file() and profile.is_file()):
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"

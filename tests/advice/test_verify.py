@@ -145,3 +145,15 @@ def test_what_a_run_takes_beyond_its_parts_is_added_to_every_form_and_layer(monk
     monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.008))
     again = simulated.as_run(lambda form, executor="fast": costs, MODEL, (None, None, ran), 9)
     assert again(AS_IS).other == costs.other                                        # never faster than its parts
+
+
+def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeypatch):
+    monkeypatch.setattr(sample, "SECONDS", 0.01)
+    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+    busy = iter([0.0, 1e6, 0.0, 2e6, 0.0, 0.0])                     # seconds of others, before and after
+    monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
+    first = sample.measured(SPEC, "raw", "exact")
+    assert sample.disturbed(first) and first.load is not None
+    assert sample.measured(SPEC, "raw", "exact") == first           # it was worse the second time
+    quiet = sample.measured(SPEC, "raw", "exact")
+    assert not sample.disturbed(quiet) and quiet.others == 0 and sample.measured(SPEC, "raw", "exact") == quiet
