@@ -55,9 +55,10 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
     if look is not None:
         costs_of = as_run(costs_of, model, look, context)
         if disturbed(itself):
-            notes.append(f"While the model was measured, other processes kept {itself.others:.1f} cores busy (load average "
-                         f"{itself.load:.1f}, {itself.clock_mhz or 0:,.0f} MHz): the times are too long. Advise again when "
-                         f"the machine is quiet, without {profile_file(model, kept, batch)}.")
+            about = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
+            notes.append(f"While the model was measured, other processes kept {itself.others:.1f} cores busy{about}: "
+                         f"times are too long. When it is quiet, remove {profile_file(model, kept, batch)} and ask "
+                         f"again.")
     if on_card and any(costs_of(form) is None for form in forms):
         notes.append("Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
                      "(--decompress-gbs)")
