@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.specs import DeviceSpec
-from moelab.table import text_table
+from moelab.table import head_and_rows, text_table
 
 #: rows of the printed table
 ROWS = 12
@@ -86,7 +87,9 @@ class Advice:
         kept += [way for way in self.ways if way not in kept][:max(ROWS - len(kept), 0)]
         return [way.row(self.batch) for way in sorted(kept, key=lambda way: way.tpot)]
 
-    def __str__(self) -> str:
+    @property
+    def words(self) -> str:
+        """What to do, what it gives, what gives more, and the commands."""
         way, spec, device = self.best, self.model.spec, self.device
         where = "all of them in memory" if way.resident else \
             f"{way.budget / 1e9:.3g} of their {way.experts / 1e9:.3g} GB in memory, the others on disk"
@@ -97,7 +100,6 @@ class Advice:
         more = "; ".join(f"{what}: {other.tpot:.3g} s ({way.tpot / other.tpot:.3g}×)" for what, other in self.more)
         error = "" if way.error is None else f" ± {100 * way.error:.0f} %"
         expected = f", {way.predicted:.3g} s expected" if way.predicted else ""
-        rows = self.table()
         return "\n".join([
             f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
             f"{spec.experts_bytes / 1e9:.3g} GB, other weights {self.model.others / 1e9:.3g} GB ({self.model.how}), "
@@ -110,11 +112,19 @@ class Advice:
             f"first, of {self.context:,} tokens; {way.kind}{expected}, limited by the {way.limited_by}, with experts "
             f"chosen {self.popularity}.",
             f"More: {more or 'nothing that was tried here'}.",
-            "", *(f"  {command}" for command in self.commands), f"  {self.python}", "",
-            text_table(list(rows[0]), [list(row.values()) for row in rows]), *("",) * bool(self.notes), *self.notes])
+            "", *(f"  {command}" for command in self.commands), f"  {self.python}"])
 
-    def _repr_markdown_(self) -> str:
-        return f"```text\n{self}\n```"
+    def __str__(self) -> str:
+        return "\n".join([self.words, "", text_table(*head_and_rows(self.table())), *("",) * bool(self.notes),
+                          *self.notes])
+
+    def _ipython_display_(self) -> None:
+        """Words, figure and table; words alone where nothing can be drawn."""
+        try:                            # by name: figures stand above advice, which works without their packages
+            draw = import_module("moelab.viz.advice_figure").draw
+        except ModuleNotFoundError:
+            return print(self)
+        draw(self)
 
 
 def more_of(best: Way, options: list[tuple[str, Way | None]]) -> tuple[tuple[str, Way], ...]:

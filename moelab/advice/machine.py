@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -101,3 +102,25 @@ def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
     with closing(os.fdopen(fd, "rb", closefd=True)), ThreadPoolExecutor(requests) as pool:
         rate = len(places) * READ / _best(lambda: list(pool.map(read, range(requests))))
     return rate, f"{'direct' if direct else 'buffered'} reads of {READ >> 20} MB"
+
+
+def load_average() -> float | None:
+    """Of the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def clock_mhz() -> float | None:
+    """The cores' mean clock rate now, as Linux tells it; None elsewhere."""
+    try:
+        rates = re.findall(r"^cpu MHz\s*: ([\d.]+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        return None
+    return sum(map(float, rates)) / len(rates) if rates else None
+
+
+def others_seconds() -> float:
+    """Seconds that cores have worked, so far, for others than this process."""
+    import psutil
+    now = psutil.cpu_times()
+    return sum(getattr(now, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")) \
+        - time.process_time()

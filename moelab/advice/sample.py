@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
+from moelab.advice.machine import clock_mhz, load_average, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs
 from moelab.files import cache_root
@@ -32,6 +34,8 @@ from moelab.store.layout import ExpertStore, aligned
 
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE, SECONDS = 128 << 20, 1.5
+#: cores that others keep busy, above which what is measured meanwhile is measured again the next time
+DISTURBED = 0.25
 #: dtype of experts as they are → the form of a sample that costs as much
 STORED = {"bfloat16": "raw", "float16": "raw", "int8": "int8", "float8_e4m3fn": "fp8", "mxfp4": "mxfp4", "int4": "int4"}
 
@@ -54,25 +58,37 @@ def sample_spec(spec: MoESpec) -> MoESpec:
 
 
 def measured(spec: MoESpec, form: str, executor: str) -> Profile:
-    """The profile of a sample in a form, kept from an earlier time or measured now, in a few seconds."""
+    """The profile of a sample in a form, kept from an earlier time or measured now, in a few seconds; of one that was
+    disturbed and is measured again, the less disturbed."""
     sample = sample_spec(spec)
     key = "\n".join(map(str, (FORMAT, machine(), sample, form, executor)))
     file = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
-    if file.is_file():
-        return Profile.load(file)
+    earlier = Profile.load(file) if file.is_file() else None
+    if earlier is not None and not disturbed(earlier):
+        return earlier
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
         found = of_store(ExpertStore(synthesize(Path(folder) / "sample", sample, **how)), executor)
+    if earlier is not None and found.others > earlier.others:
+        return earlier
     found.save(file)
     return found
 
 
+def disturbed(found: Profile) -> bool:
+    """Whether others kept the machine busy while this was measured."""
+    return (found.others or 0.0) > DISTURBED
+
+
 def of_store(store: ExpertStore, executor: str) -> Profile:
     """The profile of a store as `open_model` runs it with an executor."""
-    fast = executor == "fast"
+    fast, load = executor == "fast", load_average()
     model = opening.open_checkpoint(store.folder, experts="external")
-    return profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
+    start, before = time.perf_counter(), others_seconds()
+    found = profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
+    others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
+    return replace(found, load=load, others=others, clock_mhz=clock_mhz())
 
 
 def costs(found: Profile, model: Model, whole: bool) -> Costs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,9 +18,9 @@ import numpy as np
 from moelab.advice import verify as real
 from moelab.advice.answer import Advice, more_of
 from moelab.advice.model import AS_IS, Model
-from moelab.advice.sample import machine, sample_costs
+from moelab.advice.sample import disturbed, machine, sample_costs
 from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Scene, Search, card_costs, forms_of,
-                                 predicted, scene, twice_as_fast)
+                                 play, predicted, scene, twice_as_fast)
 from moelab.advice.ways import Way, fitted
 from moelab.files import cache_root, read_json, write_json
 from moelab.offloading.profile import Profile
@@ -27,6 +28,8 @@ from moelab.offloading.simulator import flat
 from moelab.specs import DeviceSpec
 from moelab.table import span
 
+#: a model's tokens, its profile, and what was measured when it ran
+Look = tuple[Scene, Profile, dict[str, Any]]
 #: ways that `verify` runs
 VERIFIED = 3
 
@@ -49,15 +52,18 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
         seen, itself = scene(shares, batch), None
         notes.append(f"Tokens were drawn {popularity}, each by itself; a model's own repeat more of each other.")
     costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, itself)
+    if look is not None:
+        costs_of = as_run(costs_of, model, look, context)
+        if disturbed(itself):
+            about = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
+            notes.append(f"While the model was measured, other processes kept {itself.others:.1f} cores busy{about}: "
+                         f"times are too long. When it is quiet, remove {profile_file(model, kept, batch)} and ask "
+                         f"again.")
     if on_card and any(costs_of(form) is None for form in forms):
         notes.append("Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
                      "(--decompress-gbs)")
 
-    def loss_of(form: str) -> float | None:
-        _, lossless = model.forms().get(form, (0, True))
-        return 0.0 if lossless else kept.loss(form) if kept else None
-    search = Search(model, costs_of, seen, memory, context, batch, loss_of, loss)
-    search.run(forms)
+    search = searched(model, costs_of, seen, memory, context, batch, kept, loss)
     if look is not None:
         way = as_looked(model, ran)
         if not way.resident and all(record["settings"] != way.settings for record in kept.records) and (
@@ -66,8 +72,38 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
                      ttft=ran["ttft"], peak=ran["peak"], limit=ran["limit"], loss=None)
     if verify:
         notes += real.verify(model, chosen(search, kept, loss), kept, memory=memory, batch=batch, loss=loss > 0)
-        search.found = [replace(way, loss=loss_of(way.form)) for way in search.found]
+        search.found = [replace(way, loss=search.loss(way.form)) for way in search.found]
     return judged(search, kept, device, costs_of, popularity, notes)
+
+
+def searched(model: Model, costs_of: Callable[..., Costs | None], seen: Scene, memory: int, context: int, batch: int,
+             kept: real.Kept | None, loss: float) -> Search:
+    """What there is to be found by simulation, each form's loss being what was measured of it."""
+    def loss_of(form: str) -> float | None:
+        _, lossless = model.forms().get(form, (0, True))
+        return 0.0 if lossless else kept.loss(form) if kept else None
+    search = Search(model, costs_of, seen, memory, context, batch, loss_of, loss)
+    search.run(forms_of(model))
+    return search
+
+
+def as_run(costs_of: Callable[..., Costs | None], model: Model, look: Look, context: int
+           ) -> Callable[..., Costs | None]:
+    """Costs to which is added, for each layer, what the model's own run took beyond the simulated one: deciding,
+    queues, threads' handshakes, predicting. That is time of the engine, not of a part that is profiled by itself, so it
+    is as much in every form and at every disk, where a factor would grow with them."""
+    seen, _, ran = look
+    way = as_looked(model, ran)
+    costs = way and costs_of(AS_IS)
+    played = costs and play(model, way, costs, seen, context)
+    if not played or way.resident:                              # without an engine
+        return costs_of
+    more = max(median(ran["tpot"][-TIMED:]) - played.tpot, 0.0) / model.spec.L
+
+    def slower(form: str, executor: str = "fast") -> Costs | None:
+        costs = costs_of(form, executor)
+        return costs and replace(costs, other=(costs.other[0] + more, costs.other[1]))
+    return slower
 
 
 def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of: Callable[..., Costs | None],
@@ -133,11 +169,16 @@ def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:
     return way and replace(way, prefetch=PREFETCH)
 
 
-def looked(model: Model, kept: real.Kept, **within: int) -> tuple[tuple[Scene, Profile, dict[str, Any]] | None, str]:
+def profile_file(model: Model, kept: real.Kept, batch: int) -> Path:
+    """Where the profile of the model itself is kept."""
+    return cache_root() / "advice" / f"{kept.identity}-{model.stored or 'checkpoint'}-{batch}.profile.json"
+
+
+def looked(model: Model, kept: real.Kept, **within: int) -> tuple[Look | None, str]:
     """What the model does here, run once as it is: (its tokens' routing, its profile, what was measured; all of that is
     kept) or None, and why not.    within : memory, context and batch."""
-    folder, stem = cache_root() / "advice", f"{kept.identity}-{model.stored or 'checkpoint'}-{within['batch']}"
-    file, profile = folder / f"{stem}.trace.json", folder / f"{stem}.profile.json"
+    profile = profile_file(model, kept, within["batch"])
+    file = profile.with_name(profile.name.replace(".profile.", ".trace."))
     if not (file.is_file() and profile.is_file()):
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"

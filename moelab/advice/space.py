@@ -258,3 +258,19 @@ def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs 
         return replace(costs, delays=replace(d, e_read=d.e_read / 2, sm_read=d.sm_read / 2, read_both=None if
                                              d.read_both is None else d.read_both / 2))
     return halved
+
+
+def at_rate(costs_of: Callable[..., Costs | None], rate: float) -> Callable[..., Costs | None]:
+    """The same machine with reads throttled to so many bytes a second. While it waits, the disk disturbs nobody."""
+    def throttled(form: str, executor: str = "fast") -> Costs | None:
+        costs = costs_of(form, executor)
+        if costs is None:
+            return None
+        d = costs.delays
+        both, least = d.miss_read, (d.e_bytes + d.sm_bytes) / rate
+        busy = min(both / least, 1.0) if least else 1.0
+        return replace(costs, delays=replace(
+            d, e_read=max(d.e_read, d.e_bytes / rate), sm_read=max(d.sm_read, d.sm_bytes / rate),
+            read_both=None if d.read_both is None else max(d.read_both, least),
+            beside={pair: 1 + (slowed - 1) * busy if "read" in pair else slowed for pair, slowed in d.beside.items()}))
+    return throttled

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from moelab.advice.machine import load_average
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
@@ -149,7 +150,7 @@ class Kept:
     def add(self, **record: Any) -> None:
         """Keep a measurement, on the disk at once."""
         record = {"machine": machine(), "model": self.identity, "when": time.strftime("%Y-%m-%d %H:%M"),
-                  "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None} | record
+                  "load": load_average()} | record
         self._write([record])
         self.records.append(record)
 

@@ -291,7 +291,8 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float] = (0.25, 0.5, 0.75)
         "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts", "file system": words,
         "tokens": f"{'of a text' if model else 'random'}, given; two prompts of {prompt}, then {decode} more, batch 1",
         "processes": "one for all" if here else "one for each configuration and budget", "rounds": rounds,
-        "energy": "processor packages, by RAPL" if joules() else f"none can be read from {RAPL}",
+        "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read" if joules() else
+        f"none can be read from {RAPL} or by NVML; Apple's is not read",
         "load average before": load, "cores": os.cpu_count()}, **sections,
         "together (two sources)": together(sections), "ablation (TPOT ÷ that of all)": ablation(sections)}
 

@@ -73,12 +73,27 @@ def counters() -> dict[str, Any]:
 
 
 def joules() -> float | None:
-    """What the processor packages have used, by Linux's RAPL counters; None where they are missing or not ours to
-    read. They begin anew now and then: a difference below zero is none."""
+    """What processor packages, by Linux's RAPL counters, and NVIDIA's GPUs, by NVML, have used; None where neither can
+    be read. RAPL's begin anew now and then: a difference below zero is none. Apple's are not read."""
     try:
-        return sum(int(path.read_text()) for path in RAPL.glob("intel-rapl:?/energy_uj")) / 1e6 or None
-    except OSError:
-        return None
+        cores = sum(int(path.read_text()) for path in RAPL.glob("intel-rapl:?/energy_uj")) / 1e6
+    except OSError:                             # not ours to read
+        cores = 0.0
+    return cores + gpu_joules() or None
+
+
+def gpu_joules() -> float:
+    """Of all GPUs, since the driver was loaded; 0 without nvidia-ml-py, a driver, or counters (before Volta)."""
+    try:
+        import pynvml
+    except ImportError:
+        return 0.0
+    try:
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles)) / 1e3         # mJ
+    except pynvml.NVMLError:
+        return 0.0
 
 
 def _proc(file: str, pattern: str) -> int | None:

@@ -1,4 +1,4 @@
-"""`python -m moelab compare`: two runs side by side, the two newest of a notebook or any two."""
+"""`python -m moelab compare`: two runs side by side, the two newest of a notebook or any two; or a sweep's points."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import argparse
 from moelab.comparison import HEAD, compare, saved_runs
 from moelab.files import results_root
 from moelab.lab.runner import notebooks
-from moelab.table import text_table
+from moelab.lab.sweep import extremes, read, told
+from moelab.table import head_and_rows, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN",
                         help="two runs, each a folder or a notebook, by name or number, for its newest one; or one "
-                             "notebook, for its two newest")
+                             "notebook, for its two newest; or the table of a sweep (.parquet): where each metric is "
+                             "least and most")
     parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
 
 
 def main(args: argparse.Namespace) -> int:
     runs = args.runs
+    if len(runs) == 1 and runs[0].endswith(".parquet"):
+        rows = read(runs[0])
+        print(told(rows), "\n", text_table(*head_and_rows(extremes(rows))), sep="\n")
+        return 0
     if len(runs) == 1:
         path, = notebooks(runs)
         runs = saved_runs(path.stem, results_root(args.results))[-2:]

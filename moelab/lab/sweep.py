@@ -28,7 +28,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 from moelab.arguments import whole
 from moelab.bench import BENCHES, parser_of
 from moelab.claims import flat
+from moelab.comparison import are_numbers
 from moelab.files import CHECKOUT, atomic, read_json, results_root
 from moelab.journal import Journal
 from moelab.lab.results import environment
@@ -239,11 +240,30 @@ def read(path: str | Path) -> list[Row]:
     return rows
 
 
+def varied(rows: Sequence[Row]) -> list[str]:
+    """The parameters that differ between points."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row.point)
+            if len({key({name: row.point.get(name)}) for row in rows}) > 1]
+
+
+def extremes(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Of each metric that is a number and differs: the least and the most, at which points, and their ratio."""
+    names, found = varied(rows), []
+    for metric in dict.fromkeys(metric for row in rows for metric in row.metrics):
+        cells = [(row.metrics[metric]["value"], row) for row in rows if metric in row.metrics]
+        if are_numbers(*(value for value, _ in cells)) and len({value for value, _ in cells}) > 1:
+            (low, least), (high, most) = (of(cells, key=lambda cell: cell[0]) for of in (min, max))
+            where = [", ".join(f"{name}={row.point.get(name)}" for name in names) for row in (least, most)]
+            about = least.metrics[metric]
+            found.append({"metric": metric, "unit": about["unit"], "kind": about["kind"], "least": low, "at": where[0],
+                          "most": high, "at ": where[1], "÷": high / low if low > 0 else None})
+    return found
+
+
 def told(rows: Iterable[Row]) -> str:
     """Rows as text: what differs between points, and their first metrics."""
     rows = list(rows)
-    names = [name for name in dict.fromkeys(name for row in rows for name in row.point)
-             if len({key({name: row.point.get(name)}) for row in rows}) > 1]
+    names = varied(rows)
     shown = list(dict.fromkeys(name for row in rows for name in row.metrics))[:SHOWN_METRICS]
     return text_table([*names, *shown, "s", "host"], [
         [*(row.point.get(name) for name in names), *(row.metrics.get(name, {}).get("value") for name in shown),

@@ -53,6 +53,8 @@ class Profile:
     experts_bytes : [L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks].
     K, N : exponent shards a tensor, tensors an expert.
     dtype, mode, workers, threads : computed in, how it was read, threads that decode, threads of torch.
+    load, others, clock_mhz : the load average before it, the cores that other processes kept busy meanwhile, the cores'
+        mean clock rate after it; None where that is not known.
     """
 
     seconds: dict[str, list[float]]
@@ -68,6 +70,9 @@ class Profile:
     threads: int
     when: str
     machine: str
+    load: float | None = None
+    others: float | None = None
+    clock_mhz: float | None = None
 
     def median(self, name: str) -> float:
         if name not in self.seconds:

@@ -8,7 +8,7 @@ from moelab.advice.answer import Advice
 from moelab.advice.ways import Way, front
 from moelab.viz import theme
 from moelab.viz.figures import add_points, finish, panels
-from moelab.viz.notebook import show
+from moelab.viz.notebook import say, show, table
 
 
 def pareto(advice: Advice) -> go.Figure:
@@ -47,10 +47,13 @@ def pareto(advice: Advice) -> go.Figure:
 
 
 def draw(advice: Advice) -> None:
-    """Show the figure of an advice in a notebook."""
+    """Show an advice in a notebook: its words, the figure, the table and what else there is to know."""
+    say(f"```text\n{advice.words}\n```")
     name, best = advice.model.spec.name, advice.best
     tried = len(advice.ways) + len(advice.elsewhere)
     show(pareto(advice), f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
          f"that was tried. Kinds of numbers differ by series; the ring is what is advised.",
          f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {1e3 * best.tpot:.3g} ms a "
          f"token in {best.memory / 1e9:.3g} GB", "advice")
+    table(advice.table())
+    say("\n\n".join(advice.notes))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moelab import advise
 from moelab.advice import space
 from moelab.advice.model import AS_IS, DECODED, Model
-from moelab.advice.space import PROMPT, TIMED, WARM, Search, card_costs, play, scene, stored_bytes
+from moelab.advice.space import PROMPT, TIMED, WARM, Search, at_rate, card_costs, play, scene, stored_bytes
 from moelab.advice.ways import fitted, needed, zipf
 from moelab.specs import DeviceSpec, Figure, MoESpec
 
@@ -109,3 +109,14 @@ def test_an_advice_by_a_card(monkeypatch):
     assert few.best.form == AS_IS and few.batch == 2
     with pytest.raises(ValueError, match="only a model whose weights are here"):
         advise("Phi-tiny-MoE", "6GB", verify=True)
+
+
+def test_a_throttled_disk_by_hand():
+    """Each read takes its bytes over the rate, if that is longer; what it disturbs is disturbed for less of the time."""
+    full = 2 * WEIGHTS
+    plain = card_costs(CARD, MODEL)(AS_IS)
+    plain = replace(plain, delays=replace(plain.delays, beside={"expert beside read": 1.5, "expert beside decode": 2.0}))
+    slow, fast = (at_rate(lambda form, executor: plain, rate)(AS_IS).delays for rate in (1e5, 1e9))
+    assert slow.e_read == pytest.approx(full / 1e5) == 10 * plain.delays.e_read and fast == plain.delays
+    assert slow.beside == {"expert beside read": pytest.approx(1.05), "expert beside decode": 2.0}
+    assert at_rate(lambda *_: None, 1e5)(AS_IS) is None

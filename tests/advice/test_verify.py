@@ -6,7 +6,7 @@ from statistics import geometric_mean
 import pytest
 
 from moelab import advise
-from moelab.advice import sample, simulated, verify
+from moelab.advice import sample, simulated, space, verify
 from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.verify import Kept, options_of, run
 from moelab.advice.ways import Way
@@ -129,3 +129,31 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(tmp_path, monke
         one.name: one.tpot for one in measured}
     assert "measured on this machine" in str(again) and "expected" in str(again)
     assert not math.isnan(again.best.tpot)
+
+
+def test_what_a_run_takes_beyond_its_parts_is_added_to_every_form_and_layer(monkeypatch):
+    """A run that took 7 ms, of which the simulator knows 1: of the 6 that are left, each of 2 layers takes 3."""
+    costs = space.Costs(None, (0.001, 0.5), (0.0, 0.0), None, 1)
+    ran = {"tpot": [1.0] + [0.007] * space.TIMED}
+    monkeypatch.setattr(simulated, "as_looked", lambda *_: way())
+    monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.001))
+    known = {(form, executor): costs for form in (AS_IS, "bf12") for executor in ("fast", "exact")}
+    found = simulated.as_run(lambda form, executor="fast": known.get((form, executor)), MODEL, (None, None, ran), 9)
+    for form, executor in known:
+        assert found(form, executor).other == pytest.approx((0.004, 0.5))
+    assert found("huffman") is None
+    monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.008))
+    again = simulated.as_run(lambda form, executor="fast": costs, MODEL, (None, None, ran), 9)
+    assert again(AS_IS).other == costs.other                                        # never faster than its parts
+
+
+def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeypatch):
+    monkeypatch.setattr(sample, "SECONDS", 0.01)
+    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+    busy = iter([0.0, 1e6, 0.0, 2e6, 0.0, 0.0])                     # seconds of others, before and after
+    monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
+    first = sample.measured(SPEC, "raw", "exact")
+    assert sample.disturbed(first) and first.load is not None
+    assert sample.measured(SPEC, "raw", "exact") == first           # it was worse the second time
+    quiet = sample.measured(SPEC, "raw", "exact")
+    assert not sample.disturbed(quiet) and quiet.others == 0 and sample.measured(SPEC, "raw", "exact") == quiet

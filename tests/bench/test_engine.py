@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -346,3 +347,17 @@ def test_what_is_done_is_kept_when_a_person_stops_the_bench(monkeypatch, tmp_pat
     monkeypatch.setattr(harness.EngineBenchmark, "prepare", lambda bench, external: None)
     found = engine.run(["one", "two", "three"], tmp_path)
     assert found["one"] == {"a": 1} and found["conditions"]["stopped in"] == "two" and "three" not in found
+
+
+def test_joules_of_gpus_are_counted_where_nvml_tells_them(tmp_path, monkeypatch):
+    nvml = SimpleNamespace(
+        NVMLError=OSError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1500 * (handle + 1))
+    monkeypatch.setattr(peers, "RAPL", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert peers.joules() == 4.5
+    (tmp_path / "intel-rapl:0").mkdir()
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("2000000")
+    assert peers.joules() == 6.5
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert peers.joules() == 2

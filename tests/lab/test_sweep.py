@@ -116,6 +116,19 @@ def test_a_table_is_read_as_it_was_written(tmp_path_factory, cells):
     assert [row for row in read(path)] == (rows if any(map(any, rows)) else [])
 
 
+def test_compare_says_where_each_metric_is_least_and_most(tmp_path, capsys):
+    def row(a, b, value):
+        return Row({"a": a, "b": b, "same": 1}, {"n": METRIC | {"value": value}, "word": METRIC | {"value": "x"}},
+                   {"seconds": 1.0, "host": "h"})
+    rows = [row(1, "x", 4.0), row(1, "y", 2.0), row(2, "x", 5.0)]
+    assert sweeps.extremes(rows) == [{"metric": "n", "unit": "", "kind": "exact", "least": 2.0, "at": "a=1, b=y",
+                                      "most": 5.0, "at ": "a=2, b=x", "÷": 2.5}]
+    sweeps.write(tmp_path / "t.parquet", rows)
+    assert main(["compare", str(tmp_path / "t.parquet")]) == 0
+    assert "a=2, b=x" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "none.parquet")]) == 2 and "no table of a sweep" in capsys.readouterr().err
+
+
 def test_what_is_no_table_is_said(tmp_path):
     with pytest.raises(ValueError, match="no table of a sweep"):
         read(tmp_path / "none.parquet")

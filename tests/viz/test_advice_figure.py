@@ -1,5 +1,6 @@
 """The figure of an advice draws every way where it is, says each one's kind, and its line is what nothing beats."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 pio = pytest.importorskip("plotly.io")
 
 from moelab import advise  # noqa: E402
-from moelab.viz.advice_figure import draw, pareto  # noqa: E402
+from moelab.viz.advice_figure import pareto  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,16 @@ def test_the_line_falls_and_nothing_lossless_is_below_it(advice):
         assert not way.lossless or min(y for x, y in points if x <= way.memory / 1e9) <= 1e3 * way.tpot
 
 
-def test_it_is_shown_with_words(advice, monkeypatch):
+def test_it_draws_itself_in_a_notebook(advice, monkeypatch):
     said = []
-    monkeypatch.setattr("moelab.viz.advice_figure.show", lambda figure, *words: said.extend(words))
-    draw(advice)
-    assert advice.best.name in said[1] and "Phi-tiny-MoE" in said[0]
+    for name in ("say", "table", "show"):
+        monkeypatch.setattr(f"moelab.viz.advice_figure.{name}", lambda *of, name=name: said.append((name, *of)))
+    advice._ipython_display_()
+    assert [name for name, *_ in said] == ["say", "show", "table", "say"]
+    assert advice.words in said[0][1] and advice.best.name in said[1][3] and said[2][1] == advice.table()
+
+
+def test_without_plotly_it_is_text(advice, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "moelab.viz.advice_figure", None)
+    advice._ipython_display_()
+    assert capsys.readouterr().out == f"{advice}\n"

@@ -1,0 +1,182 @@
+"""`bench advise`: is the advised way the fastest, and does it take as long as was predicted?
+
+Synthetic models of three shapes, shares of their experts as budgets, throttled disks, and a loss that is not or is
+allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once, as it is,
+with half of its experts in memory and the disk as it is; forms, caches, prefetchers and executors are simulated. No
+measurement of a setting is known to any advice. Then the advised way, the next one, and the fastest of other forms and
+executors run for real, in turn, on the same tokens. All in this process: reads are throttled, the page cache is not
+limited, and a rate that the disk does not reach is the disk's own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from moelab.advice.machine import here, load_average
+from moelab.advice.model import Model, find_model
+from moelab.advice.sample import sample_costs
+from moelab.advice.simulated import as_run, identity_of, judged, looked, searched
+from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of
+from moelab.advice.verify import Kept, options_of, run as run_way, stored
+from moelab.advice.ways import Way, needed
+from moelab.arguments import number, several, whole
+from moelab.offloading.control_group import drop_cached
+from moelab.progress import progress
+from moelab.specs import DeviceSpec, MoESpec
+
+
+def _shape(name: str, L: int, E: int, K: int, H: int, I: int) -> MoESpec:
+    return MoESpec(name, "qwen3_moe", L, tuple(range(L)), E, K, H, I, vocab=8192, heads=8, kv_heads=4, head_dim=64)
+
+
+#: about 200 MB of experts each: few wide ones, some, many narrow ones
+SPECS = _shape("few", 4, 8, 2, 1024, 1024), _shape("some", 4, 32, 4, 512, 512), _shape("many", 6, 64, 8, 512, 128)
+LOSSES = {"lossless": 0.0, "any loss": inf}
+CONTEXT = PROMPT + WARM + TIMED
+FORMS = 3                               # forms and executors that run in each setting, the advised one among them
+NEAR, WORST, OFF, ENOUGH = 1.10, 1.3, 0.15, 34 / 40     # advised ÷ best, and of the prediction; share of the settings
+Rows = dict[str, dict[str, Any]]        # setting → figures
+
+
+@contextmanager
+def cache_in(folder: Path) -> Iterator[None]:
+    """moelab keeps stores, profiles and measurements in a folder meanwhile."""
+    before = os.environ.get("MOELAB_CACHE")
+    os.environ["MOELAB_CACHE"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop("MOELAB_CACHE")
+        os.environ.update({} if before is None else {"MOELAB_CACHE": before})
+
+
+def contenders(ways: Sequence[Way]) -> list[Way]:
+    """The two fastest of ways, which are sorted by their predicted time, and the fastest of each form and executor."""
+    firsts = {(way.form, way.executor): way for way in reversed(ways)}.values()
+    return list(dict.fromkeys([*ways[:2], *sorted(firsts, key=ways.index)[:FORMS]]))
+
+
+def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str) -> dict[Way, float | str]:
+    """Median TPOT of each way over all rounds, in which they take turns; why, of those that could not run."""
+    seconds: dict[Way, list[float]] = {way: [] for way in ways}
+    failed: dict[Way, str] = {}
+    turns = [way for i in range(rounds) for way in (ways[::-1] if i % 2 else ways)]
+    for way in progress(turns, title, unit="runs"):
+        if way in failed:
+            continue
+        try:
+            source, options = stored(model, way.form), options_of(way, model)
+            drop_cached(Path(source))
+            if "memory" in options:
+                options["bandwidth"] = rate
+            seconds[way] += run_way(source, options, prompt=PROMPT, tokens=WARM + TIMED)["tpot"][-TIMED:]
+        except (RuntimeError, ValueError, OSError) as error:
+            failed[way] = str(error)
+    return {way: failed[way] if way in failed else median(of) for way, of in seconds.items()}
+
+
+def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: DeviceSpec, budget: float, rate: float,
+             rounds: int) -> tuple[Rows, Rows]:
+    """One budget and rate with every loss: (rows of the settings, rows of all ways that ran)."""
+    kept, costs_of = Kept(identity_of(model)), at_rate(costs_of, rate)
+    memory = needed(model, CONTEXT, 1) + round(budget * model.spec.experts_bytes)
+    title = f"{model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
+    tried: dict[str, list[Way]] = {}
+    for name, loss in LOSSES.items():
+        search = searched(model, costs_of, seen, memory, CONTEXT, 1, kept, loss)
+        advice = judged(search, kept, device, costs_of, "as in what ran here", [])
+        tried[name] = contenders([way for way in advice.ways if way.within(loss)])
+    found = measured(model, list(dict.fromkeys(way for ways in tried.values() for way in ways)), rate, rounds, title)
+    rows: Rows = {}
+    for name, ways in tried.items():
+        ran = {way: found[way] for way in ways if not isinstance(found[way], str)}
+        row = rows[f"{title}, {name}"] = {"advised": ways[0].name}
+        if ways[0] not in ran:
+            row["result"] = found[ways[0]]
+            continue
+        best = min(ran, key=ran.__getitem__)
+        row |= {"predicted s": ways[0].tpot, "measured s": ran[ways[0]], "predicted ÷ measured":
+                ways[0].tpot / ran[ways[0]], "best": best.name, "advised ÷ best": ran[ways[0]] / ran[best]}
+    return rows, {f"{title}: {way.name}": {"result": tpot} if isinstance(tpot, str) else {
+        "predicted s": way.tpot, "measured s": tpot, "predicted ÷ measured": way.tpot / tpot}
+        for way, tpot in found.items()}
+
+
+def summary(rows: Rows) -> dict[str, Any]:
+    """How many settings were advised and predicted well enough; one whose advice could not run counts as neither."""
+    ran = [row for row in rows.values() if "result" not in row]
+    worse, off = ([row[key] for row in ran] for key in ("advised ÷ best", "predicted ÷ measured"))
+    return {"settings": len(rows), "advised within 10 % of the best": sum(x <= NEAR for x in worse),
+            "worst advised ÷ best": max(worse, default=None),
+            "predicted within 15 % of measured": sum(abs(x - 1) <= OFF for x in off),
+            "median predicted ÷ measured": median(off) if off else None,
+            "least": min(off, default=None), "most": max(off, default=None)}
+
+
+def aims(counted: dict[str, Any]) -> Rows:
+    """The summary beside what is wanted."""
+    total = counted["settings"]
+    shares = {name: counted[name] / total for name in ("advised within 10 % of the best",
+                                                       "predicted within 15 % of measured")} if total else {}
+    worst = counted["worst advised ÷ best"]
+    return {name: {"measured": share, "aim": f"≥ {ENOUGH}", "met": share >= ENOUGH} for name, share in shares.items()
+            } | ({} if worst is None else {
+                "worst advised ÷ best": {"measured": worst, "aim": f"≤ {WORST}", "met": worst <= WORST}})
+
+
+def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (200, 600, 2000), rounds: int = 2,
+        folder: str | Path | None = None, quick: bool = False, specs: Sequence[MoESpec] = SPECS) -> dict[str, Any]:
+    if quick:
+        specs, budgets, rates, rounds = specs[:1], budgets[:1], rates[:1], 1
+    rows, ways = {}, {}
+    conditions = {"load average before": load_average(), "cores": os.cpu_count(), "rounds": rounds,
+                  "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that count"}
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(folder or temporary).expanduser().resolve()
+        with cache_in(place / "cache"):
+            shutil.rmtree(place / "cache" / "advice", ignore_errors=True)       # no profile of another day
+            try:
+                for spec in specs:
+                    conditions["stopped in"] = spec.name
+                    model, seen, costs_of = prepared(spec, place)
+                    device = here(model.folder)
+                    cells = list(product(budgets, rates))
+                    for budget, rate in progress(cells, f"advice, {spec.name}", unit="budgets and rates"):
+                        found = settings(model, seen, costs_of, device, budget, 1e6 * rate, rounds)
+                        rows, ways = rows | found[0], ways | found[1]
+                del conditions["stopped in"]
+            except KeyboardInterrupt:                           # it takes minutes: what is done is kept
+                pass
+    counted = summary(rows)
+    return {"conditions": conditions, "settings": rows, "ways": ways, "summary": counted, "aims": aims(counted)}
+
+
+def prepared(spec: MoESpec, place: Path) -> tuple[Model, Scene, Callable[..., Any]]:
+    """A shape's model, written if it is not there; its tokens, and what its experts cost here in every form."""
+    from moelab.models.synthesize import synthesize
+    folder = place / spec.name
+    if not folder.exists():
+        synthesize(folder, spec)
+    model = find_model(folder)
+    memory = needed(model, CONTEXT, 1) + spec.experts_bytes // 2
+    look, why = looked(model, Kept(identity_of(model)), memory=memory, context=CONTEXT, batch=1)
+    if look is None:
+        raise RuntimeError(f"{spec.name} could not be run: {why}")
+    return model, look[0], as_run(sample_costs(model, forms_of(model), look[1]), model, look, CONTEXT)
+
+
+OPTIONS = {
+    "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take in bf16"),
+    "rates": (several(number(above=0)), "of the disk, MB/s, by throttling our reader"),
+    "rounds": (whole(1), "of every way"),
+    "folder": (None, "where models and their forms are kept, 5 GB, for the next time; else they are temporary"),
+    "quick": ({"action": "store_true"}, "one shape, budget, rate and round: whether all of it runs")}
