@@ -31,6 +31,7 @@ from moelab.bench.engine import replayed
 from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
 from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
+from moelab.offloading.budget import parse_budget
 from moelab.progress import progress
 from moelab.specs import MoESpec
 
@@ -263,7 +264,7 @@ def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
     return sorted(best, key=points.__getitem__)
 
 
-def run(arms: Iterable[str] = ARMS, budgets: Sequence[float] = (0.25, 0.5, 0.75),
+def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
         rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, prompt: int = 16, decode: int = 8,
         seed: int = 0, model: str | None = None, folder: str | Path | None = None, alone: bool = False,
         here: bool = False, simulated: bool = False, python: Sequence[str] = (), spec: MoESpec = SPEC
@@ -297,10 +298,11 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float] = (0.25, 0.5, 0.75)
         "together (two sources)": together(sections), "ablation (TPOT ÷ that of all)": ablation(sections)}
 
 
-def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float], rates: Sequence[float], alone: bool,
-           external: bool, simulated: bool) -> dict[str, Rows]:
+def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float | str], rates: Sequence[float],
+           alone: bool, external: bool, simulated: bool) -> dict[str, Rows]:
     """Run everything, and a table of each budget and rate."""
     spec, kept = bench.spec, bench.folder / "logits.npy"
+    budgets = [parse_budget(budget, spec.experts_bytes, bench.dense_bytes) / spec.experts_bytes for budget in budgets]
     reference = bench.report(("eager", {"logits": str(kept)}, None))
     if "result" in reference:
         raise RuntimeError(f"transformers' eager experts could not be run to compare with: {reference['result']}")
