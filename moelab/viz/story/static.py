@@ -111,8 +111,8 @@ def capacity(run: Run, costs: static.DropCosts, model: str) -> None:
     n = {task: of[static.BASELINE]["n"] for task, of in costs.scores.items()}
     run.figure("capacity", figures.capacity(costs),
                caption="Dropping, padding (exact, on the loss's windows) and their cost (measured, paired; bars: 95 "
-                       f"%) against the capacity factor. {model}, {n['loss']} windows, {n['needle_multikey']} prompts a task, "
-                       "one text a pass.",
+                       f"%) against the capacity factor. {model}, {n['loss']} windows, {n['needle_multikey']} prompts a "
+                       "task, one text a pass.",
                alt="Three panels over the capacity factor: shares dropped and padded, language loss, right answers. "
                    + "; ".join(f"at {way} {percent(of['loss'].drop_rate, 0)} dropped, loss "
                                f"{costs.loss(way)[0]:+.1f} %, multi-key retrieval {costs.told('needle_multikey', way)}"
@@ -132,10 +132,12 @@ def capacity(run: Run, costs: static.DropCosts, model: str) -> None:
         "With $cf={cf}$, **{dropped:.1%}** is dropped and {padded:.1%} of the slots are padding, beside the paper's "
         "{least:.1%} to {most:.1%} dropped. Multi-key retrieval moves by {answers}, where the paper's goes from "
         "{paper}: {n} questions {shown}. The language loss moves by **{loss:+.1f} % ± {error:.1f}**, which the paper "
-        "doesn't report; of what weights must hold, {worst} suffers most: {held}.", cf=gentle, dropped=tally.drop_rate, padded=tally.padded_fraction, least=TABLE_3[LOWEST][0],
+        "doesn't report; of what weights must hold, {worst} suffers most: {held}.", cf=gentle,
+        dropped=tally.drop_rate, padded=tally.padded_fraction, least=TABLE_3[LOWEST][0],
         most=TABLE_3[HIGHEST][0], answers=costs.told("needle_multikey", gentle), n=n["needle_multikey"],
         paper="{:g} to {:g} %".format(*TABLE_3_ACCURACY["RULER niah_multikey_1"]), loss=loss["relative"],
-        error=loss["relative error"], worst=worst, held=costs.told(worst, gentle), shown="show no significant change, and can't exclude one of the interval's size"
+        error=loss["relative error"], worst=worst, held=costs.told(worst, gentle),
+        shown="show no significant change, and can't exclude one of the interval's size"
         if low < 0 < high else "do show a change")
 
 
