@@ -111,8 +111,8 @@ def capacity(run: Run, costs: static.DropCosts, model: str) -> None:
     n = {task: of[static.BASELINE]["n"] for task, of in costs.scores.items()}
     run.figure("capacity", figures.capacity(costs),
                caption="Dropping, padding (exact, on the loss's windows) and their cost (measured, paired; bars: 95 "
-                       f"%) against the capacity factor. {model}, {n['loss']} windows, {n['needle_multikey']} prompts a "
-                       "task, one text a pass.",
+                       f"%) against the capacity factor. {model}, {n['loss']} windows, {n['needle_multikey']} "
+                       "prompts a task, one text a pass.",
                alt="Three panels over the capacity factor: shares dropped and padded, language loss, right answers. "
                    + "; ".join(f"at {way} {percent(of['loss'].drop_rate, 0)} dropped, loss "
                                f"{costs.loss(way)[0]:+.1f} %, multi-key retrieval {costs.told('needle_multikey', way)}"
