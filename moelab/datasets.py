@@ -8,10 +8,12 @@ The *generated* sources need no network: Python's standard library and facts tha
     yesno            four facts buried in library text, a yes/no question about one
     couples          library text, then the start of a couple, `the red fox and the`
     spelling, sums   the same with a word to spell and a sum modulo 10
+    arithmetic       solved sums, then one to solve, as GSM8K is asked with examples
+    knowledge        solved couples and spellings, then one to solve, as MMLU is
     code, prose      a passage of library source or manual; the answer is the rest of the last line
 
 A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is the red fox 37?`. What
-couples, spelling and sums ask stands nowhere in the prompt: weights must hold it. The *hub* sources (boolq, hellaswag,
+those from couples on ask stands nowhere in the prompt: weights must hold it. The *hub* sources (boolq, hellaswag,
 gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
 """
 
@@ -202,6 +204,17 @@ def _remembered(source: str, n: int, tokens: int, seed: int, split: str, count) 
         yield Prompt(source, "".join(piece for piece, _ in pieces), answer)
 
 
+def _solved(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
+    for i in range(n):
+        rng = random.Random(f"{source}/{split}/{seed}/{i}")
+        examples, fits = "", budget(tokens, count)
+        question, answer = remember(rng, rng.choice(SOLVED[source]))
+        fits(question + answer)
+        while fits(example := "".join(remember(rng, rng.choice(SOLVED[source])))):
+            examples += example
+        yield Prompt(source, examples + question, answer)
+
+
 def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
     for i in range(n):
         rng = random.Random(f"{source}/{split}/{seed}/{i}")
@@ -283,8 +296,10 @@ def _small_token_count() -> Callable[[str], int]:
 
 
 REMEMBERED = ("couples", "spelling", "sums")
+SOLVED = {"arithmetic": ("sums",), "knowledge": ("couples", "spelling")}        # what their prompts ask
 SOURCES: dict[str, Callable] = {
     **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno"), _generated),
-    **dict.fromkeys(REMEMBERED, _remembered), **dict.fromkeys(("code", "prose"), _library_prompts),
+    **dict.fromkeys(REMEMBERED, _remembered), **dict.fromkeys(SOLVED, _solved),
+    **dict.fromkeys(("code", "prose"), _library_prompts),
     **dict.fromkeys(HUB, _from_hub)}
 GENERATED = tuple(name for name in SOURCES if name not in HUB)

@@ -29,7 +29,7 @@ from moelab.trace import PREFILL, RoutingTrace
 #: mode → which routings it drops first, a name in `moelab.experts.static.ORDERS`
 MODES = {"weakest attention (NPUMoE)": "saliency", "lowest router weight": "router", "random": "random",
          "latest token": "token", "strongest attention": "strongest"}
-TASKS = ("needle", "needle_multikey", "yesno", "completion")
+TASKS = ("needle_multikey", *datasets.REMEMBERED, "completion")
 COLUMNS = ("n", "score", "error", "difference", "difference error", "lost", "gained", "p")
 #: sources of the training split that the plan is calibrated on
 CALIBRATION = ("needle", "needle_multikey", "yesno", "code", "prose")
@@ -128,11 +128,6 @@ class Answers:
     def worst(self) -> str:
         """The task that loses most."""
         return min(self.pruned, key=self.points)
-
-    def guessed(self, task: str) -> bool:
-        """Whether the dense model is within two standard errors of guessing."""
-        row = self.dense[task]
-        return abs(row["score"] - 0.5) <= 2 * max(row["error"], 0.5 / row["n"] ** 0.5)
 
     def spread(self, what: str) -> tuple[float, float]:
         """Least and most of "drop_rate" or "padded_fraction" over the tasks."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moelab.bench.cache import SOURCES, untrained
-from moelab.datasets import prompts
+from moelab.datasets import REMEMBERED, prompts
 from moelab.evaluation import accuracy
 from moelab.intervals import Interval
 from moelab.recording import record
@@ -37,7 +37,7 @@ TRAINED = {"residual": ("estimator", DEFAULT_ESTIMATOR), "residual_hybrid": ("hy
 #: what is scored in a contest of executing predictions; the last two are controls
 CONTEST = ("router", "quasi", *TRAINED, "static", "random")
 #: tasks, and of each what its difference is in
-TASKS = {"loss": "change (%)"} | dict.fromkeys(("lookup", "needle_multikey", "completion"), "change (points)")
+TASKS = {"loss": "change (%)"} | dict.fromkeys(("needle_multikey", *REMEMBERED), "change (points)")
 RECALL = "of true experts, prefill"           # unit of the metrics of recall
 #: shares of the training tokens by which estimators are compared
 PARTS = {"sixteenth": 16, "quarter": 4, "all": 1}
@@ -165,14 +165,13 @@ class Contest:
                  ) -> tuple[dict[str, dict[str, Interval]], float]:
         """What executing predictions costs, prompt included: ({task: {name: (difference, low, high)}}, the loss).
 
-        Per cent of the loss on `windows` of text, points of right answers; twice as many lookups as of the others.
+        Per cent of the loss on `windows` of text, points of right answers to so many questions of each other task.
         """
         modes = {"as it is": nullcontext} | {name: partial(self.speculation, name, prefill=True) for name in names}
-        asked: Mapping[str, Mapping[str, Any]] = {
-            "loss": {"windows": windows, "tokens": tokens}, "lookup": {"n": 2 * questions, "tokens": 128},
-            "needle_multikey": {"n": questions, "tokens": 128}, "completion": {"n": questions, "tokens": 128}}
-        found = {task: accuracy.compare(self.model, modes, (task,), seed=seed, batch_size=32, **how)["scores"][task]
-                 for task, how in asked.items()}
+        others = [task for task in TASKS if task != "loss"]
+        how = {"seed": seed, "batch_size": 32}
+        found = (accuracy.compare(self.model, modes, ("loss",), windows=windows, tokens=tokens, **how)["scores"]
+                 | accuracy.compare(self.model, modes, others, n=questions, tokens=128, **how)["scores"])
         loss = found["loss"]["as it is"]["score"]
         scale = {task: 100 / loss if task == "loss" else 100 for task in found}
         return {task: {name: tuple(scale[task] * x for x in (rows[name]["difference"], *rows[name]["interval"]))

@@ -35,7 +35,7 @@ from moelab.models import discover, plugged
 from moelab.trace import PREFILL, RoutingTrace
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)          # of blocks, tokens
-TASKS = ("loss", "needle_multikey", "needle")
+TASKS = ("loss", "needle_multikey", *datasets.REMEMBERED)
 BASELINE, NO_EXPERTS = "nothing dropped", "no experts at all"
 ALL_BLOCKS = "all N blocks, any routing"        # the series of `padding_curves` that skips no block
 

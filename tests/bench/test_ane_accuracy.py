@@ -96,12 +96,6 @@ def test_answers_and_losses_of_a_plan():
     assert low <= mean <= high
 
 
-def test_a_coin_cannot_be_told_from_guessing():
-    row = {"score": 0.56, "error": 0.05, "n": 100}
-    answers = ane_accuracy.Answers({"coin": row, "sure": row | {"score": 0.9, "error": 0.03}}, {}, {})
-    assert answers.guessed("coin") and not answers.guessed("sure")
-
-
 def test_prompts_are_as_long_as_asked_in_the_models_own_tokens():
     model = open_model()
     model.tokenizer = lambda text, **_: {"input_ids": [ord(letter) % 90 + 3 for letter in text]}

@@ -201,11 +201,10 @@ def answers(run: Run, found: ane_accuracy.Answers) -> None:
         run.metric(f"dropped_{task}", of.drop_rate, "of routings", "measured")
         run.metric(f"padded_{task}", of.padded_fraction, "of rows", "measured")
     run.takeaway(
-        "With {least:.0%} to {most:.0%} dropped, retrieval changes by **{needle:+.1f}** and **{multikey:+.1f}** "
-        "points, and the worst task is {worst} with {lost:+.1f}; the 95 % intervals say what that can mean.{guessed}",
-        **dict(zip(("least", "most"), found.spread("drop_rate"))), needle=found.points("needle"),
-        multikey=found.points("needle_multikey"), worst=found.worst, lost=found.points(found.worst),
-        guessed=" The yes/no task says nothing: the model is at chance there." if found.guessed("yesno") else "")
+        "With {least:.0%} to {most:.0%} dropped, retrieval changes by **{multikey:+.1f}** points, and the worst task "
+        "is {worst} with **{lost:+.1f}**; the 95 % intervals say what that can mean.",
+        **dict(zip(("least", "most"), found.spread("drop_rate"))), multikey=found.points("needle_multikey"),
+        worst=found.worst, lost=found.points(found.worst))
 
 
 def dropping(run: Run, found: ane_accuracy.LossByOrder, slacks: Sequence[float], windows: int) -> None:

@@ -254,6 +254,27 @@ def dram(run: Run, sweep: Sweep, shared: Sweep, seed: int, sizes: Mapping[str, A
                  improved=found["NDP+TP+LB, improved"]["shared"], tp=found["NDP+TP"]["shared"])
 
 
+def workflow(run: Run, seed: int, prompt: int, N: int = 3) -> None:
+    """One MoE layer of a prompt of Mixtral, whose eight experts all have tokens, by the event simulation; Fig. 5."""
+    routing = CHOSEN.routing(MIXTRAL, seed, prompt, 1)
+    acted = {label: [event for event in timeline(CHOSEN.hardware(N), CHOSEN.system(name), routing, (0,))[0]
+                     if event.layer == 0 and event.kind != "other"]
+             for label, name in {"MoNDE": "MoNDE", **BALANCED}.items()}
+    run.figure("fig5", gantt(acted),
+               caption=f"One MoE layer of a prompt of {prompt} tokens, Mixtral-8x7B on {N} modules (simulated). "
+                       "Numbers: experts. After Fig. 5.",
+               alt="Three Gantt charts on one time axis. Under MoNDE modules end at different times; with tensor "
+                   "parallelism together; with balancing the link brings some experts to the GPU meanwhile, and the "
+                   "layer ends earlier.")
+    ends = {label: 1e3 * (max(e.end for e in events) - min(e.start for e in events))
+            for label, events in acted.items()}
+    run.metrics_of({f"prompt_layer_{label}": ms for label, ms in ends.items()}, "ms, one MoE layer", "simulated")
+    monde, tp, lb = ends.values()
+    run.takeaway("A prompt's layer takes {monde:.0f} ms under MoNDE, {tp:.0f} with tensor parallelism and **{lb:.0f}** "
+                 "with balancing; all its experts over the link and computed on the GPU take {gpu:.0f}.", monde=monde,
+                 tp=tp, lb=lb, gpu=1e3 * routing.spec.E * Costs(routing.spec, CHOSEN.hardware(N)).transfer())
+
+
 def prompts(run: Run, seed: int, smoke: bool) -> None:
     """Prompts of growing length: from which on everything should go to the GPU."""
     lengths, systems = (16, 128) if smoke else (16, 32, 64, 128, 256, 512), {

@@ -14,6 +14,7 @@ from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench import experts, neuron_examples, parallel, static
 from moelab.bench.quantization import layer_errors
 from moelab.calibration import Calibration, chunk_loads
+from moelab.datasets import REMEMBERED
 from moelab.evaluation.formats import compare_formats
 from moelab.experts import blocks
 from moelab.experts.neuron import expected_unique
@@ -30,6 +31,7 @@ from moelab.viz.notebook import interact, show
 if TYPE_CHECKING:
     from moelab.lab.results import Run
 
+ANSWERED = [task for task in static.TASKS if task != "loss"]
 LOWEST, *_, HIGHEST = sorted(TABLE_3, key=TABLE_3.get)      # of NPUMoE's tasks, by what they drop
 LABELS = {"ep": "all-gather", "ep-a2a": "all-to-all-v", "ep-dedup": "deduplicated"}
 
@@ -109,8 +111,8 @@ def capacity(run: Run, costs: static.DropCosts, model: str) -> None:
     n = {task: of[static.BASELINE]["n"] for task, of in costs.scores.items()}
     run.figure("capacity", figures.capacity(costs),
                caption="Dropping, padding (exact, on the loss's windows) and their cost (measured, paired; bars: 95 "
-                       f"%) against the capacity factor. {model}, {n['loss']} windows, {n['needle']} prompts a task, "
-                       "one text a pass.",
+                       f"%) against the capacity factor. {model}, {n['loss']} windows, {n['needle_multikey']} "
+                       "prompts a task, one text a pass.",
                alt="Three panels over the capacity factor: shares dropped and padded, language loss, right answers. "
                    + "; ".join(f"at {way} {percent(of['loss'].drop_rate, 0)} dropped, loss "
                                f"{costs.loss(way)[0]:+.1f} %, multi-key retrieval {costs.told('needle_multikey', way)}"
@@ -120,19 +122,22 @@ def capacity(run: Run, costs: static.DropCosts, model: str) -> None:
         run.metric(f"dropped_cf_{way}", costs.tally(way).drop_rate, "of choices", "measured")
         run.metric(f"padded_cf_{way}", costs.tally(way).padded_fraction, "of slots", "measured")
         run.metric(f"loss_more_cf_{way}", costs.loss(way)[0], "%", "measured")
-        run.metrics_of({f"{task}_difference_cf_{way}": costs.points(task, way)[0]
-                        for task in ("needle_multikey", "needle")}, "points", "measured")
+        run.metrics_of({f"{task}_difference_cf_{way}": costs.points(task, way)[0] for task in ANSWERED}, "points",
+                       "measured")
     gentle = costs.nearest(0.14)                                # about as much as Table 3 drops
     loss, tally = costs.scores["loss"][gentle], costs.tally(gentle)
     _, low, high = costs.points("needle_multikey", gentle)
+    worst = min(REMEMBERED, key=lambda task: costs.points(task, gentle)[0])
     run.takeaway(
         "With $cf={cf}$, **{dropped:.1%}** is dropped and {padded:.1%} of the slots are padding, beside the paper's "
         "{least:.1%} to {most:.1%} dropped. Multi-key retrieval moves by {answers}, where the paper's goes from "
         "{paper}: {n} questions {shown}. The language loss moves by **{loss:+.1f} % ± {error:.1f}**, which the paper "
-        "doesn't report.", cf=gentle, dropped=tally.drop_rate, padded=tally.padded_fraction, least=TABLE_3[LOWEST][0],
+        "doesn't report; of what weights must hold, {worst} suffers most: {held}.", cf=gentle,
+        dropped=tally.drop_rate, padded=tally.padded_fraction, least=TABLE_3[LOWEST][0],
         most=TABLE_3[HIGHEST][0], answers=costs.told("needle_multikey", gentle), n=n["needle_multikey"],
         paper="{:g} to {:g} %".format(*TABLE_3_ACCURACY["RULER niah_multikey_1"]), loss=loss["relative"],
-        error=loss["relative error"], shown="show no significant change, and can't exclude one of the interval's size"
+        error=loss["relative error"], worst=worst, held=costs.told(worst, gentle),
+        shown="show no significant change, and can't exclude one of the interval's size"
         if low < 0 < high else "do show a change")
 
 
@@ -173,17 +178,18 @@ def tiers(run: Run, lm: Any, plan: static.TierPlan, calibration: Calibration, tr
 
 def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
     """What each order of dropping costs; `costs` are of `static.drop_orders`."""
-    n, blind = costs.scores["needle"][static.BASELINE]["n"], costs.points("needle_multikey", static.NO_EXPERTS)[2] > 0
+    n = costs.scores["needle_multikey"][static.BASELINE]["n"]
+    judge = min(REMEMBERED, key=lambda task: costs.points(task, "strongest")[0])        # the most sensitive task
     run.figure("who", figures.drop_orders(costs),
                caption="Cost of dropping by drop order, against nothing dropped (measured, paired; bars: 95 %). "
                        f"Tiers at {slack:g} × the calibrated loads, {model}, {n} prompts a task, one text a pass. 'No "
                        f"experts at all' is off the scale of the loss: {costs.loss(static.NO_EXPERTS)[0]:+.0f} %.",
-               alt="Three panels of points with intervals, a row for each order: language loss and two kinds of "
-                   "retrieval. Loss: " + "; ".join(f"{order} {costs.loss(order)[0]:+.1f} %" for order in ORDERS)
+               alt="Panels of points with intervals, a row for each order: language loss, retrieval, and what weights "
+                   "must hold. Loss: " + "; ".join(f"{order} {costs.loss(order)[0]:+.1f} %" for order in ORDERS)
                    + f". Multi-key retrieval without experts: {costs.told('needle_multikey', static.NO_EXPERTS)}.")
     run.table("Orders of dropping", tables.orders(costs))
     run.metrics_of({f"loss_more_order_{slug(way)}": costs.loss(way)[0] for way in costs.tallies}, "%", "measured")
-    for task in ("needle_multikey", "needle"):
+    for task in ANSWERED:
         run.metrics_of({f"{task}_order_{slug(way)}": costs.points(task, way)[0] for way in costs.tallies}, "points",
                        "measured")
     run.metrics_of({f"{order}_against_random": costs.against("random", order)[0] for order in ORDERS
@@ -192,13 +198,13 @@ def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
     run.takeaway(
         "Saliency is **{saliency}** in language loss ({said}), and its opposite is {opposite}. Router weight is "
         "**{router}**. Best of all: *{best}*, {least:+.1f} % of loss, where saliency costs {salient:+.1f} %. "
-        "Multi-key retrieval moves by {strongest} if the *strongest* are dropped, and by {none} without any expert at "
-        "all. With {n} questions {blind}", saliency=costs.verdict("saliency"), opposite=costs.verdict("strongest"),
+        "Of the questions, {judge} judge best: by saliency they move by {least_salient}, by router weight by {routed}, "
+        "and by {strongest} if the *strongest* are dropped. Multi-key retrieval moves by {none} without any expert at "
+        "all ({n} questions a task).", saliency=costs.verdict("saliency"), opposite=costs.verdict("strongest"),
         router=costs.verdict("router"), best=best, least=costs.loss(best)[0], salient=costs.loss("saliency")[0], n=n,
         said="{:+.4f} nats, 95 % {:+.4f} to {:+.4f}".format(*costs.against("random", "saliency")),
-        strongest=costs.told("needle_multikey", "strongest"), none=costs.told("needle_multikey", static.NO_EXPERTS),
-        blind="even running no expert can't be distinguished from running all, so retrieval says nothing about orders."
-        if blind else "it detects when no expert runs, but differences between orders are within these intervals.")
+        judge=judge, least_salient=costs.told(judge, "saliency"), routed=costs.told(judge, "router"),
+        strongest=costs.told(judge, "strongest"), none=costs.told("needle_multikey", static.NO_EXPERTS))
 
 
 def executors(run: Run, bench: experts.ExpertBenchmark, prefill: int, rounds: int) -> experts.ExpertTimes:
