@@ -3,10 +3,17 @@
     moelab generate --prompt "the red fox" --max-new-tokens 40
     moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
     torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --parallel tp-ep --tp 2
+    torchrun --nproc-per-node 8 -m moelab generate Qwen3-30B-A3B --parallel auto --calibration popular.safetensors
 
 Under torchrun every rank reads and holds the model without its routed experts, and its share of those. All ranks
-compute attention, routers and shared experts for all tokens, and the experts where they are (`moelab.parallel`).
-Decoding is greedy, from rank 0's scores, so that ranks cannot drift apart. Only rank 0 prints.
+compute attention and shared experts for all tokens, and the experts where they are (`moelab.parallel`). Prompts are
+routed in sequence parallel: a rank asks the routers about its share of the tokens, and what they chose is gathered (not
+with ep-a2a, which keeps every bit). Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only
+rank 0 prints.
+
+The reason for several ranks is memory: each holds its share of the experts. A token is slower than in one process that
+has room for all: attention is computed by each rank, and each layer waits for an exchange. torchrun gives a rank one
+thread unless OMP_NUM_THREADS says how many.
 """
 
 from __future__ import annotations
@@ -16,7 +23,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,17 +34,24 @@ import torch.distributed as dist
 from moelab import datasets, registry
 from moelab.arguments import number, whole
 from moelab.calibration import Calibration
-from moelab.models import discover, eager, open_checkpoint, plug
+from moelab.models import MoELayer, discover, eager, identity, open_checkpoint, plug
+from moelab.models.dialects import ROUTING, SEQUENCES
 from moelab.models.fast_decode import DENSE
 from moelab.models.opening import require_tokenizer
+from moelab.models.patches import Patches
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
 from moelab.opening import DEFAULT_POLICY, open_model
-from moelab.parallel import VARIANTS, Grid, ShardedExperts, connect, degree
+from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, connect, degree
+from moelab.parallel.advice import Advice, advise
+from moelab.parallel.eplb import balance, measure
+from moelab.parallel.exchange import FEW, gather_rows
 
 #: what a run on several ranks does if it is not told: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+#: options of `moelab.open_model` that several ranks do not take
+ALONE = ("memory", "plan", "prefetch", "cache_aware", "dense", "quantize")
 CACHES = [name for name in registry.names("cache") if name not in ("belady", "next-token")]    # which need more
 
 
@@ -80,10 +96,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
                         help="round the experts, once, to a store in data/cache, and run that")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with "
-                        "capacities and for --plan auto")
-    parser.add_argument("--parallel", choices=VARIANTS, help=f"how experts are spread over the ranks that torchrun "
-                        f"started: all-gather, all-to-all-v, deduplicated, cut, both, cut along H, or tokens "
-                        f"in blocks (default: {DEFAULT})")
+                        "capacities and for --plan auto; on several ranks, experts are placed so that it loads all "
+                        "ranks alike (EPLB)")
+    parser.add_argument("--parallel", choices=(*VARIANTS, "auto"), help=f"how experts are spread over the ranks that "
+                        f"torchrun started, to have memory for them, not to be faster: all-gather, all-to-all-v, "
+                        f"deduplicated, cut, both, cut along H, tokens in blocks, or as AWS Neuron's guide advises "
+                        f"(default: {DEFAULT})")
+    parser.add_argument("--spare", type=whole(), default=0, metavar="N", help="with --calibration, on several ranks: "
+                        "so many places more in each layer, where the busiest experts are held again")
     parser.add_argument("--tp", type=whole(1), metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)")
     parser.add_argument("--timeout", type=number(above=0), default=600, metavar="SECONDS",
@@ -105,18 +125,18 @@ def _listed(kind: str) -> str:
 def main(args: argparse.Namespace) -> int:
     options = {"model": args.model, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
                "executor": args.executor, "dtype": args.dtype, "stream": not args.json, "perfetto": args.perfetto}
+    calibration = Calibration.load(args.calibration) if args.calibration else None
     if "RANK" in os.environ:
-        if args.memory is not None:
-            raise ValueError("--memory is for one process; under torchrun each rank holds its share of the experts")
-        if args.quantize is not None:
-            raise ValueError("--quantize is for one process; convert the model first, and give the store")
+        if given := [f"--{name.replace('_', '-')}" for name in ALONE if getattr(args, name) is not None]:
+            raise ValueError(f"{', '.join(given)}: for one process; under torchrun each rank holds its share of the "
+                             f"experts as they are stored (few bits: convert the model first, and give the store)")
         with connect(args.timeout) as device:
-            result = generate(**options, parallel=args.parallel or DEFAULT, tp=args.tp, device=device)
-    elif args.parallel:
-        raise ValueError(f"--parallel {args.parallel} needs several processes: "
-                         f"torchrun --nproc-per-node 2 -m moelab generate --parallel {args.parallel} …")
+            result = generate(**options, parallel=args.parallel or DEFAULT, tp=args.tp, device=device,
+                              calibration=calibration, spare=args.spare)
+    elif args.parallel or args.spare:
+        given = f"--parallel {args.parallel or 'auto'}" + (f" --spare {args.spare}" if args.spare else "")
+        raise ValueError(f"{given} needs several processes: torchrun --nproc-per-node 2 -m moelab generate {given} …")
     else:
-        calibration = Calibration.load(args.calibration) if args.calibration else None
         result = generate(**options, memory=args.memory, cache=args.cache, prefetch=args.prefetch,
                           workers=args.workers, calibration=calibration, dense=args.dense, quantize=args.quantize,
                           cache_aware=args.cache_aware,
@@ -129,8 +149,10 @@ def main(args: argparse.Namespace) -> int:
 def generate(model: str | None = None, prompt: str | None = None, max_new_tokens: int = 32,
              parallel: str | None = None, tp: int | None = None, executor: str = "exact", dtype: str = "auto",
              device: torch.device | str | None = None, stream: bool = False, perfetto: str | None = None,
-             **opening: Any) -> Generation:
+             spare: int = 0, **opening: Any) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
+
+    parallel, tp, spare : as of `open_parallel`; of `opening`, it takes the calibration.
 
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
@@ -155,9 +177,13 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
         raise ValueError("the executor int8 quantises a whole model, in one process: leave out torchrun and --parallel")
     else:
         inner = eager if executor == "exact" else registry.make("executor", executor)
-        network = open_parallel(model, parallel, tp, inner, _dtype(dtype), device)
-        Session(network)
+        network = open_parallel(model, parallel, tp, inner, _dtype(dtype), device, opening.get("calibration"), spare)
+        session, parallel = Session(network), network.parallel
+        if parallel != DEFAULT:
+            session.enter(route_in_sequence(network))
     if stream:
+        for reason in getattr(network, "reasons", ()):
+            print(reason, file=sys.stderr)
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     with network:
         made = _generate(network, prompt, max_new_tokens, parallel, stream)
@@ -170,7 +196,7 @@ def _generate(network: Any, prompt: str, max_new_tokens: int, parallel: str | No
     from transformers import TextStreamer
     inputs = network.tokenizer(prompt, return_tensors="pt").to(network.device)
     length = 0 if network.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    same = [lambda _, scores: network.grid.world.broadcast(scores, "scores")] if parallel else None
+    same = [lambda _, scores: _first_ranks(scores, network.grid.world)] if parallel else None
     if stream:
         print(prompt, end="\033[1m" if os.isatty(1) else "", flush=True)
     start = time.perf_counter()
@@ -189,32 +215,96 @@ def _generate(network: Any, prompt: str, max_new_tokens: int, parallel: str | No
                       read_bytes_per_token=found.read_bytes_per_token, **spread)
 
 
+def _first_ranks(scores: torch.Tensor, world: Exchange) -> torch.Tensor:
+    """Scores [B, V] of nothing but rank 0's choices, so that 8 bytes a sequence are sent in place of all its scores."""
+    best = world.broadcast(scores.argmax(-1, keepdim=True), "tokens")
+    return torch.full_like(scores, -torch.inf).scatter_(1, best, 0.0)
+
+
 def open_parallel(name_or_path: str | None = None, parallel: str = DEFAULT, tp: int | None = None,
                   inner: Any = eager, dtype: Any = "auto", device: torch.device | str | None = None,
-                  placements: Any = None) -> Any:
+                  calibration: Calibration | None = None, spare: int = 0) -> Any:
     """Open a model with this rank's share of the experts, `.shards`, of the ranks `.grid`; every rank must call it.
 
-    parallel : a key of `moelab.parallel.VARIANTS`.
+    parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.parallel.advice` says for these ranks. The
+        model's `.parallel` is the key, `.reasons` are lines that say why.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank.
-    placements : which experts each ep rank holds, one for all layers or one a layer; by default consecutive ones, for
-        "blocks" all.
+    calibration, spare : place experts so that these counts load all ranks alike, with so many replicas more
+        (`moelab.parallel.eplb`); by default consecutive ones, none twice. For "blocks" all are on each rank.
 
-    Raises ValueError: unknown variant, or a `tp` that does not fit it or the number of ranks. RuntimeError: no
-    connected ranks.
+    Raises ValueError: unknown variant, or a `tp` that does not fit it or the number of ranks; another model's
+    calibration, or `spare` places that do not fill the ranks equally. RuntimeError: no connected ranks.
     """
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
-    grid = Grid(degree(parallel, dist.get_world_size(), tp))
+    W, reasons = dist.get_world_size(), []
+    if parallel != "auto":
+        degree(parallel, W, tp)                                 # before anything is read
+    elif tp is not None:
+        raise ValueError(f"tp is {tp}, and with auto the advice says how many ranks share an expert: leave it out")
+    if spare and (calibration is None or parallel in ("tp", "hidden", "blocks")):
+        raise ValueError(f"{spare} spare places are for experts that a calibration counted, spread over ranks: "
+                         f"--calibration FILE, with ep, ep-a2a, ep-dedup, tp-ep or auto")
     model = open_checkpoint(name_or_path, experts="external", dtype=dtype, device=device)
-    layers, way = [layer.experts for layer in discover(model)], VARIANTS[parallel]
-    if placements is None:
-        placements = [way.place(experts.num_experts, grid.ep.size) for experts in layers]
+    counts = None if calibration is None else calibration.require(identity(model), model.spec).counts().double()
+    if parallel == "auto":
+        skewed = None if counts is None else counts[calibration.imbalance().nan_to_num().argmax()].tolist()
+        advice = advise(model.spec, W, skewed)
+        parallel, tp = _variant(advice, inner)
+        reasons.append(f"{parallel}: {advice}")
+    grid, way = Grid(degree(parallel, W, tp)), VARIANTS[parallel]
+    layers = [layer.experts for layer in discover(model)]
+    placements = [way.place(experts.num_experts, grid.ep.size) for experts in layers]
+    if counts is not None and grid.ep.size > 1 and parallel != "blocks":
+        before = max(measure(load, of).ratio for load, of in zip(counts.tolist(), placements))
+        balanced = [balance(load, grid.ep.size, spare) for load in counts.tolist()]
+        placements = [layer.placement for layer in balanced]
+        reasons.append(f"EPLB, {spare} spare: by the calibration the fullest rank of the worst layer gets "
+                       f"{max(layer.ratio for layer in balanced):.2f} times the mean load, {before:.2f} in order")
     executor = way(grid, placements, inner)
-    model.grid, model.shards = grid, ShardedExperts(layers, layers[0].source, placements, grid.ep.rank, grid.tp.rank,
-                                                    grid.tp.size, way.cut)
+    model.grid, model.parallel, model.reasons = grid, parallel, reasons
+    model.shards = ShardedExperts(layers, layers[0].source, placements, grid.ep.rank, grid.tp.rank, grid.tp.size,
+                                  way.cut)
     plug(model, executor=executor, source=model.shards)
     return model
+
+
+def _variant(advice: Advice, inner: Any) -> tuple[str, int]:
+    """What does as advised, and its tp; of the ways of spreading whole experts the exact one, or else the one that
+    sends the fewest rows."""
+    if advice.tp == 1:
+        return (DEFAULT if inner is eager else "ep-dedup"), 1
+    return ("tp" if advice.ep == 1 else "tp-ep"), advice.tp
+
+
+def route_in_sequence(model: Any) -> Patches:
+    """Let each rank ask the routers about its share of a prompt's tokens, and gather their choices, until it is closed.
+
+    Source: AWS Neuron's MoE guide, "Router execution in sequence parallel mode". Ranks need no longer agree about which
+    of two equal experts is chosen. Routers that need more than hidden states, or return more than a choice, stay.
+    """
+    world, text = model.grid.world, model.config.get_text_config()
+    probe = torch.zeros(1, model.spec.H, dtype=model.dtype, device=model.device)
+    with Patches() as patches, torch.no_grad():
+        for layer in discover(model) if not getattr(text, "output_router_logits", False) else ():
+            try:
+                fits = type(layer.router).__name__ not in {*ROUTING, *SEQUENCES} and len(layer.ask(probe)) == 3
+            except ValueError:
+                fits = False
+            if fits:
+                patches.wrap(layer.router, "forward", partial(_routing, layer, world))
+        return patches.pop_all()
+
+
+def _routing(layer: MoELayer, world: Exchange, below: Callable[..., Any]) -> Callable[..., Any]:
+    def routed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) <= FEW:
+            return below(x, *args, **kwargs)
+        ids, weights = gather_rows(lambda own: layer.routing(layer.ask(own)), rows, world)
+        return None, weights, ids                               # nothing reads the logits
+    return routed
 
 
 def _spread(model: Any) -> dict[str, Any]:

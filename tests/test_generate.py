@@ -56,7 +56,8 @@ def test_the_command_prints_text_and_json(capsys):
     assert made["text"] == " fox 37\n"[:len(made["text"])]
 
 
-@pytest.mark.parametrize("parallel, executor", [("hidden", "exact"), ("blocks", "gemv"), ("ep", "neuron")])
+@pytest.mark.parametrize("parallel, executor", [("hidden", "exact"), ("blocks", "gemv"), ("ep", "neuron"),
+                                                ("auto", "fast")])
 def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, executor):
     alone = generate(max_new_tokens=8, dtype="float32")
     made = launch(generate, 2, None, None, 8, parallel, None, executor, "float32")
@@ -77,6 +78,7 @@ def test_the_executor_int8_quantises_and_needs_a_whole_model():
 @pytest.mark.parametrize("arguments, said", [
     (["--prefetch", "router"], "--memory"), (["--memory", "1kB"], "the least that works"),
     (["--memory", "50%", "--prefetch", "oracle"], "trace"), (["--parallel", "ep"], "torchrun"),
+    (["--spare", "1"], "torchrun"),
     (["--prompt", ""], "empty"),
     (["nowhere/at/all"], "no checkpoint folder")])
 def test_bad_input_is_explained(arguments, said, capsys):

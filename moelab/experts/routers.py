@@ -12,7 +12,7 @@ with equal scores is chosen is undefined (`torch.topk`). Left out: training (jit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -361,15 +361,3 @@ class LinearRouter:
                          f"{PROBE} random hidden states {others} get other experts, the first weights "
                          f"{mine.weights[0].tolist()} ({mine.weights.dtype}) instead of {weights[0].tolist()} "
                          f"({weights.dtype})")
-
-
-def route_in_shards(shards: Sequence[Tensor], router: LinearRouter) -> Routing:
-    """Sequence parallel routing: every shard [T_n, H] by itself, and the selection [T, K] gathered.
-
-    Bit-identical to one router over all tokens wherever the logits are: products of other row counts may round them.
-    """
-    if isinstance(router.rule, Top1):
-        raise ValueError("a top-1 router with capacity cannot route shards of a sequence: who finds room depends on "
-                         "the tokens before; split the batch by sequences instead")
-    parts = [router(shard) for shard in shards]
-    return Routing(torch.cat([part.ids for part in parts]), torch.cat([part.weights for part in parts]))

@@ -10,14 +10,18 @@ rows in all for an all-gather or a reduce-scatter of T rows, as by the ring algo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelab.experts.sharding import share
 from moelab.parallel.launch import PeerLost
+
+#: tokens up to which a step waits for exchanges and not for their bytes or a rank's work
+FEW = 8
 
 
 @dataclass
@@ -125,3 +129,10 @@ def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     widths = [part.shape[1] * part.element_size() for part in like]
     pieces = [piece.clone(memory_format=torch.contiguous_format) for piece in rows.split(widths, dim=1)]
     return [piece.view(part.dtype) for piece, part in zip(pieces, like)]
+
+
+def gather_rows(function: Callable[[Tensor], Sequence[Tensor]], x: Tensor, world: Exchange) -> list[Tensor]:
+    """What `function` gives for the rows of x [T, …], which every rank has: each asks it about its share of them."""
+    sizes = share(len(x), world.size)
+    parts = function(x.split(sizes)[world.rank])
+    return unpack(world.all_gather(pack(*parts), sizes, "routing"), parts)

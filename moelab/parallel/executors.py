@@ -2,7 +2,8 @@
 
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts", "Sharding strategies" and "Communication
 Optimization for Expert Parallelism with All-to-All-v". Rank r owns the r-th of W consecutive parts of the tokens. They
-are sent to where their experts are, computed by `inner`, and the results come back to the owner.
+are sent to where their experts are, computed by `inner`, and the results come back to the owner. Of a few tokens that
+every rank has (a decode step) no row is sent there: each rank computes its experts, and all gather all results.
 
 `AllToAll` with `moelab.models.eager` inside is bit-identical to one process where a matrix product does not depend on
 its number of rows, with one replica of each expert, uncut, for architectures that sum in the type of their hidden
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from moelab.experts.executor import Executor, activate, dispatch, names, plain, zeros
 from moelab.experts.sharding import on_hidden, on_intermediate, share
-from moelab.parallel.exchange import Exchange, Grid, pack, unpack
+from moelab.parallel.exchange import FEW, Exchange, Grid, pack, unpack
 from moelab.parallel.sharding import Placement, turns
 
 
@@ -51,9 +52,25 @@ class Parallel(Executor):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """For x, ids and weights that every rank has, as will the result."""
+        return (self.run_few if len(x) <= FEW else self.run_many)(x, ids, weights, experts)
+
+    def run_many(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """As `run`, each token by its owner."""
         world, sizes = self.grid.world, share(len(x), self.grid.world.size)
         own = slice(sum(sizes[:world.rank]), sum(sizes[:world.rank + 1]))
         return world.all_gather(self.run_own(x[own], ids[own], weights[own], experts), sizes, "result")
+
+    def run_few(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """As `run`, with all partial sums gathered at once."""
+        world = self.grid.world
+        parts = world.all_gather(self.partial(x, ids, weights, experts), [len(x)] * world.size, "result")
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return parts.view(world.size, *x.shape).to(wide).sum(0).to(x.dtype)
+
+    def partial(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """What this rank's experts add to tokens that all of its peers have."""
+        mine = self.ranks(ids, experts) == self.grid.ep.rank
+        return self.compute(x, torch.where(mine, ids, experts.num_experts), weights, experts)
 
     def run_own(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """For the tokens that this rank owns, each rank its own: [T_own, H]."""
@@ -88,18 +105,16 @@ class Parallel(Executor):
 class AllGather(Parallel):
     """Rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both."""
 
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+    def run_many(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         sizes = share(len(x), self.grid.world.size)         # the rows are here already: nothing to dispatch
-        partial = self.run_row(x, ids, weights, experts)
+        partial = self.partial(x, ids, weights, experts)
         return self.grid.world.all_gather(self.grid.world.reduce_scatter(partial, sizes, "combine"), sizes, "result")
 
     @property
     def peers(self) -> Exchange:
         return self.grid.world
 
-    def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        mine = self.ranks(ids, experts) == self.grid.ep.rank
-        return self.compute(x, torch.where(mine, ids, experts.num_experts), weights, experts)
+    run_row = Parallel.partial
 
 
 class Blocks(AllGather):
@@ -141,9 +156,24 @@ class AllToAll(Parallel):
         y = ep.all_to_all(y, receive, send, "combine")
 
         order = torch.argsort(choice, stable=True)
-        order = order[torch.argsort(expert[order], stable=True)]
-        counts = torch.bincount(expert, minlength=E).tolist()
-        groups = zip(range(E), token[order].split(counts), y[order].split(counts))
+        return self._summed(x, expert[order], token[order], y[order], experts)
+
+    def run_few(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """As `run`, with all contributions gathered at once, so that every rank sums them in eager's order."""
+        ep, to = self.grid.ep, self.ranks(ids, experts).T.reshape(-1)       # all first choices, then the second …
+        sizes = torch.bincount(to, minlength=ep.size + 1)[:ep.size].tolist()
+        order = torch.argsort(to, stable=True)[:sum(sizes)]                 # by rank, choice, token
+        choice, token = order // len(x), order % len(x)
+        expert, own = ids[token, choice], order.split(sizes)[ep.rank]
+        choice, mine = own // len(x), own % len(x)
+        y = self.compute(x[mine], ids[mine, choice][:, None], weights[mine, choice][:, None], experts)
+        return self._summed(x, expert, token, ep.all_gather(y, sizes, "result"), experts)
+
+    def _summed(self, x: Tensor, expert: Tensor, token: Tensor, y: Tensor, experts: Any) -> Tensor:
+        """The contributions y [n, H] of experts [n] to tokens [n], those of an expert in eager's order."""
+        counts = torch.bincount(expert, minlength=experts.num_experts).tolist()
+        order = torch.argsort(expert, stable=True)
+        groups = zip(range(len(counts)), token[order].split(counts), y[order].split(counts))
         return experts.accumulate(x, [group for group, n in zip(groups, counts) if n])
 
 

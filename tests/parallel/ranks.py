@@ -35,18 +35,43 @@ def generate_all(cases):
 
 
 def generate_with(folder, ways):
-    """[(variant, executor or None, placements)] → [(tokens, logits, choices routed, executed, slots)]."""
+    """[(variant, executor or None, options)] → [(tokens, logits, choices routed, executed, slots)]."""
     from moelab.registry import make
     from moelab.models import discover, eager
     from moelab.generate import open_parallel
     made = []
-    for variant, name, placements in ways:
+    for variant, name, options in ways:
         inner = make("executor", name) if name else eager
-        model = open_parallel(folder, variant, inner=inner, dtype=torch.float32, placements=placements)
+        model = open_parallel(folder, variant, inner=inner, dtype=torch.float32, **options)
         tokens, logits = tokens_and_logits(model)
         tally = discover(model)[0].experts.executor.tally
         made.append((tokens, logits, tally.routed, tally.executed, tally.slots))
     return made
+
+
+def open_with(folder, options):
+    from moelab.generate import open_parallel
+    open_parallel(folder, **options)
+
+
+def route_alone_and_in_sequence(folder):
+    """(ids, weights) of a router for 18 and 2 tokens, the same in sequence parallel, and how many rows it saw then."""
+    from moelab.generate import open_parallel, route_in_sequence
+    from moelab.models import discover
+    model = open_parallel(folder, "ep", dtype=torch.float32)
+    layer = discover(model)[0]
+    x = torch.randn(1, 20, model.spec.H, generator=torch.Generator().manual_seed(0)).split((18, 2), 1)
+
+    def routed():
+        both = [layer.routing(layer.router(part.flatten(0, 1))) for part in x]
+        return torch.cat([ids for ids, _ in both]), torch.cat([weights for _, weights in both])
+    with torch.no_grad():
+        alone, rows, linear = routed(), [], torch.nn.functional.linear
+        with route_in_sequence(model):
+            torch.nn.functional.linear = lambda y, *args: (rows.append(len(y)), linear(y, *args))[1]
+            shared = routed()
+            torch.nn.functional.linear = linear
+    return alone, shared, rows
 
 
 def run_all(cases):
