@@ -65,9 +65,13 @@ def _features() -> str:
 
 
 def _read_ahead(folder: Path) -> int | None:
+    """In KB, of the folder's disk; None where the system does not say, such as on an overlay."""
     device = os.stat(folder).st_dev
-    file = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/read_ahead_kb")
-    return int(file.read_text()) if file.is_file() else None
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for queue in (block / "queue", block.resolve().parent / "queue"):      # a partition's is its disk's
+        if (file := queue / "read_ahead_kb").is_file():
+            return int(file.read_text())
+    return None
 
 
 def _cuda() -> str:
