@@ -9,7 +9,7 @@ ours (`moelab.speculate.estimator`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
