@@ -32,7 +32,7 @@ def stay(E_g: float, t: Times) -> float:
     return (t["N"] + 1) * t["T_a"] + t["T_n"] * (t["K"] - E_g)
 
 
-def _points(t: Times, points: int = 100) -> np.ndarray:
+def _points(t: Times, points: int = 12) -> np.ndarray:
     return np.linspace(0, t["K"], points * int(t["K"]) + 1)
 
 
@@ -40,7 +40,7 @@ def _solved(E_g: float, t: Times) -> Solutions:
     return {BALANCED: (E_g, stay(E_g, t)), WHOLE: (int(E_g), stay(int(E_g), t))}
 
 
-def sides(t: Times, S: int = 1, points: int = 100) -> Sides:
+def sides(t: Times, S: int = 1, points: int = 12) -> Sides:
     """Both sides of Eq. 2 (Eq. 1 at S = 1), with so many points an expert; the saw is broken at whole numbers."""
     x = _points(t, points)
     saw = [stay(E, t) + residual(float(E), **t, S=S) if E % 1 else np.nan for E in x]
