@@ -88,7 +88,7 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     start, before = time.perf_counter(), others_seconds()
     found = profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
     others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
-    return replace(found, load=load, others=others, clock_mhz=clock_mhz())
+    return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
 def costs(found: Profile, model: Model, whole: bool) -> Costs:

@@ -53,7 +53,7 @@ class Profile:
     experts_bytes : [L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks].
     K, N : exponent shards a tensor, tensors an expert.
     dtype, mode, workers, threads : computed in, how it was read, threads that decode, threads of torch.
-    load, others, clock_mhz : the load average before it, the cores that other processes kept busy meanwhile, the cores'
+    load_average, others, clock_mhz : that before it, the cores that other processes kept busy meanwhile, the cores'
         mean clock rate after it; None where that is not known.
     """
 
@@ -70,7 +70,7 @@ class Profile:
     threads: int
     when: str
     machine: str
-    load: float | None = None
+    load_average: float | None = None
     others: float | None = None
     clock_mhz: float | None = None
 

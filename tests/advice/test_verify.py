@@ -153,7 +153,7 @@ def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeyp
     busy = iter([0.0, 1e6, 0.0, 2e6, 0.0, 0.0])                     # seconds of others, before and after
     monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
     first = sample.measured(SPEC, "raw", "exact")
-    assert sample.disturbed(first) and first.load is not None
+    assert sample.disturbed(first) and first.load_average is not None
     assert sample.measured(SPEC, "raw", "exact") == first           # it was worse the second time
     quiet = sample.measured(SPEC, "raw", "exact")
     assert not sample.disturbed(quiet) and quiet.others == 0 and sample.measured(SPEC, "raw", "exact") == quiet
