@@ -153,7 +153,6 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
     parallel, tp, spare : as of `open_parallel`; of `opening`, it takes the calibration.
-
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
     opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize, cache_aware of `moelab.open_model`.
