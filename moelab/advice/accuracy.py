@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from itertools import product
 from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from moelab.advice.machine import here, load_average
@@ -66,8 +66,9 @@ def contenders(ways: Sequence[Way]) -> list[Way]:
 
 
 def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str) -> dict[Way, float | str]:
-    """Median TPOT of each way over all rounds, in which they take turns; why, of those that could not run."""
-    seconds: dict[Way, list[float]] = {way: [] for way in ways}
+    """TPOT of each way, the mean of its tokens' medians over the rounds, in which they take turns; why, of those that
+    could not run."""
+    seconds: dict[Way, list[list[float]]] = {way: [] for way in ways}
     failed: dict[Way, str] = {}
     turns = [way for i in range(rounds) for way in (ways[::-1] if i % 2 else ways)]
     for way in progress(turns, title, unit="runs"):
@@ -78,10 +79,10 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
             drop_cached(Path(source))
             if "memory" in options:
                 options["bandwidth"] = rate
-            seconds[way] += run_way(source, options, prompt=PROMPT, tokens=WARM + TIMED)["tpot"][-TIMED:]
+            seconds[way] += [run_way(source, options, prompt=PROMPT, tokens=WARM + TIMED)["tpot"][-TIMED:]]
         except (RuntimeError, ValueError, OSError) as error:
             failed[way] = str(error)
-    return {way: failed[way] if way in failed else median(of) for way, of in seconds.items()}
+    return {way: failed[way] if way in failed else fmean(map(median, zip(*of))) for way, of in seconds.items()}
 
 
 def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: DeviceSpec, budget: float, rate: float,

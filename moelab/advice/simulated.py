@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
         way = as_looked(model, ran)
         if not way.resident and all(record["settings"] != way.settings for record in kept.records) and (
                 played := search.play(way, [])):
-            kept.add(settings=way.settings, batch=batch, predicted=played.tpot, tpot=median(ran["tpot"][-TIMED:]),
+            kept.add(settings=way.settings, batch=batch, predicted=played.tpot, tpot=fmean(ran["tpot"][-TIMED:]),
                      ttft=ran["ttft"], peak=ran["peak"], limit=ran["limit"], loss=None)
     if verify:
         notes += real.verify(model, chosen(search, kept, loss), kept, memory=memory, batch=batch, loss=loss > 0)
@@ -95,8 +95,8 @@ def as_run(costs_of: Callable[..., Costs | None], model: Model, look: Look, cont
     seen, _, ran = look
     way = as_looked(model, ran)
     costs = way and costs_of(AS_IS)
-    played = costs and play(model, way, costs, seen, context)
-    if not played or way.resident:                              # without an engine
+    played = costs and play(model, way, costs, seen, context, median)   # of one run: no stall of the disk shall count
+    if not played or way.resident:                                      # without an engine
         return costs_of
     more = max(median(ran["tpot"][-TIMED:]) - played.tpot, 0.0) / model.spec.L
 
@@ -133,7 +133,7 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
                      f"{span(min(ratios), max(ratios))} of the time simulated. What else was simulated is corrected by "
                      f"{factor:.3g}, ± {'unknown' if error is None else f'{error:.0%}'}.")
     notes.append(f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
-                 f"median; for TTFT a prompt of {search.context:,}, without the growth of attention.")
+                 f"mean; for TTFT a prompt of {search.context:,}, without the growth of attention.")
     if kept:
         notes.append(f"What was measured is kept in {kept.path.parent}; without that folder, all is measured anew.")
     return Advice(search.model, device, search.memory, search.context, search.batch, search.allowed, tuple(ways),

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -99,8 +100,13 @@ def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
     return Scene(steps, forwards, predicted(steps, shares.shape[1]), shares, batch)
 
 
-def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:
-    """A way with what the simulator finds; None where its memory holds no expert beside those that are loaded."""
+def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int,
+         middle: Callable[[list[float]], float] = fmean) -> Way | None:
+    """A way with what the simulator finds; None where its memory holds no expert beside those that are loaded.
+
+    middle : of the tokens' times. The mean, since where few experts are missing most tokens wait for none, some for a
+        read, and a median falls on the one or the other by chance.
+    """
     spec, sizes, delays = model.spec, costs.sizes, costs.delays
     pools, ahead, staging = Pools(F=spec.L * spec.E), 0, 1
     if not way.resident:
@@ -132,11 +138,11 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         residency.begin(*step)
     run(seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
     timed = run(seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
-    found = timed.metrics()
+    found, tpot = timed.metrics(), middle([end - start for start, end, *_ in timed.forwards])
     return replace(
-        way, hit_rate=timed.counters.hit_rate(), read=found.read_bytes / len(timed.forwards), tpot=found.tpot,
+        way, hit_rate=timed.counters.hit_rate(), read=found.read_bytes / len(timed.forwards), tpot=tpot,
         ttft=prompt.ttft, pools=pools if sizes.sm and not way.resident else None, kind="simulated",
-        limited_by="loading" if (found.stall_per_step or 0) > found.tpot / 2 else "computing",
+        limited_by="loading" if (found.stall_per_step or 0) > tpot / 2 else "computing",
         written=0 if way.form == AS_IS else spec.L * spec.E * costs.disk + model.others)
 
 

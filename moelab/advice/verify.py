@@ -1,6 +1,6 @@
 """Ways for real: each in a process of its own, in turn; what was measured is kept, and corrects later predictions.
 
-Every way is given the same tokens: a prompt of `PROMPT`, `WARM` that fill the cache, and `TIMED`, whose median time
+Every way is given the same tokens: a prompt of `PROMPT`, `WARM` that fill the cache, and `TIMED`, whose mean time
 counts. They are text, where the model has a tokenizer, and given, not sampled, since a model that repeats itself asks
 for the same experts again. What is in another form is converted once and kept with moelab's own files. Few bits are
 also asked for their language loss, on windows of library text, beside that of the model as it is.
@@ -229,7 +229,7 @@ def verify(model: Model, ways: Sequence[Way], kept: Kept, *, memory: int, batch:
                 if asked and found["loss"]:
                     windows[way.form] = found["loss"]
                 kept.add(settings=way.settings, batch=batch, predicted=way.tpot, ttft=found["ttft"],
-                         tpot=median(found["tpot"][-TIMED:]), peak=found["peak"], limit=found["limit"],
+                         tpot=fmean(found["tpot"][-TIMED:]), peak=found["peak"], limit=found["limit"],
                          loss=relative(windows, way, ways) if asked else None)
                 bar.update()
     except KeyboardInterrupt:
