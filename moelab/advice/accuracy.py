@@ -1,8 +1,8 @@
 """`bench advise`: is the advised way the fastest, and does it take as long as was predicted?
 
 Synthetic models of three shapes, shares of their experts as budgets, throttled disks, and a loss that is not or is
-allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once, as it is,
-with half of its experts in memory and the disk as it is; forms, caches, prefetchers and executors are simulated. No
+allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once on that disk,
+as it is, with half of its experts in memory; forms, caches, prefetchers and executors are simulated. No other
 measurement of a setting is known to any advice. Then the advised way, the next one, and the fastest of other forms and
 executors run for real, in turn, on the same tokens. All in this process: reads are throttled, the page cache is not
 limited, and a rate that the disk does not reach is the disk's own.
@@ -88,7 +88,7 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
 def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: DeviceSpec, budget: float, rate: float,
              rounds: int) -> tuple[Rows, Rows]:
     """One budget and rate with every loss: (rows of the settings, rows of all ways that ran)."""
-    kept, costs_of = Kept(identity_of(model)), at_rate(costs_of, rate)
+    kept = Kept(identity_of(model))
     memory = needed(model, CONTEXT, 1) + round(budget * model.spec.experts_bytes)
     title = f"{model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
     tried: dict[str, list[Way]] = {}
@@ -148,11 +148,10 @@ def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (2
             try:
                 for spec in specs:
                     conditions["stopped in"] = spec.name
-                    model, seen, costs_of = prepared(spec, place)
-                    device = here(model.folder)
-                    cells = list(product(budgets, rates))
-                    for budget, rate in progress(cells, f"advice, {spec.name}", unit="budgets and rates"):
-                        found = settings(model, seen, costs_of, device, budget, 1e6 * rate, rounds)
+                    cells = list(product(rates, budgets))
+                    for rate, budget in progress(cells, f"advice, {spec.name}", unit="budgets and rates"):
+                        model, seen, costs_of = prepared(spec, place, 1e6 * rate)
+                        found = settings(model, seen, costs_of, here(model.folder), budget, 1e6 * rate, rounds)
                         rows, ways = rows | found[0], ways | found[1]
                 del conditions["stopped in"]
             except KeyboardInterrupt:                           # it takes minutes: what is done is kept
@@ -161,18 +160,20 @@ def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (2
     return {"conditions": conditions, "settings": rows, "ways": ways, "summary": counted, "aims": aims(counted)}
 
 
-def prepared(spec: MoESpec, place: Path) -> tuple[Model, Scene, Callable[..., Any]]:
-    """A shape's model, written if it is not there; its tokens, and what its experts cost here in every form."""
+def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Callable[..., Any]]:
+    """A shape's model, written if it is not there; its tokens, and what its experts cost in every form where so many
+    bytes a second are read, once it has run there."""
     from moelab.models.synthesize import synthesize
     folder = place / spec.name
     if not folder.exists():
         synthesize(folder, spec)
     model = find_model(folder)
     memory = needed(model, CONTEXT, 1) + spec.experts_bytes // 2
-    look, why = looked(model, Kept(identity_of(model)), memory=memory, context=CONTEXT, batch=1)
+    look, why = looked(model, Kept(identity_of(model)), rate, memory=memory, context=CONTEXT, batch=1)
     if look is None:
         raise RuntimeError(f"{spec.name} could not be run: {why}")
-    return model, look[0], as_run(sample_costs(model, forms_of(model), look[1]), model, look, CONTEXT)
+    costs_of = at_rate(sample_costs(model, forms_of(model), *look[1:]), rate)
+    return model, look[0], as_run(costs_of, model, look, CONTEXT)
 
 
 OPTIONS = {

@@ -18,16 +18,20 @@ from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from moelab.advice.machine import clock_mhz, load_average, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs
+from moelab.cache.residency import Pools, Residency
 from moelab.files import cache_root
 from moelab.models import opening
 from moelab.models.synthesize import VOCABULARY, synthesize
 from moelab.offloading.profile import FORMAT, Profile, profile
+from moelab.offloading.simulator import simulate
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
+from moelab.schedule.requests import Delays
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
@@ -61,7 +65,7 @@ def measured(spec: MoESpec, form: str, executor: str) -> Profile:
     """The profile of a sample in a form, kept from an earlier time or measured now, in a few seconds; of one that was
     disturbed and is measured again, the less disturbed."""
     sample = sample_spec(spec)
-    key = "\n".join(map(str, (FORMAT, machine(), sample, form, executor)))
+    key = "\n".join(map(str, (FORMAT, "resident", machine(), sample, form, executor)))
     file = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
     earlier = Profile.load(file) if file.is_file() else None
     if earlier is not None and not disturbed(earlier):
@@ -69,7 +73,9 @@ def measured(spec: MoESpec, form: str, executor: str) -> Profile:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
-        found = of_store(ExpertStore(synthesize(Path(folder) / "sample", sample, **how)), executor)
+        store = ExpertStore(synthesize(Path(folder) / "sample", sample, **how))
+        found = of_store(store, executor)
+        found.seconds["resident"] = resident_tokens(store, executor)
     if earlier is not None and found.others > earlier.others:
         return earlier
     found.save(file)
@@ -91,40 +97,68 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
+def resident_tokens(store: ExpertStore, executor: str, tokens: int = 32) -> list[float]:
+    """Seconds of single tokens, with all of a store's experts in memory."""
+    import torch
+    from transformers import DynamicCache
+
+    from moelab.opening import open_model
+    with open_model(store.folder, memory="100%", executor=executor) as lm, torch.inference_mode():
+        cache = DynamicCache(config=lm.config)
+        for ids in torch.arange(2 * tokens)[:, None, None] % lm.config.vocab_size:
+            lm(input_ids=ids, past_key_values=cache, use_cache=True)
+        return [forward.end - forward.start for forward in lm.moelab.forwards[-tokens:]]
+
+
+def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float | None:
+    """Seconds before a layer's experts in a sample whose experts are all in memory: what its tokens took, without their
+    experts and the head as they are simulated; None of a profile without such tokens."""
+    if "resident" not in found.seconds:
+        return None
+    residency = Residency(sample.L, sample.E, Pools(F=sample.L * sample.E))
+    token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
+    for step in token:
+        residency.begin(*step)
+    rest = simulate([token], [(1, "decode")], residency, delays, head=found.head, quiet=True).tpot
+    return max(found.median("resident") - rest, 0.0) / sample.L
+
+
 def costs(found: Profile, model: Model, whole: bool) -> Costs:
     """What a profile says; `whole` if it is of the model itself, not of a sample."""
     (base, token), (head, head_token) = found.other, found.head
     full, e, sm = (found.nbytes[part] for part in ("full", "e", "sm"))
-    delays = replace(found.delays(), experts_bytes=())
+    delays, resident = replace(found.delays(), experts_bytes=()), None
     if not whole:
         rate = found.to_device()["memory_bandwidth_gbs"] * 1e9
         spec, here = model.spec, sample_spec(model.spec)
         attention = spec.num_layers * 2 * spec.H * here.head_dim * (2 * here.heads + 2 * here.kv_heads)
         head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / rate
-        base *= spec.num_layers / spec.L                    # a dense layer's attention is its successor's
-        base += max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
+        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
+        base = base * spec.num_layers / spec.L + more       # a dense layer's attention is its successor's
+        resident = before_experts(found, here, delays)
+        resident = None if resident is None else resident * spec.num_layers / spec.L + more
     return Costs(delays, (base, token), (head, head_token),
-                 Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm)
+                 Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm, resident)
 
 
-def sample_costs(model: Model, forms: list[str], itself: Profile | None = None) -> Callable[..., Costs | None]:
+def sample_costs(model: Model, forms: list[str], itself: Profile | None = None, ran: dict[str, Any] | None = None
+                 ) -> Callable[..., Costs | None]:
     """What each form costs here, measured for those of `forms`, fast, and whatever is asked for later.
 
-    itself : the profile of the model, as it is and fast; what is not of an expert is taken from it in every form.
+    itself, ran : the profile of the model, as it is and fast, and what its run reported; what is not of an expert took
+        so long in that run, in every form.
     """
     @lru_cache(maxsize=None)
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
-        mine = itself and costs(itself, model, True)
-        if form == AS_IS and executor == "fast" and mine:
-            return mine
+        stored = form
         if form == AS_IS:
-            form = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
-        if form is None:
-            return None
-        found = costs(measured(model.spec, form, executor), model, False)
-        if mine and executor == "fast":
-            found = replace(found, other=mine.other, head=mine.head)
-        return found
+            stored = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
+        found = costs(measured(model.spec, stored, executor), model, False) if stored else None
+        if itself is None or executor != "fast":
+            return found
+        mine = replace(costs(itself, model, True), other=tuple(ran["other"]), head=tuple(ran["head"]),
+                       resident=found and found.resident)
+        return mine if form == AS_IS else replace(found, other=mine.other, head=mine.head)
     for form in progress(forms, "measuring this machine", unit="forms"):
         costs_of(form)
     return costs_of

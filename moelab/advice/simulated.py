@@ -49,9 +49,9 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
     if look is not None:
         (seen, itself, ran), popularity = look, "as in what ran here"
     else:
-        seen, itself = scene(shares, batch), None
+        seen, itself, ran = scene(shares, batch), None, None
         notes.append(f"Tokens were drawn {popularity}, each by itself; a model's own repeat more of each other.")
-    costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, itself)
+    costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, itself, ran)
     if look is not None:
         costs_of = as_run(costs_of, model, look, context)
         if disturbed(itself):
@@ -89,20 +89,24 @@ def searched(model: Model, costs_of: Callable[..., Costs | None], seen: Scene, m
 
 def as_run(costs_of: Callable[..., Costs | None], model: Model, look: Look, context: int
            ) -> Callable[..., Costs | None]:
-    """Costs to which is added, for each layer, what the model's own run took beyond the simulated one: deciding,
-    queues, threads' handshakes, predicting. That is time of the engine, not of a part that is profiled by itself, so it
-    is as much in every form and at every disk, where a factor would grow with them."""
+    """Costs with, for each read, what the model's own run took beyond the simulated one: queues, threads that wake up,
+    predicting. That is time of the engine, not of a part that is profiled by itself, so it is as much in every form,
+    where a factor would grow with them; what is resident has none of it."""
     seen, _, ran = look
     way = as_looked(model, ran)
     costs = way and costs_of(AS_IS)
     played = costs and play(model, way, costs, seen, context, median)   # of one run: no stall of the disk shall count
     if not played or way.resident:                                      # without an engine
         return costs_of
-    more = max(median(ran["tpot"][-TIMED:]) - played.tpot, 0.0) / model.spec.L
+    reads = played.read / costs.disk
+    more = max(median(ran["tpot"][-TIMED:]) - played.tpot, 0.0) / reads if reads else 0.0
 
     def slower(form: str, executor: str = "fast") -> Costs | None:
         costs = costs_of(form, executor)
-        return costs and replace(costs, other=(costs.other[0] + more, costs.other[1]))
+        if costs is None:
+            return None
+        d = costs.delays
+        return replace(costs, delays=replace(d, e_read=d.e_read + more, read_both=d.miss_read + more))
     return slower
 
 
@@ -169,20 +173,22 @@ def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:
     return way and replace(way, prefetch=PREFETCH)
 
 
-def profile_file(model: Model, kept: real.Kept, batch: int) -> Path:
+def profile_file(model: Model, kept: real.Kept, batch: int, bandwidth: float | None = None) -> Path:
     """Where the profile of the model itself is kept."""
-    return cache_root() / "advice" / f"{kept.identity}-{model.stored or 'checkpoint'}-{batch}.profile.json"
+    slow = f"-{bandwidth:g}" if bandwidth else ""
+    return cache_root() / "advice" / f"{kept.identity}-{model.stored or 'checkpoint'}-{batch}{slow}.profile.json"
 
 
-def looked(model: Model, kept: real.Kept, **within: int) -> tuple[Look | None, str]:
+def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **within: int) -> tuple[Look | None, str]:
     """What the model does here, run once as it is: (its tokens' routing, its profile, what was measured; all of that is
-    kept) or None, and why not.    within : memory, context and batch."""
-    profile = profile_file(model, kept, within["batch"])
+    kept) or None, and why not.    within : memory, context and batch.    bandwidth : of throttled reads, B/s."""
+    profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
-    if not (file.is_file() and profile.is_file()):
+    if not (file.is_file() and profile.is_file() and "other" in read_json(file)):    # an older one had none
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"
         options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}
+        options |= {"bandwidth": bandwidth} if bandwidth else {}
         try:
             found = real.fresh(str(model.folder), options, within["memory"], prompt=PROMPT, tokens=WARM + TIMED,
                                batch=within["batch"], profile=str(profile))

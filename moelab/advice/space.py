@@ -55,13 +55,15 @@ PREFETCH, RECALL = "router", 0.75
 @dataclass(frozen=True)
 class Costs:
     """What a form costs on a machine: an expert's delays, seconds before a layer's experts and after the last layer,
-    bytes of a slot, bytes of an expert on disk."""
+    bytes of a slot, bytes of an expert on disk; seconds before a layer's experts with everything in memory, where
+    nothing is decided and one call does many layers (None: as `other`)."""
 
     delays: Delays
     other: Linear
     head: Linear
     sizes: Sizes
     disk: int
+    resident: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int,
         read, and a median falls on the one or the other by chance.
     """
     spec, sizes, delays = model.spec, costs.sizes, costs.delays
-    pools, ahead, staging = Pools(F=spec.L * spec.E), 0, 1
+    pools, ahead, staging, (base, token) = Pools(F=spec.L * spec.E), 0, 1, costs.other
+    if way.resident and costs.resident is not None:
+        base = costs.resident
     if not way.resident:
         ahead = min(spec.K, way.budget // (4 * sizes.in_flight)) if way.prefetch else 0
         room = way.budget - ahead * sizes.in_flight
@@ -118,26 +122,30 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int,
         if sizes.sm:
             pools = way.pools or best_pools(
                 seen.shares, seen.steps[:1 + WARM + FEW], room - staging * sizes.in_flight, sizes, delays, most=FEW,
-                workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM, other=costs.other)[0].pools
-    residency = Residency(spec.L, spec.E, pools, way.cache)
+                workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM, other=(base, token))[0].pools
     gate, across = PrefetchGate(), CrossToken(spec.E)
 
-    def run(steps: Steps, forwards: list[tuple[int, str]], predictions: Predictions) -> Simulation:
-        return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=costs.other,
+    def run(residency: Residency, steps: Steps, forwards: list[tuple[int, str]], predictions: Predictions
+            ) -> Simulation:
+        return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=(base, token),
                         head=costs.head, quiet=True, **({} if not ahead else {
                             "predictions": predictions, "ahead": ahead, "gate": gate, "across": across}))
     tokens = seen.batch * context
     whole = [[(layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))}) for layer, f in
               enumerate(seen.shares)]]
-    if way.resident and way.form == AS_IS and model.stored is None:         # all is read when the model is opened
+    # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
+    long, residency = (Residency(spec.L, spec.E, pools, way.cache) for _ in range(2))
+    if way.resident:
         for step in whole[0]:
             residency.begin(*step)
-    prompt = run(whole, [(tokens, "prefill")], [[]])
+            if way.form == AS_IS and model.stored is None:                  # all is read when the model is opened
+                long.begin(*step)
+    prompt = run(long, whole, [(tokens, "prefill")], [[]])
     first, gone = 1 + WARM, 0 if ahead else WARM            # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
-    run(seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
-    timed = run(seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
+    run(residency, seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
+    timed = run(residency, seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
     found, tpot = timed.metrics(), middle([end - start for start, end, *_ in timed.forwards])
     return replace(
         way, hit_rate=timed.counters.hit_rate(), read=found.read_bytes / len(timed.forwards), tpot=tpot,

@@ -50,7 +50,8 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
     loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the model, if it is offloaded.
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak" (bytes), "steps",
-    "forwards", and "loss": nats a token of each window.
+    "forwards", "loss": nats a token of each window, and with a profile "other" and "head": seconds before a layer's
+    experts and after the last layer's in this run, (base, per token).
     """
     import torch
     from transformers import DynamicCache
@@ -58,6 +59,7 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
     from moelab.advice import sample
     from moelab.cache.pools import Pools
     from moelab.evaluation import scores
+    from moelab.offloading.simulator import overheads
     from moelab.opening import open_model
     plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
     with open_model(source, **dict(options) | plan) as lm:
@@ -87,6 +89,8 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
             windows = scores.text_windows(lm.tokenizer, "test", WINDOWS, TOKENS)
             report["loss"] = [float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")]
         store = this.store
+        if profile is not None:
+            report["other"], report["head"] = overheads(this.run)
     if profile is not None:
         sample.of_store(store, options["executor"]).save(profile)
     return report

@@ -34,6 +34,7 @@ class Llama(BenchmarkedEngine):
     """llama.cpp through llama-cpp-python; options: "gguf", a file."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        import gguf  # noqa: F401, by which the file was written
         import llama_cpp
         self.api = llama_cpp
         self.model = llama_cpp.Llama(

@@ -121,7 +121,7 @@ class EngineBenchmark:
                           "compressed": compressed}, limit
 
     def llama(self, kind: str, limit: int | None = None) -> Arm:
-        """llama.cpp on a kind of `GGUF`."""
+        """llama.cpp on a kind of `GGUF`, which was written if gguf is installed beside it."""
         return "llama.cpp", {"gguf": str(self.folder / GGUF[kind])}, limit
 
     @property

@@ -1,7 +1,9 @@
 """Ways for real: on tiny models in this process, beside what the simulator counts; and what is kept of them."""
 
 import math
+from dataclasses import replace
 from statistics import geometric_mean
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.verify import Kept, options_of, run
 from moelab.advice.ways import Way
 from moelab.journal import Journal
+from moelab.schedule.requests import Delays
 from moelab.specs import MoESpec
 from tests.models import tiny
 
@@ -131,20 +134,31 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(tmp_path, monke
     assert not math.isnan(again.best.tpot)
 
 
-def test_what_a_run_takes_beyond_its_parts_is_added_to_every_form_and_layer(monkeypatch):
-    """A run that took 7 ms, of which the simulator knows 1: of the 6 that are left, each of 2 layers takes 3."""
-    costs = space.Costs(None, (0.001, 0.5), (0.0, 0.0), None, 1)
+def test_what_a_run_takes_beyond_its_parts_is_added_to_every_read(monkeypatch):
+    """A run that took 7 ms, of which the simulator knows 1, and read 5 experts: each read takes 1.2 ms more."""
+    costs = space.Costs(Delays(0.001, 0, 0, 0, 0.1, 0.2, read_both=0.002), (0.001, 0.5), (0.0, 0.0), None, 2, 0.3)
     ran = {"tpot": [1.0] + [0.007] * space.TIMED}
     monkeypatch.setattr(simulated, "as_looked", lambda *_: way())
-    monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.001))
+    monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.001))          # 10 bytes, of experts of 2
     known = {(form, executor): costs for form in (AS_IS, "bf12") for executor in ("fast", "exact")}
     found = simulated.as_run(lambda form, executor="fast": known.get((form, executor)), MODEL, (None, None, ran), 9)
     for form, executor in known:
-        assert found(form, executor).other == pytest.approx((0.004, 0.5))
+        slower = found(form, executor)
+        assert slower.delays.e_read == pytest.approx(0.0022) and slower.delays.read_both == pytest.approx(0.0032)
+        assert replace(slower, delays=costs.delays) == costs                        # and nothing else
     assert found("huffman") is None
     monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.008))
     again = simulated.as_run(lambda form, executor="fast": costs, MODEL, (None, None, ran), 9)
-    assert again(AS_IS).other == costs.other                                        # never faster than its parts
+    assert again(AS_IS) == costs                                                    # never faster than its parts
+
+
+def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
+    """2 layers of 2 experts at 1 s each, a head of 3 s: of a token of 11 s, 2 s are left for each layer."""
+    found = SimpleNamespace(seconds={"resident": [11.0]}, median={"resident": 11.0}.get, head=(3.0, 0.0))
+    delays = Delays(0, 0, 0, 0, 1.0, 0)
+    spec = replace(SPEC, num_layers=2, moe_layers=(0, 1), K=2)
+    assert sample.before_experts(found, spec, delays) == pytest.approx(2.0)
+    assert sample.before_experts(SimpleNamespace(seconds={}), spec, delays) is None
 
 
 def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeypatch):
