@@ -102,11 +102,15 @@ def router_of(contest: Contest, windows: int, seed: int) -> dict[str, float]:
 def run(also: Sequence[str] = (), tokens: Sequence[int] = (4_000, 16_000, 64_000), seeds: int = 3,
         train_prompts: int = 54, test_prompts: int = 6, new_tokens: int = 32, budgets: Sequence[float] = cache.BUDGETS,
         windows: int = 24, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """ValueError: two folders of one name."""
     sections: dict[str, dict[str, Any]] = {}
-    for folder in (None, *also):
+    models = {"small": None} | {Path(folder).name: folder for folder in also}
+    if len(models) <= len(also):
+        raise ValueError(f"of small, {', '.join(also)} two have the same name, under which results are; rename one")
+    for name, folder in models.items():
         contest = Contest.of(open_model(folder), train_prompts, test_prompts, 256, new_tokens, seed)
         spec = contest.test.spec
-        name = f"{Path(folder or 'small').name} (L {spec.L}, E {spec.E}, K {spec.K})"
+        name = f"{name} (L {spec.L}, E {spec.E}, K {spec.K})"
         sections[f"{name}: its router (measured)"] = router_of(contest, windows, seed)
         found, fitted = scores(contest, tokens, seeds, seed), fit(contest.train)
         sections[f"{name}: recall one layer ahead, chance {spec.K / spec.E:.3f} (measured)"] = recalls(found)

@@ -5,6 +5,7 @@ import torch
 
 from moelab.bench import prediction as bench
 from moelab.cache.policies import POLICIES
+from moelab.files import small_model
 from moelab.speculate.scoring import Score
 
 
@@ -43,13 +44,19 @@ def test_leads_are_differences_of_recall_paired_by_prompt():
         assert (row["to"] - row["from"]) / 2 == pytest.approx(2.776 * float(error), rel=1e-3)
 
 
-def test_the_bench_runs_on_every_model_that_is_given():
-    from moelab.files import small_model
-    sections = bench.run(also=[str(small_model())], tokens=[100], seeds=2, train_prompts=2, test_prompts=2,
+def test_the_bench_runs_on_every_model_that_is_given(tmp_path):
+    (tmp_path / "same").symlink_to(small_model())
+    sections = bench.run(also=[str(tmp_path / "same")], tokens=[100], seeds=2, train_prompts=2, test_prompts=2,
                          new_tokens=2, budgets=[0.5], windows=2)
-    assert len(sections) == 4                               # the same model twice: the same titles
-    router, recalls, leads, evictions = sections.values()
+    one, other = list(sections.values())[:4], list(sections.values())[4:]
+    assert one == other and {title.split()[0] for title in sections} == {"small", "same"}
+    router, recalls, leads, evictions = one
     assert router["experts never used"] >= 0 and 0 < router["language loss, nats a token"] < 7
     assert recalls["residual, 100 tokens"]["trainings"] == 2 and len(leads) == 2
     assert len(evictions) == len(POLICIES) + 3 and next(iter(evictions)) == "belady"
     assert evictions["lru"]["misses ÷ lru"] == 1 == evictions["next-token"]["next-token ÷ its misses"]
+
+
+def test_two_models_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="same name"):
+        bench.run(also=[str(tmp_path / "small")])
