@@ -23,6 +23,9 @@ It costs some retrieval, of which a short fourth stage brings back a part.
 The shipped weights: stages one and two ran with that older form of yes/no question, mixed with others; stages three
 and four, each `--from` the result before, as they stand here. All four in one go were not run.
 
+`--shape wide` trains another model, of twice as many and narrower experts in fewer layers: whether what was found on
+the small one holds on it says `python -m moelab bench prediction --also FOLDER`. It is not shipped.
+
 Shapes: S tokens of context, B sequences a step with B·S = 2048 throughout, E experts, V vocabulary.
 """
 
@@ -59,6 +62,8 @@ from moelab.progress import progress
 END = "<|endoftext|>"
 TOKENS_A_STEP = 2048
 MEMORY = (5, 2, 4)          # weights of `datasets.REMEMBERED` among the questions that only weights can answer
+#: name → where its model is of another shape than the recipe's
+SHAPES = {"small": {}, "wide": {"layers": 4, "experts": 64, "experts_per_token": 6, "intermediate": 32}}
 
 
 @dataclass(frozen=True)
@@ -527,13 +532,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("destination", type=Path, help="a new folder; an interrupted training goes on where it was")
     parser.add_argument("--from", dest="start", type=Path, metavar="FOLDER",
                         help="run the last stage alone, from a checkpoint of those before")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (%(default)s)")
     parser.add_argument("--seed", type=whole(), default=0, help="of the weights and the data (%(default)s)")
     parser.add_argument("--steps", type=whole(1), metavar="N",
                         help="shrink the training to about N steps, every phase in proportion; for a trial")
     parser.add_argument("--threads", type=whole(1), default=1,
                         help="CPU threads; the same weights come out only with the same number (%(default)s)")
     args = parser.parse_args(arguments)
-    recipe = Recipe(seed=args.seed)
+    recipe = Recipe(seed=args.seed, **SHAPES[args.shape])
     if args.steps is not None:
         if args.steps < (phases := sum(len(stage.phases) for stage in recipe.stages)):
             parser.error(f"--steps is {args.steps}; the training has {phases} phases, each of at least one step")

@@ -221,8 +221,10 @@ def test_the_command_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
         raise ValueError("far enough")
     monkeypatch.setattr(small, "train_small", train)
     with pytest.raises(ValueError, match="far enough"):
-        small.main([str(tmp_path / "m"), "--seed", "5", "--steps", "420", "--from", str(small_model())])
+        small.main([str(tmp_path / "m"), "--seed", "5", "--steps", "420", "--from", str(small_model()),
+                    "--shape", "wide"])
     (destination, recipe, start), = seen
+    assert (recipe.layers, recipe.experts, recipe.experts_per_token) == (4, 64, 6) and recipe.hidden == Recipe.hidden
     assert destination == tmp_path / "m" and recipe.seed == 5 and abs(recipe.steps - 420) <= 5
     assert start == small_model()
     with pytest.raises(SystemExit):

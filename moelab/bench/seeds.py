@@ -2,11 +2,13 @@
 
 A seed picks prompts, windows, the order of training and simulated routing. A number above or below its bar keeps the
 conclusion; sizes are far below the notebooks', so that a failure says "not at this size" as well as "not for any seed".
+With `--journal`, what a seed has found is kept, and the same command goes on with the seeds that are missing.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -17,6 +19,7 @@ from moelab.bench.popularity import Popularity
 from moelab.bench.predictors import Contest, mean
 from moelab.calibration import calibrate, chunk_loads
 from moelab.intervals import ratio
+from moelab.journal import Journal
 from moelab.ndp.sweep import Assumptions, paper_sweep, quantities
 from moelab.progress import progress
 from moelab.speculate.scoring import score
@@ -86,19 +89,36 @@ def told(values: list[float], bar: tuple[str, float]) -> dict[str, Any]:
             "mean": fmean(values), "seeds": len(values), "hold": kept}
 
 
-def run(seeds: int = 10, first: int = 0, prompts: int = 6, train_tokens: int = 4_000, windows: int = 8
-        ) -> dict[str, dict[str, Any]]:
-    model, found = open_model(), []
-    with suppress(KeyboardInterrupt):                           # what is done counts
-        for seed in progress(range(first, first + seeds), "conclusions", unit="seed"):
-            contest = Contest.of(model, 2 * prompts, prompts, 128, 8, seed)
-            values = [*overlaps(model, seed), *speculation(contest, train_tokens, seed),
-                      *shapes(contest, windows, seed), *modules(seed)]
-            found.append(dict(zip(BARS, values, strict=True)))
+def one(model: Any, seed: int, prompts: int, train_tokens: int, windows: int) -> dict[str, float]:
+    """Every conclusion's number for a seed."""
+    contest = Contest.of(model, 2 * prompts, prompts, 128, 8, seed)
+    values = [*overlaps(model, seed), *speculation(contest, train_tokens, seed), *shapes(contest, windows, seed),
+              *modules(seed)]
+    return dict(zip(BARS, values, strict=True))
+
+
+def run(seeds: int = 10, first: int = 0, prompts: int = 6, train_tokens: int = 4_000, windows: int = 8,
+        journal: str | None = None) -> dict[str, dict[str, Any]]:
+    """ValueError: the journal is of other sizes or conclusions."""
+    model, sizes = open_model(), {"prompts": prompts, "train_tokens": train_tokens, "windows": windows}
+    head, wanted = [sizes, list(BARS)], range(first, first + seeds)
+    with closing(Journal(Path(journal))) if journal else nullcontext() as kept:
+        lines = kept.lines if kept else []
+        if lines and lines[0] != head:
+            raise ValueError(f"{journal} is of other sizes or conclusions ({lines[0][0]}); name another file")
+        found = {seed: values for seed, values in lines[1:] if seed in wanted}
+        if kept and not lines:
+            kept.append([head])
+        with suppress(KeyboardInterrupt):                       # what is done counts
+            for seed in progress([seed for seed in wanted if seed not in found], "conclusions", unit="seed"):
+                found[seed] = one(model, seed, **sizes)
+                if kept:
+                    kept.append([[seed, found[seed]]])
     return {"conclusions by seed (01, 04, 05 measured; 07 modelled)": {
-        name: told([one[name] for one in found], bar) for name, bar in BARS.items() if found}}
+        name: told([of[name] for of in found.values()], bar) for name, bar in BARS.items() if found}}
 
 
 OPTIONS = {"seeds": (whole(1), "how many"), "first": (whole(), "the first of them"),
            "prompts": (whole(2), "test prompts a source, half of those learned from"),
-           "train_tokens": (whole(1), "that estimators see"), "windows": (whole(2), "windows of text")}
+           "train_tokens": (whole(1), "that estimators see"), "windows": (whole(2), "windows of text"),
+           "journal": (None, "a file that keeps finished seeds")}

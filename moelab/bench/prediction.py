@@ -1,0 +1,130 @@
+"""What can be predicted of a trained model's routing, across layers and across tokens: two of our findings, judged.
+
+Does an estimator that begins as the next layer's router stay above it and above the paper's kind (Speculating Experts
+§6.1)? Does a regression to the next tokens' experts (`moelab.speculate.next_token`) evict better than what knows the
+past alone? On the small model and, with `--also`, on others, such as one of another shape: `python data/train_small.py
+FOLDER --shape wide --steps 1500` trains it.
+
+All is fitted to prompts of the train split and scored on prompts of the test split: 95 % intervals are over these,
+paired in differences and ratios. An estimator is trained several times; its hits are the mean, and "least" is the worst
+training. Misses are exact counts of tokens one by one, prompt after prompt.
+
+Shapes: hits and requests [P], of each prompt, summed over predicting layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelab import open_model
+from moelab.arguments import number, several, whole
+from moelab.bench import cache
+from moelab.bench.predictors import Contest, mean
+from moelab.evaluation.scores import language_loss, text_windows
+from moelab.intervals import ratio
+from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
+from moelab.speculate.next_token import NextToken, fit
+from moelab.speculate.scoring import Score, score
+from moelab.speculate.training import train
+from moelab.trace import PREFILL
+
+ROUTERS = {"next router on s": "router", "next router on q": "quasi"}
+NEXT, _ = cache.OURS
+
+
+def scores(contest: Contest, tokens: Sequence[int], seeds: int, seed: int) -> dict[str, list[Score]]:
+    """Of the prompts' prefill, by "next router on q", or "residual, 4,000 tokens" with a score of each training."""
+    found = {label: [of] for label, of in zip(ROUTERS, contest.scores(ROUTERS.values()).values())}
+    for n in tokens:
+        for kind in ESTIMATORS:
+            trained = (train(contest.train, contest.model, contest.vectors, validation=contest.validation, kind=kind,
+                             tokens=n, every=-(-n // 5), seed=seed + i).estimator for i in range(seeds))
+            found[f"{kind}, {n:,} tokens"] = [
+                score(contest.test, contest.predictor("estimator", estimator=one), PREFILL) for one in trained]
+    return found
+
+
+def hits(of: Sequence[Score]) -> torch.Tensor:
+    """Experts that were predicted, mean of the trainings, float64 [P]."""
+    return torch.stack([one.hits.sum(1) for one in of]).double().mean(0)
+
+
+def recalls(found: dict[str, list[Score]]) -> dict[str, dict[str, float]]:
+    """Recall@K of each."""
+    rows = {}
+    for name, of in found.items():
+        recall, low, high = ratio(hits(of), of[0].requests.sum(1))
+        rows[name] = {"recall": recall, "from": low, "to": high, "least": min(map(mean, of)), "trainings": len(of)}
+    return rows
+
+
+def leads(found: dict[str, list[Score]], tokens: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Points of recall of our kind of estimator above the better router's and above the other kinds'."""
+    router = max(ROUTERS, key=lambda name: float(hits(found[name]).sum()))
+    rows = {}
+    for n in tokens:
+        ours = found[f"{DEFAULT_ESTIMATOR}, {n:,} tokens"]
+        for other in (router, *(f"{kind}, {n:,} tokens" for kind in ESTIMATORS if kind != DEFAULT_ESTIMATOR)):
+            of = ratio(hits(ours) - hits(found[other]), ours[0].requests.sum(1))
+            rows[f"{n:,} tokens, above {other.partition(',')[0]}"] = dict(zip(("points", "from", "to"),
+                                                                              (100 * x for x in of)))
+    return rows
+
+
+def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, dict[str, float]]:
+    """Misses of every policy over LRU's, and those of the prediction across tokens over the policy's; fewest first."""
+    found = cache.compare(fitted, contest.test, share)
+    requests = int((contest.test.ids != contest.test.spec.E).sum())
+    rows = {}
+    for (name, scope), missed in sorted(found.items(), key=lambda item: item[1].sum()):
+        over, ours = ratio(missed, found["lru", "model"]), ratio(found[cache.OURS], missed)
+        rows[name if scope == "model" else f"{name}, layer by layer"] = {
+            "hit rate": 1 - missed.sum() / requests,
+            **dict(zip(("misses ÷ lru", "from", "to"), over)),
+            **dict(zip((f"{NEXT} ÷ its misses", f"{NEXT} from", f"{NEXT} to"), ours))}
+    return rows
+
+
+def router_of(contest: Contest, windows: int, seed: int) -> dict[str, float]:
+    """Whether there is something to predict: language loss, load of the busiest expert, dead experts."""
+    counts = contest.train.counts().double()
+    texts = text_windows(contest.model.tokenizer, "test", windows, 256, seed)
+    return {"parameters": float(sum(p.numel() for p in contest.model.parameters())),
+            "language loss, nats a token": float(language_loss(contest.model, texts).mean()),
+            "busiest expert over mean load, worst layer": float((counts.amax(1) / counts.mean(1)).max()),
+            "experts never used": float((counts == 0).sum())}
+
+
+def run(also: Sequence[str] = (), tokens: Sequence[int] = (4_000, 16_000, 64_000), seeds: int = 3,
+        train_prompts: int = 54, test_prompts: int = 6, new_tokens: int = 32, budgets: Sequence[float] = cache.BUDGETS,
+        windows: int = 24, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """ValueError: two folders of one name."""
+    sections: dict[str, dict[str, Any]] = {}
+    models = {"small": None} | {Path(folder).name: folder for folder in also}
+    if len(models) <= len(also):
+        raise ValueError(f"of small, {', '.join(also)} two have the same name, under which results are; rename one")
+    for name, folder in models.items():
+        contest = Contest.of(open_model(folder), train_prompts, test_prompts, 256, new_tokens, seed)
+        spec = contest.test.spec
+        name = f"{name} (L {spec.L}, E {spec.E}, K {spec.K})"
+        sections[f"{name}: its router (measured)"] = router_of(contest, windows, seed)
+        found, fitted = scores(contest, tokens, seeds, seed), fit(contest.train)
+        sections[f"{name}: recall one layer ahead, chance {spec.K / spec.E:.3f} (measured)"] = recalls(found)
+        sections[f"{name}: recall of our estimator (measured)"] = leads(found, tokens)
+        for share in budgets:
+            sections[f"{name}: evictions, {share:.0%} of the experts (exact counts)"] = evictions(contest, fitted, share)
+    return sections
+
+
+OPTIONS = {"also": ({"action": "append", "metavar": "FOLDER"}, "another model beside the small one; may be repeated"),
+           "tokens": (several(whole(1)), "that estimators see"), "seeds": (whole(1), "trainings of each"),
+           "train_prompts": (whole(2), "of each of four sources, to learn from"),
+           "test_prompts": (whole(2), "of each, to score on"),
+           "new_tokens": (whole(2), "generated after each of these"),
+           "budgets": (several(number(above=0)), "shares of the experts that a cache has memory for"),
+           "windows": (whole(2), "of text, for the language loss"),
+           "seed": (whole(), "picks the prompts and the first training")}

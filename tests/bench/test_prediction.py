@@ -1,0 +1,62 @@
+"""The two findings about prediction: recall and its leads against loops, and that all of it runs."""
+
+import pytest
+import torch
+
+from moelab.bench import prediction as bench
+from moelab.cache.policies import POLICIES
+from moelab.files import small_model
+from moelab.speculate.scoring import Score
+
+
+def scored(seed, P=5, L=3):
+    g = torch.Generator().manual_seed(seed)
+    found = torch.randint(1, 40, (P, L), generator=g)
+    return Score(torch.full((P, L), 40), found, torch.zeros(L, 2), torch.ones(L, 2))
+
+
+FOUND = {"next router on s": [scored(0)], "next router on q": [scored(1)],
+         "residual, 50 tokens": [scored(2), scored(3)], "appendix-a, 50 tokens": [scored(4), scored(5)]}
+
+
+def share(of, prompt=slice(None)):
+    return float(of.hits[prompt].sum() / of.requests[prompt].sum())
+
+
+def test_recall_is_the_mean_of_trainings_over_all_prompts():
+    rows = bench.recalls(FOUND)
+    for name, of in FOUND.items():
+        assert rows[name]["recall"] == pytest.approx(sum(map(share, of)) / len(of))
+        assert rows[name]["least"] == pytest.approx(min(map(share, of))) and rows[name]["trainings"] == len(of)
+        assert rows[name]["from"] < rows[name]["recall"] < rows[name]["to"]
+
+
+def test_leads_are_differences_of_recall_paired_by_prompt():
+    rows = bench.leads(FOUND, [50])
+    better = max(("next router on s", "next router on q"), key=lambda name: share(FOUND[name][0]))
+    assert list(rows) == [f"50 tokens, above {better}", "50 tokens, above appendix-a"]
+    recall = {name: sum(map(share, of)) / len(of) for name, of in FOUND.items()}
+    for other, row in zip((better, "appendix-a, 50 tokens"), rows.values()):
+        assert row["points"] == pytest.approx(100 * (recall["residual, 50 tokens"] - recall[other]))
+        by_prompt = [100 * sum(share(a, p) - share(b, p) for a in FOUND["residual, 50 tokens"] for b in FOUND[other])
+                     / 2 / len(FOUND[other]) for p in range(5)]             # all prompts have as many requests
+        error = torch.tensor(by_prompt).std() / 5**0.5
+        assert (row["to"] - row["from"]) / 2 == pytest.approx(2.776 * float(error), rel=1e-3)
+
+
+def test_the_bench_runs_on_every_model_that_is_given(tmp_path):
+    (tmp_path / "same").symlink_to(small_model())
+    sections = bench.run(also=[str(tmp_path / "same")], tokens=[100], seeds=2, train_prompts=2, test_prompts=2,
+                         new_tokens=2, budgets=[0.5], windows=2)
+    one, other = list(sections.values())[:4], list(sections.values())[4:]
+    assert one == other and {title.split()[0] for title in sections} == {"small", "same"}
+    router, recalls, leads, evictions = one
+    assert router["experts never used"] >= 0 and 0 < router["language loss, nats a token"] < 7
+    assert recalls["residual, 100 tokens"]["trainings"] == 2 and len(leads) == 2
+    assert len(evictions) == len(POLICIES) + 3 and next(iter(evictions)) == "belady"
+    assert evictions["lru"]["misses ÷ lru"] == 1 == evictions["next-token"]["next-token ÷ its misses"]
+
+
+def test_two_models_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="same name"):
+        bench.run(also=[str(tmp_path / "small")])

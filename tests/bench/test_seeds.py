@@ -1,0 +1,38 @@
+"""Conclusions by seed: how they are counted, and that finished seeds are kept."""
+
+import pytest
+
+from moelab.bench import seeds as bench
+
+
+@pytest.mark.parametrize("side, limit, hold", [("above", 1.0, 2), ("below", 1.0, 1)])
+def test_a_conclusion_holds_on_its_side_of_the_bar(side, limit, hold):
+    row = bench.told([0.5, 1.0, 1.5, 4.0], (side, limit))
+    assert (row["hold"], row["seeds"], row["min"], row["median"], row["max"]) == (hold, 4, 0.5, 1.25, 4.0)
+
+
+def test_finished_seeds_are_kept_and_not_run_again(tmp_path, monkeypatch):
+    ran = []
+
+    def one(model, seed, **sizes):
+        if seed == 2 and ran.count(2) == 0:
+            ran.append(2)
+            raise KeyboardInterrupt
+        ran.append(seed)
+        return dict.fromkeys(bench.BARS, float(seed))
+    monkeypatch.setattr(bench, "one", one)
+    journal = str(tmp_path / "seeds.journal")
+    rows, = bench.run(seeds=4, journal=journal).values()
+    assert ran == [0, 1, 2] and all(row["seeds"] == 2 for row in rows.values())
+    rows, = bench.run(seeds=4, journal=journal).values()
+    assert ran == [0, 1, 2, 2, 3] and all((row["min"], row["max"], row["seeds"]) == (0, 3, 4) for row in rows.values())
+    assert list(rows) == list(bench.BARS)
+    rows, = bench.run(seeds=2, first=2, journal=journal).values()
+    assert len(ran) == 5 and all((row["min"], row["seeds"]) == (2, 2) for row in rows.values())
+    with pytest.raises(ValueError, match="other sizes"):
+        bench.run(seeds=4, windows=9, journal=journal)
+
+
+def test_every_conclusion_has_a_number():
+    rows, = bench.run(seeds=1, prompts=2, train_tokens=200, windows=2).values()
+    assert list(rows) == list(bench.BARS) and all(row["seeds"] == 1 for row in rows.values())
