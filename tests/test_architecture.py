@@ -30,7 +30,7 @@ DIRECTIONS = {
     "recording": {"models", "trace"},
     "calibration": {"models", "trace"},
     "experts": {"store"},
-    "parallel": {"experts"},
+    "parallel": {"experts", "models", "calibration"},
     "cache": {"trace"},
     "schedule": {"trace"},
     "speculate": {"models", "store", "trace", "recording"},
