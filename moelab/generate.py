@@ -162,12 +162,12 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if stream:
         print(f"opening {model or 'the small model'} …", file=sys.stderr, flush=True)
     if parallel is None:
-        network = open_model(model, executor=executor, dtype=_dtype(dtype), device=device, **opening)
+        network = open_model(model, executor=executor, dtype=dtype, device=device, **opening)
     elif executor == "int8":
         raise ValueError("the executor int8 quantises a whole model, in one process: leave out torchrun and --parallel")
     else:
         inner = eager if executor == "exact" else registry.make("executor", executor)
-        network = open_parallel(model, parallel, tp, inner, _dtype(dtype), device, opening.get("calibration"), spare)
+        network = open_parallel(model, parallel, tp, inner, dtype, device, opening.get("calibration"), spare)
         session, parallel = Session(network), network.parallel
         if parallel != DEFAULT:
             session.enter(route_in_sequence(network))
@@ -203,10 +203,6 @@ def _generate(network: Any, prompt: str, max_new_tokens: int, parallel: str | No
     return Generation(prompt, tokens, network.tokenizer.decode(tokens, skip_special_tokens=True), parallel,
                       seconds=seconds, ttft=found.ttft, tpot=found.tpot, hit_rate=found.hit_rate,
                       read_bytes_per_token=found.read_bytes_per_token, **held)
-
-
-def _dtype(name: str) -> Any:
-    return name if name == "auto" else getattr(torch, name)
 
 
 def _told(result: Generation) -> str:

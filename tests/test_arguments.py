@@ -68,7 +68,7 @@ def test_lists_and_names():
 
 @pytest.mark.parametrize("line", [
     "ane plan Phi-3.5-MoE --chunk -5", "ane plan Phi-3.5-MoE --layers x", "ane plan Phi-3.5-MoE --layers 99",
-    "ane plan Phi-3.5-MoE --device nope", "bench planning --instances -1", "profile nowhere --seconds -1",
+    "ane plan Phi-3.5-MoE --device nope", "bench prefetch --tokens -1", "profile nowhere --seconds -1",
     "generate --tp -1", "generate --max-new-tokens 0", "evaluate --limit 1", "calibrate small c --prompts 0",
     "calibrate small c --new-tokens -1",
     "bench engine --only everything", "evaluate --modes executor:capacity:factor=x",
