@@ -18,7 +18,7 @@ from moelab.ndp.routing import recorded_routing
 from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.sweep import MODELS, Assumptions, Sweep, paper_sweep
 from moelab.specs import Event
-from moelab.viz import ndp_tables as tables
+from moelab.viz.story import ndp_tables as tables
 
 LITERAL, BETTER = ndp.OURS[-1], ndp.OURS[-1] + ", improved"
 ASSUMED = Assumptions()

@@ -30,10 +30,10 @@ from moelab.claims import NOT_REPRODUCED
 from moelab.models import plug
 from moelab.table import span
 from moelab.trace import PREFILL, RoutingTrace
-from moelab.viz import ane_figures as figures
-from moelab.viz import ane_tables as tables
 from moelab.viz.figures import load_distribution
 from moelab.viz.notebook import interact, say, show
+from moelab.viz.story import ane_figures as figures
+from moelab.viz.story import ane_tables as tables
 
 if TYPE_CHECKING:
     from moelab.lab.results import Run
