@@ -72,7 +72,7 @@ def test_lists_and_names():
     "generate --tp -1", "generate --max-new-tokens 0", "evaluate --limit 1", "calibrate small c --prompts 0",
     "calibrate small c --new-tokens -1",
     "bench engine --only everything", "evaluate --modes executor:capacity:factor=x",
-    "evaluate --modes executor:blockwise:skip_tokens=perhaps", "run 01 -p smoke=maybe"])
+    "evaluate --modes executor:blockwise:skip_blocks=perhaps", "run 01 -p smoke=maybe"])
 def test_what_was_accepted_or_told_in_python_s_words(line, capsys):
     try:
         status = main(line.split())

@@ -1,10 +1,10 @@
 """Planning: how to divide a budget between the pools F, C, S and E, from expert popularity.
 
-Source: ZipMoE §3.4 and appendix C (Algorithms 2 and 4; `makespan` in place of 3, which reads a miss twice and leaves out
-computing). The most popular experts of a layer lie in pool F, the next in C,
-then S, then E, so each pool is an interval of ranks. A step's hits in the intervals follow conditional Bernoulli
-sampling (`moelab.cache.selection`); every pattern of hits has a time, and the division with the least expected time is
-chosen; of equally good ones, to 1e-9, that with more in F, then C, then S.
+Source: ZipMoE §3.4 and appendix C (Algorithms 2 and 4; `makespan` in place of 3, which reads a miss twice and leaves
+out computing). The most popular experts of a layer lie in pool F, the next in C, then S, then E, so each pool is an
+interval of ranks. A step's hits in the intervals follow conditional Bernoulli sampling (`moelab.cache.selection`);
+every pattern of hits has a time, and the division with the least expected time is chosen; of equally good ones, to
+1e-9, that with more in F, then C, then S.
 
 Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. The order of steps does not
 count (simulate the `best` few to bring it in, as `moelab.offloading.planner` does); an engine's buffers are not part of

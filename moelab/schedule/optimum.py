@@ -56,12 +56,6 @@ def critical_path(task: Task, workers: int) -> float:
     return max(decompressed, task.io) + task.p
 
 
-def critical_path_printed(task: Task, workers: int) -> float:
-    """z_j as eq. (3) prints it, for comparison."""
-    return (task.reads_e * task.K * task.v
-            + max(task.K * task.c / min(task.K, workers), task.type_1 * task.u) + task.p)
-
-
 def optimum(tasks: Sequence[Task], workers: int) -> float:
     """The least makespan of all schedules, in seconds; 0 for no tasks. Raises what `schedule` does."""
     incumbent = makespan(schedule(tasks, workers), workers)         # also checks the input

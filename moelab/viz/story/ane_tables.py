@@ -15,7 +15,7 @@ from moelab.ane.parity import LOGITS, Parity
 from moelab.ane.plan import MAX_GRAPH_BYTES, Account, ANEPlan
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2, Operator
 from moelab.bench.ane import cpu_share
-from moelab.bench.ane_accuracy import Answers, LossByOrder
+from moelab.bench.ane_accuracy import Answers
 from moelab.bench.ane_conversion import Conversion
 from moelab.cards import load_device
 from moelab.claims import DIRECTION, REPRODUCED
@@ -115,16 +115,6 @@ def answers(found: Answers) -> list[Row]:
                      "dense": f"{before:.1f} %", "pruned": f"{after:.1f} %",
                      "difference, points": f"{after - before:+.1f}"})
     return rows
-
-
-def orders(found: LossByOrder) -> list[Row]:
-    """Dropped share and language loss by order and slack; the last row: saliency less random, nats a token."""
-    rows = [{"order of dropping": mode} | {f"slack {s:g}: dropped, loss": f"{dropped:.1%}, {loss:+.2f} % ± {error:.2f}"
-                                           for s, (dropped, loss, error) in of.items()}
-            for mode, of in found.cost.items()]
-    return [*rows, {"order of dropping": "*saliency − random, nats a token, 95 %*"} | {
-        f"slack {s:g}: dropped, loss": f"{mean:+.3f}, {low:+.3f} to {high:+.3f}"
-        for s, (mean, low, high) in found.beside_random.items()}]
 
 
 def achieved(device: DeviceModel) -> tuple[float, float]:
