@@ -1,4 +1,4 @@
-"""The sections of notebook 07 that run a model: tensor parallelism in torch, and prefetching in the offloading engine."""
+"""The sections of notebook 07 that run a model: tensor parallelism in torch, prefetching in the offloading engine."""
 
 from __future__ import annotations
 
