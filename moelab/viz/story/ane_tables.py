@@ -14,7 +14,6 @@ from moelab.ane.device.published import (
 from moelab.ane.parity import LOGITS, Parity
 from moelab.ane.plan import MAX_GRAPH_BYTES, Account, ANEPlan
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2, Operator
-from moelab.bench.ane import cpu_share
 from moelab.bench.ane_accuracy import Answers
 from moelab.bench.ane_conversion import Conversion
 from moelab.cards import load_device
@@ -56,7 +55,7 @@ def cards(of: Mapping[str, ANEPlan]) -> list[Row]:
              "fit one graph: fp16": str(int(MAX_GRAPH_BYTES // (2 * plan.spec.expert_params))),
              "int8": str(int(MAX_GRAPH_BYTES // plan.spec.expert_params)), "launches a chunk": str(plan.launches),
              "largest graph, MB": f"{plan.largest_graph_bytes / 1e6:,.0f}",
-             "experts on the CPU": f"{cpu_share(plan):.0%}", "what does not fit": "; ".join(plan.problems) or "–"}
+             "experts on the CPU": f"{plan.cpu_share:.0%}", "what does not fit": "; ".join(plan.problems) or "–"}
             for name, plan in of.items()]
 
 
@@ -183,7 +182,7 @@ def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> l
     """The fastest setting of each chunk, and the default below it."""
     return [{"chunk": str(chunk), "setting": f"*{setting}*" if usual else str(setting), "dropped": f"{of.dropped:.1%}",
              "padded": f"{of.padded:.1%}", "graphs a chunk": str(of.plan.launches),
-             "experts on the CPU": f"{cpu_share(of.plan):.0%}", "TTFT, s": f"{of.ttft_s:.1f}",
+             "experts on the CPU": f"{of.plan.cpu_share:.0%}", "TTFT, s": f"{of.ttft_s:.1f}",
              "mJ a token": f"{of.mj_per_token:.0f}"}
             for chunk, fastest in best.items() for usual, setting in enumerate((fastest, Setting(chunk=chunk)))
             for of in [found[setting]]]
