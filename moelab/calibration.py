@@ -51,41 +51,18 @@ class Calibration:
         """Routings to each expert: int64 [L, E]."""
         return self.counts_by_phase.sum(0) if phase is None else self.counts_by_phase[phase]
 
-    def popularity(self, phase: int | None = None) -> torch.Tensor:
-        """Expert ids from most to least popular: int64 [L, E]; equal counts in order of their ids."""
-        return ranking(self.counts(phase))
-
     def imbalance(self, phase: int | None = None) -> torch.Tensor:
         """r_l, the busiest expert's load over the mean load (NPUMoE §4.1): float64 [L]; nan without tokens."""
         counts = self.counts(phase).double()
         return counts.amax(1) / counts.mean(1)
 
-    def busiest_load(self, B: int, phase: int | None = PREFILL, top_k: bool = False) -> torch.Tensor:
-        """Estimated tokens of the busiest expert in a chunk of B tokens: float64 [L].
+    def busiest_load(self, B: int, top_k: bool = False) -> torch.Tensor:
+        """Estimated tokens of the busiest expert in a prefill chunk of B tokens: float64 [L].
 
         NPUMoE §4.1 literally: r_l · B/E. But a token visits K experts, so with `top_k` it is r_l · K·B/E. Neither is a
         bound: single chunks are more skewed than the whole calibration (`capacity_needed`).
         """
-        return self.imbalance(phase) * B / self.spec.E * (self.spec.K if top_k else 1)
-
-    def balance(self, phase: int | None = None) -> dict[str, torch.Tensor]:
-        """Load-balance statistics, each float64 [L], nan in layers without tokens: "max/mean" (r_l), "min/mean", "cv"
-        (standard deviation over mean), "entropy" of the load over log E, "dead" (experts without a token).
-        """
-        counts = self.counts(phase).double()
-        mean, share = counts.mean(1), counts / counts.sum(1, keepdim=True)
-        return {
-            "max/mean": counts.amax(1) / mean,
-            "min/mean": counts.amin(1) / mean,
-            "cv": counts.std(1, correction=0) / mean,
-            "entropy": torch.special.entr(share).sum(1) / math.log(max(self.spec.E, 2)),
-            "dead": (counts == 0).sum(1).double(),
-        }
-
-    def inclusion(self) -> torch.Tensor:
-        """f_r at batch size 1 (ZipMoE §3.4): float64 [L, E]. Batches share experts and need the trace:
-        `inclusion_probabilities(trace, batch)`."""
-        return self.counts(DECODE).sort(1, descending=True).values.double() / self.tokens[DECODE]
+        return self.imbalance(PREFILL) * B / self.spec.E * (self.spec.K if top_k else 1)
 
     def require(self, model_id: str, spec: MoESpec) -> Calibration:
         """This calibration; ValueError if it is another model's."""

@@ -30,7 +30,7 @@ DIRECTIONS = {
     "recording": {"models", "trace"},
     "calibration": {"models", "trace"},
     "experts": {"store"},
-    "parallel": {"experts"},
+    "parallel": {"experts", "models", "calibration"},
     "cache": {"trace"},
     "schedule": {"trace"},
     "speculate": {"models", "store", "trace", "recording"},
@@ -42,7 +42,8 @@ DIRECTIONS = {
 }
 TECHNIQUES = set(DIRECTIONS)
 DIRECTIONS["evaluation"] = TECHNIQUES
-DIRECTIONS["advice"] = DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
+DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
+DIRECTIONS["advice"] = TECHNIQUES | {"evaluation", "bench"}
 DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench"}
 DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "viz"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)

@@ -68,11 +68,11 @@ def test_lists_and_names():
 
 @pytest.mark.parametrize("line", [
     "ane plan Phi-3.5-MoE --chunk -5", "ane plan Phi-3.5-MoE --layers x", "ane plan Phi-3.5-MoE --layers 99",
-    "ane plan Phi-3.5-MoE --device nope", "bench planning --instances -1", "profile nowhere --seconds -1",
+    "ane plan Phi-3.5-MoE --device nope", "bench prefetch --tokens -1", "profile nowhere --seconds -1",
     "generate --tp -1", "generate --max-new-tokens 0", "evaluate --limit 1", "calibrate small c --prompts 0",
     "calibrate small c --new-tokens -1",
     "bench engine --only everything", "evaluate --modes executor:capacity:factor=x",
-    "evaluate --modes executor:blockwise:skip_tokens=perhaps", "run 01 -p smoke=maybe"])
+    "evaluate --modes executor:blockwise:skip_blocks=perhaps", "run 01 -p smoke=maybe"])
 def test_what_was_accepted_or_told_in_python_s_words(line, capsys):
     try:
         status = main(line.split())

@@ -1,6 +1,5 @@
 """Calibration against naive loops over random traces, with dropped tokens, several sequences and uneven lengths."""
 
-import math
 from collections import Counter
 
 import pytest
@@ -58,22 +57,13 @@ def test_counts_popularity_and_imbalance_equal_a_loop(trace):
         assert torch.equal(calibration.counts(phase), counts)
         if phase is not None:
             assert calibration.tokens[phase] == len(tokens)
-        balance = calibration.balance(phase)
         for layer, row in enumerate(counts.tolist()):
             by_rank = sorted(range(trace.spec.E), key=lambda e: (-row[e], e))
-            assert calibration.popularity(phase)[layer].tolist() == by_rank
-            assert balance["dead"][layer] == row.count(0)
-            total, mean = sum(row), sum(row) / len(row)
-            if not total:
-                assert calibration.imbalance(phase)[layer].isnan() and balance["entropy"][layer].isnan()
+            assert ranking(calibration.counts(phase))[layer].tolist() == by_rank
+            if not sum(row):
+                assert calibration.imbalance(phase)[layer].isnan()
                 continue
-            assert calibration.imbalance(phase)[layer].item() == pytest.approx(max(row) / mean)
-            assert balance["max/mean"][layer].item() == pytest.approx(max(row) / mean)
-            assert balance["min/mean"][layer].item() == pytest.approx(min(row) / mean)
-            assert balance["cv"][layer].item() == pytest.approx(
-                math.sqrt(sum((n - mean) ** 2 for n in row) / len(row)) / mean)
-            nats = -sum(n / total * math.log(n / total) for n in row if n)
-            assert balance["entropy"][layer].item() == pytest.approx(nats / math.log(max(len(row), 2)), abs=1e-12)
+            assert calibration.imbalance(phase)[layer].item() == pytest.approx(max(row) / (sum(row) / len(row)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -126,13 +116,11 @@ def test_inclusion_equals_a_loop_and_sums_to_the_distinct_experts_a_step(trace, 
         expected = sorted((needed[e] / len(steps) for e in range(E)), reverse=True)
         assert f[layer].tolist() == pytest.approx(expected)
         assert f[layer].sum().item() == pytest.approx(sum(map(len, active)) / len(steps))
-    if batch == 1:
-        torch.testing.assert_close(calibrate(trace).inclusion(), f)
 
 
 def test_inclusion_of_one_sequence_sums_to_k():
     trace = make_trace([(3, 20), (5, 11)], E=9, K=4)
-    torch.testing.assert_close(calibrate(trace).inclusion().sum(1), torch.full((2,), 4.0, dtype=torch.float64))
+    torch.testing.assert_close(inclusion_probabilities(trace).sum(1), torch.full((2,), 4.0, dtype=torch.float64))
     assert (inclusion_probabilities(trace, 2).sum(1) > 4).all()
 
 

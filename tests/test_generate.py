@@ -13,7 +13,8 @@ import pytest
 from moelab.__main__ import main
 from moelab.parallel import launch
 from moelab import open_model
-from moelab.generate import generate, open_parallel
+from moelab.generate import generate
+from moelab.parallel.opening import open_parallel
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from moelab.advice.machine import here, load_average
+from moelab.advice.machine import here
 from moelab.advice.model import Model, find_model
 from moelab.advice.sample import sample_costs
 from moelab.advice.simulated import as_run, identity_of, judged, looked, searched
@@ -29,6 +29,7 @@ from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of
 from moelab.advice.verify import Kept, options_of, run as run_way, stored
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
+from moelab.bench.measure import load_average
 from moelab.offloading.control_group import drop_cached
 from moelab.progress import progress
 from moelab.specs import DeviceSpec, MoESpec

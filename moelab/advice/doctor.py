@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from moelab.advice.machine import disk_rate, memory_rate
+from moelab.bench.machine import read_ahead
 from moelab.files import cache_root, folder_bytes
 from moelab.offloading.budget import available
 
@@ -40,7 +41,7 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
     yield "disk", (", ".join(f"{rate / 1e9:.3g} GB/s with {requests} request{'s' * (requests > 1)}"
                              for requests, (rate, _) in rates.items())
                    + f" ({rates[1][1]}); {shutil.disk_usage(folder).free / 1e9:.3g} GB free"
-                   + (f"; read-ahead {ahead} KB" if (ahead := _read_ahead(Path(folder))) else ""))
+                   + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(Path(folder))) else ""))
     yield "CUDA", _cuda()
     yield "Neural Engine", ("Core ML can run models here" if sys.platform == "darwin" else
                             "none: this is no Mac; models can be converted and checked, not run")
@@ -62,16 +63,6 @@ def _features() -> str:
     has = llvm.get_host_cpu_features()
     found = [f"{name} ({purpose})" for name, purpose in FEATURES.items() if has.get(name)]
     return ", ".join(found) or "no vector instructions that the kernels know"
-
-
-def _read_ahead(folder: Path) -> int | None:
-    """In KB, of the folder's disk; None where the system does not say, such as on an overlay."""
-    device = os.stat(folder).st_dev
-    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (block / "queue", block.resolve().parent / "queue"):      # a partition's is its disk's
-        if (file := queue / "read_ahead_kb").is_file():
-            return int(file.read_text())
-    return None
 
 
 def _cuda() -> str:

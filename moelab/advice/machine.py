@@ -104,11 +104,6 @@ def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
     return rate, f"{'direct' if direct else 'buffered'} reads of {READ >> 20} MB"
 
 
-def load_average() -> float | None:
-    """Of the last minute; None where the system does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
 def clock_mhz() -> float | None:
     """The cores' mean clock rate now, as Linux tells it; None elsewhere."""
     try:

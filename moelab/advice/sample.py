@@ -20,9 +20,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from moelab.advice.machine import clock_mhz, load_average, others_seconds
+from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs
+from moelab.bench.measure import load_average
 from moelab.cache.residency import Pools, Residency
 from moelab.files import cache_root
 from moelab.models import opening

@@ -26,10 +26,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from moelab.advice.machine import load_average
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
+from moelab.bench.measure import load_average
 from moelab.files import cache_root
 from moelab.journal import Journal
 from moelab.offloading.control_group import drop_cached, memory_limit

@@ -105,6 +105,15 @@ class ANEPlan:
         return sum(group.slots for group in self.graphs)
 
     @property
+    def cpu_experts(self) -> int:
+        """Experts left on the CPU, over all layers."""
+        return sum(len(group.experts) for layer in self.layers for group in layer.on("cpu"))
+
+    @property
+    def cpu_share(self) -> float:
+        return self.cpu_experts / (self.spec.L * self.spec.E)
+
+    @property
     def ane_bytes(self) -> int:
         """Weights of the expert graphs that stay resident on the ANE."""
         return sum(group.weight_bytes for group in self.graphs)

@@ -48,17 +48,12 @@ def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int =
     return plan, time.process_time() - start
 
 
-def cpu_share(plan: ANEPlan) -> float:
-    """Share of all experts that the plan leaves on the CPU."""
-    return sum(len(group.experts) for layer in plan.layers for group in layer.on("cpu")) / (plan.spec.L * plan.spec.E)
-
-
 def planned(name: str, skew: str) -> dict[str, Any]:
     """A card's plan for chunks of 256 in figures; drops and padding on chunks that it was not made from."""
     plan, took = plan_card(name, skew)
     account = count(plan, assumed_loads(plan.spec, 256, 128, skew)[64:])
     return {"CPU ms to plan": 1e3 * took, "launches a chunk": plan.launches, "rows a chunk": plan.slots,
-            "experts on the CPU": round(cpu_share(plan) * plan.spec.L * plan.spec.E),
+            "experts on the CPU": plan.cpu_experts,
             "largest graph, MB": plan.largest_graph_bytes / 1e6, "dropped": account.drop_rate,
             "padded": account.padded_fraction, "does not fit": "; ".join(plan.problems) or "–"}
 

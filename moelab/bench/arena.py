@@ -38,7 +38,7 @@ from moelab.ndp.systems import SYSTEMS, System
 from moelab.progress import progress
 from moelab.recording import record
 from moelab.registry import make, names
-from moelab.speculate.predictors import Predictor, takes
+from moelab.speculate.predictors import takes
 from moelab.speculate.scoring import Score, score
 from moelab.speculate.signals import default_vectors
 from moelab.specs import ExpertKey, State

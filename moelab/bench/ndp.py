@@ -1,14 +1,12 @@
-"""GPU-NDP beside its published figures: modelled speedups, the improved schedules, both engines, conservation.
+"""GPU-NDP beside its published figures, what notebook 07 counts: speedups, the improved schedules, both engines.
 
 Speedups are modelled by the closed form under one combination of assumptions, their spread over seeds of the simulated
-routing. `--fit` tries every combination by half of the published numbers (marked "fit"; the others only judge), and
-gives the band of those that fit. Random configurations are checked for work that is repeated, lost or overlapping.
+routing; `moelab.ndp.readings` tries every combination.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,26 +14,19 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
 
 from moelab import open_model
-from moelab.arguments import whole
-from moelab.cards import load_model
 from moelab.models import plug
-from moelab.ndp.balance import balance
 from moelab.ndp.closed_form import layer_seconds
-from moelab.ndp.conditions import stay
-from moelab.ndp.conservation import conserve
-from moelab.ndp.costs import Costs, NotSupported
+from moelab.ndp.costs import NotSupported
 from moelab.ndp.event_simulation import event_seconds, simulate_layer
-from moelab.ndp.fit import CLAIMS, FIT, HALVES, JUDGED, error, nulls, off
+from moelab.ndp.fit import CLAIMS, FIT, HALVES, JUDGED
 from moelab.ndp.hardware import VARIANTS, Hardware
-from moelab.ndp.plans import LayerStep, make_plan
-from moelab.ndp.readings import Readings, readings
+from moelab.ndp.readings import Readings
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.simulation import NDPRun, simulate
-from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, over_seeds, paper_sweep
+from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, paper_sweep
 from moelab.ndp.systems import PAPER, System
 from moelab.ndp.tensor_parallel import NDPTensorParallel
 from moelab.progress import progress
@@ -46,50 +37,9 @@ OURS = PAPER[4:]                                # the systems that have an impro
 TIMES = ("moe_prefill", "moe_decode", "end_to_end")
 
 
-def run(configurations: int = 10_000, seeds: int = 3, engine_tokens: int = 16, search: bool = False
-        ) -> dict[str, dict[str, Any]]:
-    assumptions = Assumptions()
-    searched = {"every combination of assumptions (modelled)": searching(readings(), assumptions)} if search else {}
-    began = time.process_time()
-    sweep = paper_sweep(assumptions, seeds=range(seeds))
-    took = time.process_time() - began
-    found = over_seeds(sweep)
-    results = {
-        "assumptions": {name: str(value) for name, value in vars(assumptions).items()}, **searched,
-        "published figures (paper, modelled)": published(found, assumptions),
-        "agreement": agreement(found),
-        "a predictor without a simulator (published ratios)": predicted(found),
-        "decode over MoNDE, DRAM shared with the link or not (modelled)": dram(
-            sweep, Sweep(physical(assumptions))),
-        "ours over each system, equal GPU memory for all or the paper's (modelled)": means(sweep),
-        "improved over literal, DRAM shared with the link (modelled)": improved(physical(assumptions), range(seeds)),
-        "room beyond the paper, gain over literal NDP+TP+LB+PRE, DRAM shared (modelled)": room(physical(assumptions)),
-        "Eq. 1's promise and the event simulation (modelled, simulated)": promises(assumptions),
-        "event simulation ÷ closed form, experts only (simulated)": engines(assumptions, engine_tokens),
-        "the paper's sweep (measured)": {"runs": len(sweep.cells), "CPU seconds": took}}
-    if configurations:
-        checks = conserve(configurations)
-        problems = checks.pop("problems")
-        results["conservation (exact)"] = checks | {"problems": len(problems)} | (
-            {"first problem": problems[0]} if problems else {})
-    return results
-
-
 def physical(assumptions: Assumptions) -> Assumptions:
     """With modules whose DRAM the link shares, as it must: what is beyond the paper is judged on those."""
     return replace(assumptions, shared_dram=True)
-
-
-def searching(found: Readings, chosen: Assumptions) -> dict[str, Any]:
-    """All combinations: how many fit, where the chosen one is among them, and the band of every figure."""
-    own = error(found.at(chosen))
-    return {"combinations": found.fits.size, "fit all fitted figures": int(found.fits.sum()),
-            "of those a smaller error than the chosen": int((found.errors < own * (1 - 1e-9)).sum()),
-            "judged figures that agree": {str(n): count for n, count in found.agreement().items()},
-            "bands": {name: "{:.2f} to {:.2f}".format(*found.band(name)) for name in (*FIT, *JUDGED)},
-            "choices left": {name: ", ".join(choice for choice, n in of.items() if n)
-                             for name, of in found.left().items()},
-            "the least errors": {f"{error:.4f}": str(assumed) for assumed, error in found.best(3)}}
 
 
 def sensitivity(found: Readings, base: Assumptions) -> dict[str, dict[str, float]]:
@@ -104,13 +54,6 @@ def moved(table: dict[str, dict[str, float]], names: Sequence[str] = (*FIT, *JUD
     chosen = table["as chosen"]
     found = {what: math.expm1(max(abs(math.log(row[n] / chosen[n])) for n in names)) for what, row in table.items()}
     return {what: found[what] for what in sorted(found, key=found.get, reverse=True) if found[what]}
-
-
-def predicted(found: dict[str, Spread]) -> dict[str, dict[str, Any]]:
-    """Judged figures by ratios of published numbers, and which of those that agree need no simulator."""
-    return {name: {"paper": CLAIMS[name].said, "without a simulator": null, "by": CLAIMS[name].null,
-                   "modelled": found[name][0], "modelled agrees": bool(CLAIMS[name].agrees(found[name][0])),
-                   "follows": CLAIMS[name].predicted} for name, null in nulls().items()}
 
 
 def completed(sweep: Sweep, systems: Sequence[str], seed: int, **sizes: Any) -> Sweep:
@@ -145,28 +88,6 @@ def means(sweep: Sweep, seed: int = 0, **sizes: Any) -> dict[str, dict[str, floa
     return found
 
 
-def published(found: dict[str, Spread], assumptions: Assumptions) -> dict[str, dict[str, Any]]:
-    """Each published figure beside the modelled one (mean over seeds and spread), and the modules needed."""
-    rows = {}
-    for used_to, names in HALVES.items():
-        for name in names:
-            claim, (middle, least, most) = CLAIMS[name], found[name]
-            paper = f"{claim.said}: {claim.text}" if isinstance(claim.value, list) else claim.value
-            rows[name] = {"paper": paper, "modelled": middle, "least": least, "most": most,
-                          "error": float(off(name, middle)), "agrees": claim.agrees(middle), "used to": used_to}
-    for model in MODELS:
-        claim, needed = CLAIMS[name := f"modules needed, {model}"], modules_needed(model, assumptions)
-        rows[name] = {"paper": claim.value, "modelled": needed, "agrees": claim.agrees(needed), "used to": "judge"}
-    return rows
-
-
-def agreement(found: dict[str, Spread]) -> dict[str, Any]:
-    middle, agree = {name: values[0] for name, values in found.items()}, agreeing(found)
-    return {"fitted: within 10 % or as described": f"{agree['fit']} of {len(FIT)}",
-            "judged: within 10 % or as described": f"{agree['judge']} of {len(JUDGED)}",
-            "error on fitted": float(error(middle, FIT)), "error on judged": float(error(middle, JUDGED))}
-
-
 def agreeing(found: dict[str, Spread]) -> dict[str, int]:
     """Of each half of the claims, how many the means over seeds agree with."""
     return {half: sum(CLAIMS[name].agrees(found[name][0]) for name in names) for half, names in HALVES.items()}
@@ -178,54 +99,6 @@ def gains(sweep: Sweep, name: str = OURS[-1]) -> dict[str, list[float]]:
                    for (model, N, system, seed), old in sweep.cells.items() if system == name and old
                    for new in [sweep.cells[model, N, name + ", improved", seed]] if new]
             for what in TIMES}
-
-
-def improved(assumptions: Assumptions, seeds: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Gains of the improved versions over every model, number of units and seed."""
-    both = paper_sweep(assumptions, systems=[name + how for name in OURS for how in ("", ", improved")], seeds=seeds)
-    rows = {}
-    for name in OURS:
-        found = gains(both, name)
-        rows[name] = {"cells": len(found["moe_decode"])}
-        for what, of in found.items():
-            rows[name] |= {f"{what}: least": min(of), f"{what}: mean": mean(of)}
-    return rows
-
-
-def room(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
-    """Mean gain of each step beyond the literal framework, over all models and numbers of units."""
-    literal = assumptions.system("NDP+TP+LB+PRE")
-    steps = {"literal": literal, "as many experts prefetched as fit": replace(literal, limit="memory"),
-             "of those as many as pay": replace(literal, limit="pay"),
-             "shares of experts, misses balanced": replace(literal, version="improved"),
-             "both: improved": replace(literal, version="improved", limit="pay")}
-    times: dict[str, list[Any]] = {name: [] for name in steps}
-    for model in progress(MODELS, "beyond the paper", unit="model"):
-        routing = assumptions.routing(model)
-        for N in range(modules_needed(model, assumptions), UNITS[-1] + 1):
-            for name, system in steps.items():
-                times[name].append(simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement))
-    return {name: {what: mean(getattr(first, what) / getattr(own, what) for first, own in zip(times["literal"], of))
-                   for what in TIMES} for name, of in times.items()}
-
-
-def promises(assumptions: Assumptions) -> dict[str, dict[str, Any]]:
-    """Eq. 1's E_g, the layer time it promises (its right side), and the event simulation's for shares of experts, as
-    E_g is a real number, and for the next lower whole number."""
-    rows = {}
-    for model in MODELS:
-        spec = load_model(model)
-        for N in (modules_needed(model, assumptions), UNITS[-1]):
-            costs, K = Costs(spec, assumptions.hardware(N)), spec.K
-            terms = costs.balance_terms()
-            E_g = balance(**terms)
-            promised = stay(E_g, terms)
-            step = LayerStep(np.arange(K), np.ones(K, int), np.zeros(K, int), np.zeros(K, bool), 1, True)
-            found = [event_seconds(make_plan(step, N, moved=np.clip(u - np.arange(K), 0, 1), split=True, pieces=N),
-                                   costs) for u in (E_g, math.floor(E_g))]
-            rows[f"{model}, N={N}"] = {"E_g": E_g, "promised, ms": 1e3 * promised} | {
-                f"{what} ÷ promised": of / promised for what, of in zip(("shares", "whole"), found)}
-    return rows
 
 
 def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str, dict[str, Any]]:
@@ -340,10 +213,3 @@ def one_layer(machine: Hardware, system: System, routing: PromptRouting) -> OneL
     run = NDPRun(machine, system, routing, "id")
     plans = [run.plan(run.decode_step(l, routing.decode[t, l])) for l in range(2) for t in range(4)]
     return OneLayer(*simulate_layer(plans[0], run.costs), [layer_seconds(plan, run.costs) for plan in plans])
-
-
-KIND = "modelled"
-OPTIONS = {
-    "configurations": (whole(), "random ones to check; 0 for none"), "seeds": (whole(1), "seeds of the routing"),
-    "engine_tokens": (whole(1), "decode tokens to compare engines on"),
-    "fit": ({"action": "store_true", "dest": "search"}, "try every combination of assumptions (a minute)")}

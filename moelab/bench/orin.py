@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.bench.caching import Bench, How, tpot
+from moelab.bench.cache_planning import Bench, How, tpot
 from moelab.cache.planning import CachePlan, plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency

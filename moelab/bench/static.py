@@ -190,12 +190,10 @@ class DropCosts:
         row = paired_means(*(np.array(self.samples["loss"][name]) for name in (other, way)))
         return row["difference"], *row["interval"]
 
-    def verdict(self, way: str, other: str = "random") -> str:
-        """Whether the loss of a way differs from another's at 95 %, in words."""
-        _, low, high = self.against(other, way)
-        if high < 0:
-            return f"better than {other}"
-        return f"worse than {other}" if low > 0 else f"indistinguishable from {other}"
+    def verdict(self, way: str) -> str:
+        """Whether the loss of a way differs at 95 % from that at random, in words."""
+        _, low, high = self.against("random", way)
+        return f"{'better than' if high < 0 else 'worse than' if low > 0 else 'indistinguishable from'} random"
 
     def nearest(self, drop: float) -> str:
         """The way whose drop rate on the loss's windows is nearest to `drop`."""

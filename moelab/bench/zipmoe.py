@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from moelab.arguments import number, whole
-from moelab.bench.planning import inclusion_of_ranks
 from moelab.cache.planning import plan
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Request, Residency
@@ -51,6 +50,14 @@ BATCHES = (1, 4, 16)
 #: decode steps that are timed; before them, each expert is chosen so often on average, to fill the cache
 TIMED, FILLED = 8, 5
 THREADS = (1, 2, 3, 4, 6)
+
+
+def inclusion_of_ranks(E: int, K: int) -> np.ndarray:
+    """Inclusion probabilities [E] ~ 1/rank, none above 0.95, of K experts a step."""
+    f = 1 / np.arange(1, E + 1)
+    for _ in range(100):                                    # scaling up meets the ceiling, so repeatedly
+        f = np.minimum(f * K / f.sum(), 0.95)
+    return f * (K / f.sum())
 
 
 @dataclass(frozen=True)

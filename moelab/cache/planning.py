@@ -1,9 +1,10 @@
 """Planning: how to divide a budget between the pools F, C, S and E, from expert popularity.
 
-Source: ZipMoE §3.4 and appendix C (Algorithms 2–4). The most popular experts of a layer lie in pool F, the next in C,
-then S, then E, so each pool is an interval of ranks. A step's hits in the intervals follow conditional Bernoulli
-sampling (`moelab.cache.selection`); every pattern of hits has a time, and the division with the least expected time is
-chosen; of equally good ones, to 1e-9, that with more in F, then C, then S.
+Source: ZipMoE §3.4 and appendix C (Algorithms 2 and 4; `makespan` in place of 3, which reads a miss twice and leaves
+out computing). The most popular experts of a layer lie in pool F, the next in C, then S, then E, so each pool is an
+interval of ranks. A step's hits in the intervals follow conditional Bernoulli sampling (`moelab.cache.selection`);
+every pattern of hits has a time, and the division with the least expected time is chosen; of equally good ones, to
+1e-9, that with more in F, then C, then S.
 
 Shapes: f [E]; distributions of hits [..., k + 1]; patterns [n, 4] of hits in F, C, S and E. The order of steps does not
 count (simulate the `best` few to bring it in, as `moelab.offloading.planner` does); an engine's buffers are not part of
@@ -12,7 +13,7 @@ the budget, and prompts not of the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,26 +26,11 @@ from moelab.cache.selection import add_one, selection_probabilities
 if TYPE_CHECKING:
     from moelab.schedule.requests import Delays
 
-#: (hits [n, 4] in F, C, S and E, k, delays, workers) → seconds [n]
-Estimate = Callable[[np.ndarray, int, "Delays", int], np.ndarray]
-
 
 def reading(hits: np.ndarray, k: int, delays: Delays) -> np.ndarray:
     """What a layer's step reads, as engine and simulator do it (`Delays.miss_read`): [n, 4] → seconds [n]."""
     _, _, S, E = hits.T
     return (k - hits.sum(1)) * delays.miss_read + S * delays.e_read + E * delays.sm_read
-
-
-def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
-    """The makespan of a layer as ZipMoE estimates it (Algorithm 3): [n, 4] → seconds [n].
-
-    The paper's delays are those of one chunk and multiply with chunks an expert (u·n, v·nK, c·nK); ours are an
-    expert's. Recovery and the experts' computation are not part of it, and a miss is two reads.
-    """
-    F, C, S, E = hits.T
-    reading_e = (k - F - C - E) * delays.e_read                                             # lines 5–6, n_E · v
-    reading = (k - F - C - S) * delays.sm_read + reading_e                                  # line 6, T_I/O
-    return np.maximum(reading, (reading_e + (k - F) * delays.decompress) / workers)         # lines 8–10
 
 
 def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
@@ -88,7 +74,7 @@ class CachePlan:
 
 
 def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, delays: Delays, workers: int,
-         pools: str = "FCSE", step: float = 0.05, layers: int = 1, estimate: Estimate = makespan) -> CachePlan:
+         pools: str = "FCSE", step: float = 0.05, layers: int = 1) -> CachePlan:
     """The division of a budget with the least expected time a layer (ZipMoE Algorithm 4).
 
     For pools of each layer (scope "layer"), `budget_bytes` is a layer's. For pools that `layers` share (scope "model"),
@@ -99,7 +85,6 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
     delays : seconds of one expert. workers : decode workers.
     pools : which pools may be used, letters of "FCSE". step : of the ratios; 1 / step must be whole.
-    estimate : `makespan` or `algorithm_3`, or another function like these.
 
     Raises ValueError: no pool could hold even one expert a layer; unknown pools; an impossible step; unfit f.
     """
@@ -124,7 +109,7 @@ def plan(f: np.ndarray, budget_bytes: int, sizes: tuple[int, int, int], k: int, 
     E, n_bytes = len(f), [max(1, bytes_of[p]) for p in HIERARCHY]
     hits = interval_hits(selection_probabilities(f, k), k)
     patterns = hit_patterns(k)
-    seconds = estimate(patterns, k, delays, workers)
+    seconds = makespan(patterns, k, delays, workers)
 
     table, known = [], {}
     for parts in _compositions(n, pools):

@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, Sorted
-from moelab.experts.gemm import Packed
 from moelab.experts.gemv import GEMV
 from moelab.kernels.linear import crossover
 
 
 class Fast(Executor):
-    """`GEMV` up to so many tokens an expert, then `Sorted` or `Packed`.
+    """`GEMV` up to so many tokens an expert, then `Sorted`.
 
     few : tokens an expert (T·K / E) up to which GEMV is used; None measures it.
-    packed : compute many tokens with packed weights, which take as much memory again.
     """
 
-    def __init__(self, few: float | None = None, packed: bool = False) -> None:
+    def __init__(self, few: float | None = None) -> None:
         super().__init__()
         self.few, self.measured = few, {}           # measured: (weights' shapes, dtype, layout, threads) → few
-        self.gemv, self.many = GEMV(), Packed() if packed else Sorted()
+        self.gemv, self.many = GEMV(), Sorted()
         self.gemv.tally = self.many.tally = self.tally
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:

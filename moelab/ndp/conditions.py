@@ -65,11 +65,6 @@ def answers(assumptions: Assumptions = Assumptions(), units: Sequence[int] = UNI
             for N in units if N >= modules_needed(model, assumptions)}
 
 
-def largest_residual(found: dict[tuple[str, int], float], assumptions: Assumptions = Assumptions()) -> float:
-    """How far apart the two sides are at most where the answer is no whole number, relative to one of them."""
-    return max(abs(residual(E, **(t := times(*key, assumptions))) / stay(E, t)) for key, E in found.items() if E % 1)
-
-
 def crossing(model: str, machine: Hardware) -> float:
     """S*, the prompt length in tokens at which the link brings an expert as fast as the modules compute it."""
     spec = load_model(model)

@@ -80,12 +80,6 @@ class Readings:
         return {name: float(array[tuple(i % size for i, size in zip(place, array.shape, strict=True))])
                 for name, array in self.figures.items()}
 
-    def best(self, n: int = 1, base: Assumptions = Assumptions()) -> list[tuple[Assumptions, float]]:
-        """The n combinations that fit with the least error on the fitted figures, and that error; ties in order."""
-        places = np.argwhere(self.fits)
-        return [(replace(base, **{name: options[i] for (name, options), i in zip(self.choices.items(), places[k])}),
-                 float(self.errors[k])) for k in np.argsort(self.errors, kind="stable")[:n]]
-
     def left(self) -> dict[str, dict[str, int]]:
         """Assumption → choice → how many combinations with it fit."""
         every = range(len(AXES))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,21 +109,19 @@ def gaussian_exponents(sigma: float) -> np.ndarray:
     return np.diff(edges)
 
 
-def analyse(checkpoint: str | Path, select: Callable[[str], bool] | None = None) -> list[EntropyRow]:
+def analyse(checkpoint: str | Path) -> list[EntropyRow]:
     """Entropy of a safetensors checkpoint: a row for each float tensor, layer, kind of tensor, and for all.
 
     checkpoint : a folder with one or many .safetensors files, or one such file.
-    select : tensor name → whether to count it, e.g. `lambda name: ".experts." in name`; by default all.
 
-    Raises FileNotFoundError: there are no such files.    ValueError : a damaged file; `select` leaves nothing.
+    Raises FileNotFoundError: there are no such files.    ValueError : a damaged file, or no float tensor.
     """
     path = Path(checkpoint)
     tensors = read_header(path) if path.is_file() else read_folder(path)[1]
-    found = sorted(((name, tensor) for name, tensor in tensors.items()
-                    if tensor.dtype in FORMATS and (select is None or select(name))),
+    found = sorted(((name, tensor) for name, tensor in tensors.items() if tensor.dtype in FORMATS),
                    key=lambda item: (item[1].file, item[1].begin))
     if not found:
-        raise ValueError(f"{checkpoint} has no float tensor that `select` lets through; nothing to analyse")
+        raise ValueError(f"{checkpoint} has no float tensor; nothing to analyse")
     rows: list[EntropyRow] = []
     groups: dict[tuple, np.ndarray] = {}        # (scope, name, layer, kind, dtype) → joint counts
     sizes = [tensor.nbytes for _, tensor in found]

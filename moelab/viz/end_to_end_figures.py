@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -36,8 +36,7 @@ def against(sections: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> go.Figur
     return finish(figure, y="", legend="measured", height=140 + 26 * len(names), margin_l=170)
 
 
-def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: str, kinds: Iterable[str] = ()
-           ) -> go.Figure:
+def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: str) -> go.Figure:
     """Points that a line joins where no other is better in both, a panel a trade.
 
     groups : {title of the horizontal axis: ({name: (x, y)}, names on the front, by x)}. y : the vertical axis.
@@ -54,4 +53,4 @@ def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: s
                    customdata=list(best), text=list(best), mode="markers+text", textposition="top right",
                    textfont=NOTE, **at)
         figure.update_xaxes(title=title, rangemode="tozero", **at)
-    return finish(figure, legend=", ".join(kinds) or "measured", height=420)
+    return finish(figure, legend="measured", height=420)

@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from moelab.bench import zipmoe
@@ -14,6 +15,11 @@ BOARD = load_device("jetson-agx-orin-32gb")
 @pytest.fixture(scope="module")
 def qwen():
     return zipmoe.Machine.of("Qwen1.5-MoE-A2.7B", BOARD, 1.2)
+
+
+def test_the_popularity_is_one_of_k_experts():
+    f = zipmoe.inclusion_of_ranks(128, 8)
+    assert np.isclose(f.sum(), 8) and f.max() <= 1 and (np.diff(f) <= 0).all()
 
 
 def test_rivals_read_what_they_must(qwen):

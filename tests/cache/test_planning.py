@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.cache.planning import (
-    algorithm_3, hit_patterns, interval_hits, makespan, pattern_probabilities, plan, reading)
+    hit_patterns, interval_hits, makespan, pattern_probabilities, plan, reading)
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request
 from moelab.cache.selection import selection_probabilities
@@ -53,13 +53,6 @@ def algorithm_2(q):
     return hits
 
 
-def printed_algorithm_3(k, h, c, v, u, L, K, n):
-    F, C, S, E = h
-    n_sm, n_e = n * (k - F - C - S), n * K * (k - F - C - E)
-    n_d = n * K * (k - F)
-    return max(n_sm * u + n_e * v, (n_e * v + n_d * c) / L)
-
-
 def algorithm_4(f, budget, k, estimate, step, pools="FCSE"):
     """[(ratios, sizes, cost)] of every configuration, by four loops over hits."""
     q, parts, found = selection_probabilities(f, k), round(1 / step), []
@@ -88,10 +81,10 @@ def test_a_plan_equals_the_four_loops(layer, seconds, workers, budget, pools):
     least = min({"F": 12, "C": 8, "S": 6, "E": 2}[p] for p in pools)
     budget = max(budget, least)
 
-    def paper(h):           # chunks of a quarter of two tensors: the printed counts of chunks times the printed delays
-        return printed_algorithm_3(k, h, seconds.decompress / 8, seconds.e_read / 8, seconds.sm_read / 2, workers, 4, 2)
-    truth = algorithm_4(f, budget, k, paper, step, pools)
-    ours = plan(f, budget, SIZES, k, seconds, workers, pools, step, estimate=algorithm_3)
+    def estimate(h):
+        return float(makespan(np.array([h]), k, seconds, workers)[0])
+    truth = algorithm_4(f, budget, k, estimate, step, pools)
+    ours = plan(f, budget, SIZES, k, seconds, workers, pools, step)
     costs = {ratios: cost for ratios, _, cost in truth}
     assert {c.ratios: pytest.approx(c.seconds, rel=1e-12, abs=1e-12) for c in ours.table} == costs
     assert {c.ratios: c.pools for c in ours.table} == {ratios: Pools(*held) for ratios, held, _ in truth}
@@ -120,14 +113,6 @@ def test_probabilities_of_patterns_equal_enumeration(layer, data):
     assert found.sum() == pytest.approx(1, abs=1e-12) and len(patterns) == math.comb(k + 4, 4)
     means = np.append(found @ patterns, k - found @ patterns.sum(1))            # hits in each pool, and misses
     assert np.allclose(means, [f[a:b].sum() for a, b in zip([0, *cuts], [*cuts, E])], atol=1e-8)
-
-
-@pytest.mark.parametrize("h", list(itertools.product(range(3), repeat=4)))
-def test_algorithm_3_equals_the_printed_one(h):
-    k, hits = 8, np.array([h])
-    for workers in (1, 3):
-        truth = printed_algorithm_3(k, h, c=0.25, v=0.125, u=1.5, L=workers, K=4, n=2)
-        assert algorithm_3(hits, k, Seconds(), workers)[0] == pytest.approx(truth, rel=1e-12)
 
 
 def scheduled(h, k, d, workers):

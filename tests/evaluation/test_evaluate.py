@@ -104,8 +104,8 @@ def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
 
 def test_options_of_an_executor_are_read_as_what_they_are():
     """The text "false" is true in Python."""
-    name, options = evaluate.executor_options("blockwise:skip_tokens=false:skip_blocks=True:block_size=8")
-    assert name == "blockwise" and options == {"skip_tokens": False, "skip_blocks": True, "block_size": 8}
+    name, options = evaluate.executor_options("blockwise:skip_blocks=false:block_size=8")
+    assert name == "blockwise" and options == {"skip_blocks": False, "block_size": 8}
 
 
 def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):

@@ -156,8 +156,8 @@ def test_a_notebook_is_swept_and_its_parameters_checked_first(notebook, results,
 
 def test_a_bench_is_swept(results, capsys):
     with pytest.raises(SystemExit):
-        main(["sweep", "planning", "--grid", "no_such=1"])
-    assert main(["sweep", "planning", "--grid", "instances=2", "seed=0,1"]) == 0
-    rows = read(results / "sweeps" / "bench_planning.parquet")
-    assert [row.point for row in rows] == [{"instances": 2, "seed": 0}, {"instances": 2, "seed": 1}]
+        main(["sweep", "ane", "--grid", "no_such=1"])
+    assert main(["sweep", "ane", "--grid", "skew=even", "mode=serial,parallel"]) == 0
+    rows = read(results / "sweeps" / "bench_ane.parquet")
+    assert [row.point for row in rows] == [{"skew": "even", "mode": mode} for mode in ("serial", "parallel")]
     assert all(metric["kind"] in KINDS for row in rows for metric in row.metrics.values()) and rows[0].metrics

@@ -68,8 +68,7 @@ def test_what_fits_against_a_loop_over_all():
     for name in figures:
         of = [values[name] for _, values in fitting]
         assert found.band(name) == (min(of), max(of))
-    best = min(fitting, key=lambda one: error(one[1]))
-    assert found.best()[0] == (best[0], pytest.approx(float(error(best[1]))))
+    assert found.errors.min() == pytest.approx(min(float(error(values)) for _, values in fitting))
     counts = [sum(bool(CLAIMS[name].agrees(values[name])) for name in JUDGED) for _, values in fitting]
     assert found.agreement() == {n: counts.count(n) for n in sorted(set(counts))}
     assert found.left()["zipf"] == {str(z): sum(a.zipf == z for a, _ in fitting) for z in choices["zipf"]}
@@ -78,7 +77,7 @@ def test_what_fits_against_a_loop_over_all():
 def test_nothing_fits():
     found = Readings({name: options[:1] for name, options in CHOICES.items()},
                      {name: np.full([1] * len(AXES), 99.0) for name in (*FIT, *JUDGED)})
-    assert not found.fits.any() and found.agreement() == {} and found.best() == []
+    assert not found.fits.any() and found.agreement() == {} and not found.errors.size
     assert np.isnan(found.band(FIT[0])).all()
 
 

@@ -26,7 +26,7 @@ def tokens_and_logits(model) -> tuple[torch.Tensor, torch.Tensor]:
 
 def generate_all(cases):
     """[(folder, variant, dtype)] → [(tokens, logits, bytes of experts held)]."""
-    from moelab.generate import open_parallel
+    from moelab.parallel.opening import open_parallel
     made = []
     for folder, variant, dtype in cases:
         model = open_parallel(folder, variant, dtype=dtype)
@@ -38,7 +38,7 @@ def generate_with(folder, ways):
     """[(variant, executor or None, options)] → [(tokens, logits, choices routed, executed, slots)]."""
     from moelab.registry import make
     from moelab.models import discover, eager
-    from moelab.generate import open_parallel
+    from moelab.parallel.opening import open_parallel
     made = []
     for variant, name, options in ways:
         inner = make("executor", name) if name else eager
@@ -50,13 +50,13 @@ def generate_with(folder, ways):
 
 
 def open_with(folder, options):
-    from moelab.generate import open_parallel
+    from moelab.parallel.opening import open_parallel
     open_parallel(folder, **options)
 
 
 def route_alone_and_in_sequence(folder):
     """(ids, weights) of a router for 18 and 2 tokens, the same in sequence parallel, and how many rows it saw then."""
-    from moelab.generate import open_parallel, route_in_sequence
+    from moelab.parallel.opening import open_parallel, route_in_sequence
     from moelab.models import discover
     model = open_parallel(folder, "ep", dtype=torch.float32)
     layer = discover(model)[0]

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.schedule.execution import makespan
-from moelab.schedule.optimum import Bounds, bounds, critical_path, critical_path_printed
+from moelab.schedule.optimum import Bounds, bounds, critical_path
 from moelab.schedule.requests import Task
 from moelab.specs import State
 from tests.schedule.instances import task_sets
@@ -20,6 +20,12 @@ def test_by_hand():
 @given(task_sets(experts=1, tensors=1), st.integers(1, 6))
 def test_the_path_of_one_task_is_what_it_takes(tasks, workers):
     assert abs(critical_path(tasks[0], workers) - makespan([tasks], workers)) < 1e-9
+
+
+def critical_path_printed(task, workers):
+    """z_j as eq. (3) prints it."""
+    return (task.reads_e * task.K * task.v
+            + max(task.K * task.c / min(task.K, workers), task.type_1 * task.u) + task.p)
 
 
 @given(task_sets(experts=1, tensors=1, K=1), st.integers(1, 6))

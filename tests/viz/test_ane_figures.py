@@ -14,7 +14,7 @@ from moelab.ane.popularity import assumed_counts  # noqa: E402
 from moelab.ane.systems import SYSTEMS, TABLE_2  # noqa: E402
 from moelab.cards import load_model  # noqa: E402
 from moelab.claims import FITTED, NOT_REPRODUCED, REPRODUCED, Claim, Row  # noqa: E402
-from moelab.viz import ane_figures as figures  # noqa: E402
+from moelab.viz.story import ane_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
 SPEC = load_model("Phi-3.5-MoE")

@@ -6,7 +6,7 @@ import pytest
 pio = pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
-from moelab.viz import ndp_figures as figures  # noqa: E402
+from moelab.viz.story import ndp_figures as figures  # noqa: E402
 from moelab.viz.engine_figures import gantt  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 

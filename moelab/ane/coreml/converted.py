@@ -15,7 +15,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention_inputs

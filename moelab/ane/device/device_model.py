@@ -58,7 +58,6 @@ class Prefill:
     experts: Cost                   # with their launches
     host: Cost                      # the router, and moving tokens
     padding: Cost                   # of the experts, what rows without a token take
-    comm_mj: float                  # of the energy, what goes into moving data
     dispatch_ms: float              # of the time, launches and Core ML's placing of graphs
     slots_per_token: float          # expert rows computed for a prompt token in one MoE layer, padding included
     device: str
@@ -239,8 +238,7 @@ class DeviceModel:
             experts += self.dense(spec, spec.dense_I, plan.chunk)
         host = self._on_cpu(self.cpu.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
         parts = [cost * chunks for cost in (attention, experts, host)]
-        return Prefill(prompt, *parts, padding * chunks, self.cpu.comm_w * sum(part.ms for part in parts),
-                       dispatch * chunks, rows / (spec.L * plan.chunk), self.device,
+        return Prefill(prompt, *parts, padding * chunks, dispatch * chunks, rows / (spec.L * plan.chunk), self.device,
                        {quantity: self.error(quantity) for quantity in ("latency", "energy")})
 
     def error(self, quantity: str) -> float:

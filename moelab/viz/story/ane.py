@@ -30,10 +30,10 @@ from moelab.claims import NOT_REPRODUCED
 from moelab.models import plug
 from moelab.table import span
 from moelab.trace import PREFILL, RoutingTrace
-from moelab.viz import ane_figures as figures
-from moelab.viz import ane_tables as tables
 from moelab.viz.figures import load_distribution
 from moelab.viz.notebook import interact, say, show
+from moelab.viz.story import ane_figures as figures
+from moelab.viz.story import ane_tables as tables
 
 if TYPE_CHECKING:
     from moelab.lab.results import Run
@@ -75,7 +75,7 @@ def plan(run: Run, train: RoutingTrace, test: RoutingTrace, chunk: int, drop: fl
                caption=f"Our plan of {spec.name}: each bar is a graph, as wide as it has experts; grey: experts on "
                        f"the CPU (exact; G at most {group_size}, B = {chunk}, slack {slack:g}).",
                alt="One row a layer, its graphs from the hottest experts to the coldest; "
-                   f"{on_cpu(chosen)} of {spec.L * E} experts, grey at the ends of the rows, are on the CPU.")
+                   f"{chosen.cpu_experts} of {spec.L * E} experts, grey at the ends of the rows, are on the CPU.")
     run.metrics_of({f"dropped_{name}": account.drop_rate for name, (_, account) in accounts.items()},
                    "of routings, test prompts", "measured")
     run.metrics_of({f"padded_{name}": account.padded_fraction for name, (_, account) in accounts.items()},
@@ -92,11 +92,6 @@ def plan(run: Run, train: RoutingTrace, test: RoutingTrace, chunk: int, drop: fl
         padded=accounts["plan"][1].padded_fraction, worst=accounts["one_capacity"][1].padded_fraction,
         levels=" or ".join(map(str, levels)), least=float(imbalance.min()), most=r)
     return chosen
-
-
-def on_cpu(plan: ANEPlan) -> int:
-    """Experts that a plan leaves on the CPU."""
-    return sum(len(group.experts) for layer in plan.layers for group in layer.on("cpu"))
 
 
 def cards(run: Run, group_size: int, seed: int) -> None:

@@ -24,9 +24,9 @@ from moelab.models import plug, unplug
 from moelab.parallel import volumes
 from moelab.table import ms, percent, slug
 from moelab.trace import PREFILL, RoutingTrace
-from moelab.viz import expert_figures as figures
-from moelab.viz import expert_tables as tables
 from moelab.viz.notebook import interact, show
+from moelab.viz.story import static_figures as figures
+from moelab.viz.story import static_tables as tables
 
 if TYPE_CHECKING:
     from moelab.lab.results import Run

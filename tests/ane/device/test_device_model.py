@@ -136,7 +136,7 @@ def test_a_prefill_is_its_chunks_and_layers():
     assert whole.mj_per_token == pytest.approx(whole.total.mj / 1000)
     left = [summary(leave_one_out(quantity=quantity, mode="serial"))["RMS"] for quantity in ("latency", "energy")]
     assert whole.kind == "modelled" and list(whole.error.values()) == left and 0.05 < left[0] < 0.07
-    assert 0 < whole.dispatch_ms < whole.experts.ms and 0 < whole.comm_mj < whole.total.mj
+    assert 0 < whole.dispatch_ms < whole.experts.ms
 
 
 @given(seed=st.integers(0, 99), system=st.sampled_from(("base", "npumoe")), overlap=st.booleans())
@@ -211,7 +211,7 @@ def test_nothing_is_busier_than_the_clock(E, K, H, I, shared, dense, chunk, prom
             assert part.mj >= 0
         assert cost.total.cpu_ms + cost.total.ane_ms >= cost.total.ms * (1 - 1e-9)      # someone always works
         assert -1e-6 <= cost.padding.ms <= cost.experts.ms * (1 + 1e-9)
-        assert 0 <= cost.dispatch_ms <= cost.total.ms and 0 <= cost.comm_mj <= cost.total.mj
+        assert 0 <= cost.dispatch_ms <= cost.total.ms
     assert plan.weight_bytes <= model.memory_bytes
 
 

@@ -16,9 +16,9 @@ from moelab.ane.systems import SYSTEMS, TABLE_2
 from moelab.cards import load_device
 from moelab.claims import FITTED, FOLLOWS, NOT_REPRODUCED, REPRODUCED, Row
 from moelab.viz import theme
-from moelab.viz.ane_tables import label
 from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, bar_look, bars, finish, line_look, panels, pattern,
                                 point_look, whole_steps)
+from moelab.viz.story.ane_tables import label
 
 
 def placement(plan: ANEPlan) -> go.Figure:

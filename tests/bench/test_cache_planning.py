@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from moelab.bench import caching, orin
+from moelab.bench import cache_planning as planning, orin
 from moelab.cache.pools import Pools
 
 
 @pytest.fixture(scope="module")
 def bench():
     torch.set_num_threads(1)
-    return caching.Bench("", "", None, 8, 4, 1, 0.4, workers=1, rounds=1, seconds=0.1, seed=0)
+    return planning.Bench("", "", None, 8, 4, 1, 0.4, workers=1, rounds=1, seconds=0.1, seed=0)
 
 
 def test_a_state_saves_what_it_holds(bench):
@@ -22,7 +22,7 @@ def test_a_state_saves_what_it_holds(bench):
 
 
 def test_what_runs_is_what_is_simulated(bench):
-    found = caching.planned(bench, [0.4])[0.4]
+    found = planning.planned(bench, [0.4])[0.4]
     assert found.lead(found.best) == 1 and sum(found.bytes(bench).values()) <= bench.room(0.4)
     assert bench.identical(found.pools["plan"])
     for name in found.took:
@@ -35,7 +35,7 @@ def test_what_runs_is_what_is_simulated(bench):
 
 
 def test_policies_by_memory(bench):
-    curves = caching.Curves.of(bench, {}, 3)
+    curves = planning.Curves.of(bench, {}, 3)
     rates = curves.hit_rates()
     assert max(rates, key=rates.get) == "belady" and "lru" in rates
     # the uniform bound by a loop: so many of all are held
@@ -46,7 +46,7 @@ def test_policies_by_memory(bench):
 
 def test_seconds_until_the_nth_token():
     pace = np.array([[1.0, 2, 3, 4], [2, 2, 2, 2]])
-    assert [(n, mean) for n, mean, *_ in caching.until(pace)] == [(1, 1.5), (2, 3.5), (3, 6), (4, 9)]
+    assert [(n, mean) for n, mean, *_ in planning.until(pace)] == [(1, 1.5), (2, 3.5), (3, 6), (4, 9)]
 
 
 def test_the_board(bench):

@@ -14,8 +14,7 @@ from moelab.ane.device.published import (
 from moelab.ane.parity import LOGITS, Parity
 from moelab.ane.plan import MAX_GRAPH_BYTES, Account, ANEPlan
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2, Operator
-from moelab.bench.ane import cpu_share
-from moelab.bench.ane_accuracy import Answers, LossByOrder
+from moelab.bench.ane_accuracy import Answers
 from moelab.bench.ane_conversion import Conversion
 from moelab.cards import load_device
 from moelab.claims import DIRECTION, REPRODUCED
@@ -56,7 +55,7 @@ def cards(of: Mapping[str, ANEPlan]) -> list[Row]:
              "fit one graph: fp16": str(int(MAX_GRAPH_BYTES // (2 * plan.spec.expert_params))),
              "int8": str(int(MAX_GRAPH_BYTES // plan.spec.expert_params)), "launches a chunk": str(plan.launches),
              "largest graph, MB": f"{plan.largest_graph_bytes / 1e6:,.0f}",
-             "experts on the CPU": f"{cpu_share(plan):.0%}", "what does not fit": "; ".join(plan.problems) or "–"}
+             "experts on the CPU": f"{plan.cpu_share:.0%}", "what does not fit": "; ".join(plan.problems) or "–"}
             for name, plan in of.items()]
 
 
@@ -115,16 +114,6 @@ def answers(found: Answers) -> list[Row]:
                      "dense": f"{before:.1f} %", "pruned": f"{after:.1f} %",
                      "difference, points": f"{after - before:+.1f}"})
     return rows
-
-
-def orders(found: LossByOrder) -> list[Row]:
-    """Dropped share and language loss by order and slack; the last row: saliency less random, nats a token."""
-    rows = [{"order of dropping": mode} | {f"slack {s:g}: dropped, loss": f"{dropped:.1%}, {loss:+.2f} % ± {error:.2f}"
-                                           for s, (dropped, loss, error) in of.items()}
-            for mode, of in found.cost.items()]
-    return [*rows, {"order of dropping": "*saliency − random, nats a token, 95 %*"} | {
-        f"slack {s:g}: dropped, loss": f"{mean:+.3f}, {low:+.3f} to {high:+.3f}"
-        for s, (mean, low, high) in found.beside_random.items()}]
 
 
 def achieved(device: DeviceModel) -> tuple[float, float]:
@@ -193,7 +182,7 @@ def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> l
     """The fastest setting of each chunk, and the default below it."""
     return [{"chunk": str(chunk), "setting": f"*{setting}*" if usual else str(setting), "dropped": f"{of.dropped:.1%}",
              "padded": f"{of.padded:.1%}", "graphs a chunk": str(of.plan.launches),
-             "experts on the CPU": f"{cpu_share(of.plan):.0%}", "TTFT, s": f"{of.ttft_s:.1f}",
+             "experts on the CPU": f"{of.plan.cpu_share:.0%}", "TTFT, s": f"{of.ttft_s:.1f}",
              "mJ a token": f"{of.mj_per_token:.0f}"}
             for chunk, fastest in best.items() for usual, setting in enumerate((fastest, Setting(chunk=chunk)))
             for of in [found[setting]]]

@@ -8,7 +8,7 @@ excess is other load on the same machine. Every run begins with an empty cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -179,10 +179,10 @@ class Bench:
             assert session.residency.counters == simulation.counters, "other hits or evictions"
             assert session.metrics().read_bytes == simulation.metrics().read_bytes, "other bytes"
 
-    def ordered(self, pools: Pools, schedulers: Iterable[str] = ("affinity", "expert", "naive")) -> dict[str, float]:
+    def ordered(self, pools: Pools) -> dict[str, float]:
         """TPOT by the order of reading, in turn."""
-        schedulers, took = list(schedulers), {}
-        for name in schedulers * self.rounds:
+        took: dict[str, list[list[float]]] = {}
+        for name in ("affinity", "expert", "naive") * self.rounds:
             took.setdefault(name, []).append([x.end - x.start for x in self.generate(
                 pools, scheduler=name)[0].forwards])
         return {name: float(np.min(of, 0).reshape(len(self.singly), -1)[:, 1:].mean()) for name, of in took.items()}

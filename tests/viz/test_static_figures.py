@@ -7,7 +7,7 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.viz import expert_figures as figures  # noqa: E402
+from moelab.viz.story import static_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
 SAMPLES = {"prefill": {"reference": [0.01, 0.02, 0.03], "packed": [0.01, 0.01, 0.02]},

@@ -14,9 +14,9 @@ from moelab.bench.static import BASELINE, NO_EXPERTS, BlockCount, DropCosts, Tie
 from moelab.cards import load_model
 from moelab.experts.blocks import Padding, intensity_factor
 from moelab.experts.blockwise import BlockMap
-from moelab.parallel.advice import Advice
-from moelab.experts.quantization import Quantized
 from moelab.experts.neuron import expected_unique
+from moelab.experts.quantization import Quantized
+from moelab.parallel.advice import Advice
 from moelab.table import ms, percent
 
 Row = dict[str, Any]
