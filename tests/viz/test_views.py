@@ -111,6 +111,15 @@ def test_headless_it_is_a_figure_and_no_widget(view, monkeypatch):
     assert theme.PLOTLY in told[0] and told[1]["text/plain"] == "5 <b>" and "widget" not in vars(view)
 
 
+def test_where_nothing_is_live_a_view_is_words(view, monkeypatch):
+    told = []
+    monkeypatch.setattr("moelab.viz.notebook.display", lambda bundle, **how: told.append(bundle))
+    view._ipython_display_()
+    bundle, = told
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == view.widget.model_id
+    assert "alt" in bundle["text/plain"] and "5 <b>" in bundle["text/plain"] and "VBox" not in bundle["text/plain"]
+
+
 def test_files_are_made_when_they_are_asked_for(view, monkeypatch):
     view.widget
     sent = []

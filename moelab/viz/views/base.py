@@ -26,7 +26,7 @@ import plotly.graph_objects as go
 
 from moelab.table import head_and_rows
 from moelab.viz import theme
-from moelab.viz.notebook import show
+from moelab.viz.notebook import live, show
 
 FOLDER = Path(__file__).parent
 #: width of what stands before a control, so that all controls of a view begin below one another
@@ -175,8 +175,8 @@ class View:
                 show(figure, "", self.words[1])
             show(self.figures[-1], *self.words)
         else:
-            from IPython.display import display
-            display(self.widget)
+            caption, alt = self.words
+            live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}")
 
     # ---------------------------------------------------------------------------------------------- in Jupyter
 
