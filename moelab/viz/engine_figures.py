@@ -83,7 +83,7 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
                                     vertical_spacing=0.07, row_heights=[0.55, 0.45])
     optimum = {"mode": "lines", "line": {"color": theme.BLACK, "width": 3, "dash": "solid"}}
     looks = {name: (sorted(points), line_look(i)) for i, (name, points) in enumerate(curves.items())}
-    looks |= {"Belady: no policy hits more": (sorted(ceiling), optimum)} if ceiling else {}
+    looks |= {"Belady, whole experts": (sorted(ceiling), optimum)} if ceiling else {}
     for name, (points, look) in looks.items():
         size, tpot, hits = np.array(points, dtype=float).T
         for at, y, what in ((upper, 1e3 * tpot, "ms"), (lower, 100 * hits, "%")):
