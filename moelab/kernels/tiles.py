@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 
 from moelab.kernels import vectors as v
-from moelab.kernels.emit import F16, F32, I16, I32, I64, VOID, Value, emitted, fill
+from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
 from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
 
 
@@ -216,10 +216,10 @@ def read(address, i):
     return (address + i * 8).load(I64)
 
 
-@emitted(types.int64)
-def number(address, i):
-    """The i-th uint32 at an address."""
-    return (address + i * 4).load(I32).to(I64, "zext")
+@emitted(types.voidptr)
+def pointer(address):
+    """An address as `numba.carray` takes it."""
+    return Value(address.builder, address.at(I8))
 
 
 @emitted()
