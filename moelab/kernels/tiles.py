@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
-from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -19,11 +18,6 @@ from numba.core import cgutils
 from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
 from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
-
-
-def in_turn(tokens: int, kind: Any) -> bool:
-    """Whether `dots` reads the rows of a tile one after the other; what takes less than a byte computes too much."""
-    return tokens <= 2 and SIZES[kind][0] >= BLOCK
 
 
 @emitted()
@@ -37,8 +31,9 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
     inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], v.table_of(kind, table)
     matrix = [(w + v.span_of(kind, skip), other if kind == FP8 else other + v.span_of(kind, skip, 1))
               for skip in [stride * r for r in range(rows)]]                # rows of a tile are rows of a block
-    # Rows in turn where memory limits: read from front to back, and what adds up a vector is shared by the tile.
-    turns = [[r] for r in range(rows)] if in_turn(tokens, kind) else [list(range(rows))]
+    # Rows in turn where memory limits: read from front to back. What takes less than a byte computes too much.
+    in_turn = tokens <= 2 and SIZES[kind][0] >= BLOCK
+    turns = [[r] for r in range(rows)] if in_turn else [list(range(rows))]
     chains = 4 if tokens * len(turns[0]) == 1 else 1    # one sum of a row would wait for itself
     b, zeros = x.builder, fill(v.FLOATS, 0.0)
     sums = [[[cgutils.alloca_once_value(b, zeros) for _ in range(chains)] for _ in range(rows)] for _ in range(tokens)]
@@ -70,7 +65,8 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
             to.store(v.four_sums(*found))
         else:
             for r in range(rows):
-                (to + 4 * r).store(v.sum_of(found[r]))
+                (to + 4 * r).store(found[r].of(0.0, F32).call(f"vector.reduce.fadd.v{WIDTH}f32", found[r],
+                                                              fastmath=("reassoc",)))
 
 
 @emitted()
@@ -144,12 +140,6 @@ def place(kind: type, i):
 
 
 @emitted(types.int64)
-def step(kind: type):
-    """Weights of a kind that the loops above take at a time."""
-    return v.step_of(kind)
-
-
-@emitted(types.int64)
 def span(kind: type, count):
     """Bytes of so many weights at their first address."""
     return v.span_of(kind, count)
@@ -163,10 +153,7 @@ def beside(kind: type, row, n):
     return (row >> 7) * (n + 127 >> 7) * 4
 
 
-@emitted()
-def prefetch(near: int, address):
-    """Prefetch a cache line, into the first level (near 3) or the second (2); any address is valid."""
-    v.fetch(address, near)
+step, prefetch = emitted(types.int64)(v.step_of), emitted()(v.fetch)
 
 
 @emitted(types.int64)

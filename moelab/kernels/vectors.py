@@ -39,7 +39,7 @@ if _FEATURES.get("ssse3"):
 _PROCESSOR = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
-def step_of(kind: Any) -> int:
+def step_of(kind: type) -> int:
     """Weights that are widened at a time: kinds of 16 bits in pairs, packed ones in blocks."""
     return BLOCK if SIZES[kind][1] else STEP
 
@@ -162,10 +162,6 @@ def table_of(kind: Any, address: Value) -> Value | None:
 
 def fma(a: Value, b: Value, c: Value) -> Value:
     return a.call(f"fma.v{WIDTH}f32", b, c)
-
-
-def sum_of(vector: Value) -> Value:
-    return vector.of(0.0, F32).call(f"vector.reduce.fadd.v{WIDTH}f32", vector, fastmath=("reassoc",))
 
 
 def four_sums(a: Value, b: Value, c: Value, d: Value) -> Value:
