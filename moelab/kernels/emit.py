@@ -45,7 +45,9 @@ class Value:
         return Value(self.builder, getattr(self.builder, instruction)(self.llvm, *map(self._operand, others)))
 
     def _operand(self, other: Any) -> Any:
-        return other.llvm if isinstance(other, Value) else other if isinstance(other, ir.Type) else fill(self.type, other)
+        if isinstance(other, ir.Type):
+            return other
+        return other.llvm if isinstance(other, Value) else fill(self.type, other)
 
     def of(self, other: Any, type_: ir.Type | None = None) -> Value:
         """A constant."""
@@ -114,21 +116,21 @@ def emitted(result: types.Type = types.void) -> Callable:
             return result(*taken), code
         typed.__name__, typed.__doc__ = function.__name__, function.__doc__
         typed.__signature__ = own.replace(parameters=[inspect.Parameter("typing", 1), *own.parameters.values()])
-        return intrinsic(prefer_literal=True)(typed)
+        return intrinsic(prefer_literal="int" in wanted)(typed)
     return part
 
 
 def _taken(wanted: str, given: types.Type) -> types.Type:
     """The type in which a part takes an argument."""
-    plain = given if wanted == "int" else types.unliteral(given)
     if wanted in ("int", "type"):
-        return plain
-    return types.int64 if isinstance(plain, types.Integer) else types.float32 if isinstance(plain, types.Float) else plain
+        return given if wanted == "int" else types.unliteral(given)
+    wide = {types.Integer: types.int64, types.Float: types.float32}
+    return next((to for of, to in wide.items() if isinstance(given, of)), given)
 
 
 def _value(context: Any, builder: ir.IRBuilder, wanted: str, taken: Any, llvm: Any) -> Any:
     if wanted in ("int", "type"):
-        return taken if wanted == "type" else taken.literal_value
+        return taken.literal_value if wanted == "int" else taken
     if isinstance(taken, types.Array):
         llvm = builder.ptrtoint(context.make_array(taken)(context, builder, llvm).data, I64)
     return Value(builder, llvm)

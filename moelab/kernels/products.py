@@ -37,7 +37,7 @@ PIECE = 64                     # rows that a thread takes at a time
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
 OUTPUTS = 512                   # outputs that a thread takes at a time in the transposed layout; sums stay in the L1
 AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
-_POOL = ThreadPoolExecutor()    # where there is no OpenMP
+_POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64)          # where there is no OpenMP
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
         _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, entry(kind, transposed), TEAM, threads)
         return y
     wide = torch.empty(y.shape)
-    job, work = job_of(*given, wide.data_ptr(), outputs), ctypes.CFUNCTYPE(None, ctypes.c_int64)(entry(kind, transposed))
+    job, work = job_of(*given, wide.data_ptr(), outputs), _C_FUNCTION(entry(kind, transposed))
     running = [_POOL.submit(work, job.ctypes.data) for _ in range(threads)]
     try:
         wait(running)

@@ -95,7 +95,7 @@ def test_one_token_equals_softmax_by_hand(dtype, H, kv_heads, group, half, S, no
 
 
 def test_windows_slide_as_transformers_would_have_it():
-    """Until a window is full the kernel continues it, then the module does; the layers stay the same but for rounding."""
+    """Until a window is full the kernel continues it, then the module does; what is kept stays the same."""
     torch.manual_seed(0)
     module, past = MixtralAttention(64, 4, 2, 32, None, False, torch.float32), torch.randn(2, 1, 2, 3, 32).unbind()
     ours, mine, theirs = short.DecodeAttention(module), past_of(past, 8), past_of(past, 8)
