@@ -51,8 +51,8 @@ class DecodeAttention:
         self.D, self.kv_heads, self.dtype = D, linears[1].out_features // D, linears[0].weight.dtype
 
         def matrices(pack: Pack | None) -> list[Matrices]:                      # one for each head
-            return [Matrices(linear.weight, linear.bias, linear.out_features // D, pack) for linear in linears[:3]]
-        before, after = matrices(pack), Matrices(linears[3].weight, linears[3].bias, 1, pack)
+            return [Matrices.of(linear.weight, linear.bias, linear.out_features // D, pack) for linear in linears[:3]]
+        before, after = matrices(pack), Matrices.of(linears[3].weight, linears[3].bias, 1, pack)
         if len({one.kind for one in before}) > 1:
             before = matrices(None)
         self.alive, kind, rows = (before, after), products.KINDS[self.dtype], np.concatenate([m.rows for m in before])

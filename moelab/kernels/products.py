@@ -41,40 +41,32 @@ _POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A bf16 weight [R, n] as one of `PACKED`, in parts of as many rows.
+class Matrices:
+    """One weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
 
-    rows : of `multiply`'s matrices, without biases; they point into `memory`.
+    rows : int64 [parts, 4]; they point into the weight or, packed as one of `PACKED`, into `memory`.
     rounded : makes the weight that this stands for; None where that is the very same.
     """
 
     kind: type
-    rows: list[list[int]]
-    memory: Any
+    rows: np.ndarray
+    memory: Any = None
     rounded: Callable[[], Tensor] | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> Matrices:
+        """Packed by `pack` if the weight is bf16 and that does; valid while this and the weight live."""
+        found = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
+        if found is None:
+            found = cls(KINDS[weight.dtype], np.zeros((parts, 4), np.int64))
+            found.rows[:, 0] = weight.data_ptr() + np.arange(parts) * (weight.nbytes // parts)
+        if bias is not None:
+            found.rows[:, 2] = bias.data_ptr() + np.arange(parts) * (bias.nbytes // parts)
+        return found
 
 
 #: (weight, number of parts) → the weight packed; None where that is not possible or does not pay
-Pack = Callable[[Tensor, int], Packed | None]
-
-
-class Matrices:
-    """The rows of one weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
-
-    kind : of all parts.    packed : the weight packed by `pack`, or None.    rows : int64 [parts, 4]; valid while this
-    object lives.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> None:
-        self.packed = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
-        if self.packed:
-            self.kind, rows = self.packed.kind, self.packed.rows
-        else:
-            size = weight.nbytes // parts
-            self.kind, rows = KINDS[weight.dtype], [[weight.data_ptr() + i * size, 0, 0, 0] for i in range(parts)]
-        self.rows = np.array(rows)
-        if bias is not None:
-            self.rows[:, 2] = bias.data_ptr() + np.arange(parts) * (bias.nbytes // parts)
+Pack = Callable[[Tensor, int], Matrices | None]
 
 
 def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, tokens: np.ndarray | None, R: int,
