@@ -1,9 +1,9 @@
-"""Attention of a single token in two calls: projections, norms, rotation before the cache, heads and output after it.
+"""Attention of a single token in one call: projections, norms, rotation before the cache, heads and output after it.
 
 A token's attention takes about thirty calls in transformers, which are overhead-dominated. Here threads share the rows
 of q, k and v, then the key heads, then the rows of the output. Sums are in fp32 and rounded once, so the result is
 transformers' within the dtype's tolerance. Only for `ATTENTIONS`, where a probe shows the same result, on the CPU;
-prompts, batches, masks and gradients take the module's own forward.
+prompts, batches, masks, gradients and caches that do not simply grow take the module's own forward.
 
     x [1, 1, H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [1, 1, H]
 """
@@ -11,8 +11,7 @@ prompts, batches, masks and gradients take the module's own forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from types import SimpleNamespace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from moelab.kernels import products
 from moelab.kernels.tiles import (add_rows, dots, exponential, kept, place, read, span, spread, take, together,
                                   weight, write)
 from moelab.kernels.compile import c_function, kernel
+from moelab.kernels.norms import epsilon, rms_norm
 from moelab.kernels.products import Matrices, Pack
 from moelab.kernels.vectors import STEP
 
@@ -31,7 +31,8 @@ ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2Moe
 #: what a probe may differ by, relative to the largest number
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 ROOM = 256                      # tokens for which a cache gets memory at once
-_NONE = np.zeros(1, np.int64)
+#: classes of caches' layers that keep all tokens, a sliding one until its window is full
+GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 class DecodeAttention:
@@ -41,64 +42,60 @@ class DecodeAttention:
     """
 
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
-        self.module, self.own = module, type(module).forward
-        self.linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
+        self.module, self.own, D = module, type(module).forward, module.head_dim
+        linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
         norms = [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
-        D = self.D = module.head_dim
-        self.heads, self.kv_heads = (linear.out_features // D for linear in self.linears[:2])
         # of q's and k's: addresses of weights, widths, epsilon
-        self.norms = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
+        found = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
             if len(norms) == 2 else (0, 0, D, D, 0.0)
-        self.dtype = self.linears[0].weight.dtype
-        kind = products.KINDS[self.dtype]
-        self.kind, self.heads_work = kind(0), c_function(_ENTRIES[kind])
-        before = [Matrices(linear.weight, linear.bias, linear.out_features // D, pack) for linear in self.linears[:3]]
-        if len({matrices.kind for matrices in before}) > 1:
-            before = [Matrices(linear.weight, linear.bias, linear.out_features // D) for linear in self.linears[:3]]
-        after = Matrices(self.linears[3].weight, self.linears[3].bias, 1, pack)
-        rows = np.concatenate([matrices.rows for matrices in before])           # a matrix for each head
-        self.before = before[0].kind(0), rows, np.arange(len(rows) + 1), np.zeros(len(rows), np.int64)
-        self.after = after.kind(0), after.rows, np.array([0, 1]), _NONE
-        self.works, self.alive = [products.entry(before[0].kind), products.entry(after.kind)], (before, after)
+        self.D, self.kv_heads, self.dtype = D, linears[1].out_features // D, linears[0].weight.dtype
+
+        def matrices(pack: Pack | None) -> list[Matrices]:                      # one for each head
+            return [Matrices.of(linear.weight, linear.bias, linear.out_features // D, pack) for linear in linears[:3]]
+        before, after = matrices(pack), Matrices.of(linears[3].weight, linears[3].bias, 1, pack)
+        if len({one.kind for one in before}) > 1:
+            before = matrices(None)
+        self.alive, kind, rows = (before, after), products.KINDS[self.dtype], np.concatenate([m.rows for m in before])
+        #: of `attend`
+        self.plan = (kind(0), _heads_entry(kind), self.kv_heads, D, found,
+                     (before[0].kind(0), rows, np.arange(len(rows) + 1), products.entry(before[0].kind)),
+                     (after.kind(0), after.rows, np.array([0, 1]), products.entry(after.kind)))
         self.addresses = _addresses(module)
         self.rooms: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()      # of caches' layers
 
-    def takes(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None, cache: Any) -> bool:
-        """Whether this is a single token without a mask, and nothing of the module was replaced or moved."""
-        module, dtype = self.module, self.dtype
-        return (x.numel() == x.shape[-1] and mask is None and cache is not None and cos is not None
-                and x.dtype == cos.dtype == sin.dtype == dtype and x.is_cpu and cos.numel() == sin.numel() == self.D
-                and not torch.is_grad_enabled() and not module.training
-                and module.config._attn_implementation == "sdpa" and _addresses(module) == self.addresses)
-
-    def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
-                 attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        x, module, (cos, sin) = hidden_states, self.module, position_embeddings or (None, None)
-        if args or not self.takes(x, cos, sin, attention_mask, past_key_values):
-            return self.own(module, hidden_states, *args, position_embeddings=position_embeddings,
-                            attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
-        grown = self.grown(past_key_values)
-        k, v = [t[:, :, -1:] for t in grown] if grown else x.new_empty(2, 1, self.kv_heads, 1, self.D).unbind()
-        x, cos, sin, threads = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.get_num_threads()
-        q = np.empty(self.heads * self.D, np.float32)
-        _project(self.kind, *self.before, x.data_ptr(), x.numel(), self.D, *self.norms, cos.data_ptr(),
-                 sin.data_ptr(), module.scaling, q, k.data_ptr(), v.data_ptr(), k.stride(1), self.works[0],
-                 products.TEAM, threads)
-        keys, values = grown or (t.contiguous() for t in past_key_values.update(k, v, module.layer_idx))
-        S, y = keys.shape[2], torch.empty_like(x)
-        _attend(self.kind, *self.after, q, keys.data_ptr(), values.data_ptr(), self.kv_heads, S, keys.stride(1), self.D,
-                y.data_ptr(), y.numel(), self.heads_work, self.works[1], products.TEAM, threads)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (token := self.token(*args, **kwargs)) is None:
+            return self.own(self.module, *args, **kwargs)
+        x, where, _ = token
+        y = torch.empty_like(x)
+        attend(self.plan, where, x.data_ptr(), x.numel(), y.data_ptr())
         return y, None
 
-    def grown(self, cache: Any) -> tuple[Tensor, Tensor] | None:
-        """The layer's keys and values [1, kv heads, S + 1, D], the last to be written; None for the cache's `update`.
+    def token(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
+              attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> tuple | None:
+        """A token, where `attend` finds its angles, keys and values, the last ones to be written, and what must live
+        meanwhile; None if this is no single token without a mask, or something of the module was replaced or moved."""
+        x, mask, cache, module = hidden_states, attention_mask, past_key_values, self.module
+        cos, sin = position_embeddings or (None, None)
+        if args or x.numel() != x.shape[-1] or cos is None or cache is None or mask is not None or not x.is_cpu \
+                or not x.dtype == cos.dtype == sin.dtype == self.dtype or not cos.numel() == sin.numel() == self.D \
+                or torch.is_grad_enabled() or module.training or module.config._attn_implementation != "sdpa" \
+                or _addresses(module) != self.addresses or (grown := self._grown(cache)) is None:
+            return None
+        cos, sin, (keys, values) = cos.contiguous(), sin.contiguous(), grown
+        where = (cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.shape[2], keys.stride(1),
+                 module.scaling, products.TEAM, torch.get_num_threads())
+        return x.contiguous(), where, (cos, sin)
+
+    def _grown(self, cache: Any) -> tuple[Tensor, Tensor] | None:
+        """The layer's keys and values [1, kv heads, S + 1, D]; None for the cache's `update`.
 
         transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM`
         tokens more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
         """
         layers, index = () if getattr(cache, "offloading", True) else cache.layers, self.module.layer_idx
         layer = layers[index] if index < len(layers) else None
-        if type(layer).__name__ != "DynamicLayer" or not layer.is_initialized or layer.keys.ndim != 4:
+        if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4:
             return None
         keys, values, S = layer.keys, layer.values, layer.keys.shape[2]
         room, given = self.rooms.get(layer, (None, (None, None)))
@@ -107,6 +104,10 @@ class DecodeAttention:
                 return None
             room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (keys, values))
             room[0][:, :, :S], room[1][:, :, :S] = keys, values
+        if layer.is_sliding:
+            if S + 1 >= layer.sliding_window:           # from here on it forgets
+                return None
+            layer.cumulative_length += 1
         layer.keys, layer.values = given = room[0].narrow(2, 0, S + 1), room[1].narrow(2, 0, S + 1)
         self.rooms[layer] = room, given
         return given
@@ -114,11 +115,6 @@ class DecodeAttention:
 
 def _addresses(module: nn.Module) -> list[int]:
     return [p.data_ptr() for child in module._modules.values() for p in child._parameters.values() if p is not None]
-
-
-def epsilon(norm: nn.Module) -> float | None:
-    """What an RMSNorm adds to the mean square; None if it keeps that elsewhere."""
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 @torch.inference_mode()
@@ -133,76 +129,73 @@ def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAtten
                                           or not linear.weight.is_contiguous() or linear.weight.dtype != dtype
                                           for linear in linears):
         return None
-    ours, rng = DecodeAttention(module), torch.Generator().manual_seed(0)
-    angle = torch.rand(1, 1, ours.D // 2, generator=rng).repeat(1, 1, 2) * 6
-    past = [torch.randn(1, ours.kv_heads, 3, ours.D, generator=rng).to(dtype) for _ in range(2)]
-    given = {"position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)), "attention_mask": None,
-             "past_key_values": SimpleNamespace(
-                 update=lambda k, v, *_: [torch.cat(pair, 2) for pair in zip(past, (k, v))])}
-    x = torch.randn(1, 1, linears[0].in_features, generator=rng).to(dtype)
-    wanted, got = (forward(x, **given)[0].float() for forward in (module, ours))
-    if (got - wanted).abs().max() > TOLERANCE[dtype] * wanted.abs().max():
+    ours = DecodeAttention(module)
+    if not agree(module, ours, ours, linears[0].in_features):
         return None
     return DecodeAttention(module, pack) if pack else ours
 
 
+@torch.inference_mode()
+def agree(theirs: Any, ours: Any, attention: DecodeAttention, H: int) -> bool:
+    """Whether two forwards of this attention, or of a layer with it, give the same, on a random token and angle."""
+    from transformers import DynamicCache
+    rng, dtype = torch.Generator().manual_seed(0), attention.dtype
+    angle = torch.rand(1, 1, attention.D // 2, generator=rng).repeat(1, 1, 2) * 6
+    x, *past = (torch.randn(1, *shape, generator=rng).to(dtype)
+                for shape in ((1, H), *2 * [(attention.kv_heads, 3, attention.D)]))
+    found = []
+    for forward in (theirs, ours):
+        cache = DynamicCache()
+        cache.update(*past, attention.module.layer_idx)
+        y = forward(x, position_embeddings=(angle.cos().to(dtype), angle.sin().to(dtype)), attention_mask=None,
+                    past_key_values=cache)
+        found.append((y[0] if isinstance(y, tuple) else y).float())
+    wanted, got = found
+    return got.shape == wanted.shape and bool((got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max())
+
+
 @kernel
-def _project(kind, order, matrices, bounds, tokens, x, n, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling,
-             q, k, v, stride, work, team, threads):
-    """q fp32 [heads, D], scaled, in the order of `place`; k and v, heads `stride` numbers apart. A norm may be 0."""
-    M, heads, whole = len(matrices), len(q) // D, D - D % STEP
-    kv_heads, y = (M - heads) // 2, np.empty((M, D), np.float32)
-    together(team, work, threads, products.job_of(kind, order, matrices, bounds, x, 1, n, tokens, D, y.ctypes.data))
-    flat = y.reshape(M * D)
-    _normalise(kind, flat[:heads * D], q_norm, q_width, eps)
-    _normalise(kind, flat[heads * D:(heads + kv_heads) * D], k_norm, k_width, eps)
-    turned, half = np.empty(D, np.float32), D // 2
+def attend(plan, token, x, H, out):
+    """`DecodeAttention`'s output [H] for x [H], which may be the same memory; heads of keys are `stride` apart."""
+    kind, heads_work, kv_heads, D, (q_norm, k_norm, q_width, k_width, eps), before, after = plan
+    cos, sin, keys, values, S, stride, scaling, team, threads = token
+    order, rows, bounds, work = before
+    heads, half, whole = len(rows) - 2 * kv_heads, D // 2, D - D % STEP
+    y, q, turned = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32), np.empty(D, np.float32)
+    together(team, work, threads, products.job_of(kind, order, rows, bounds, x, 1, H, np.zeros(len(rows), np.int64), D,
+                                                  y.ctypes.data))
+    if q_norm != 0:
+        at = y.ctypes.data + 4 * heads * D
+        rms_norm(np.float32(0), y.ctypes.data, kind, q_norm, heads * D // q_width, q_width, eps, y.ctypes.data)
+        rms_norm(np.float32(0), at, kind, k_norm, kv_heads * D // k_width, k_width, eps, at)
     for m in range(heads + kv_heads):
         for i in range(half):
             a, b = y[m, i], y[m, i + half]
             turned[i] = a * weight(kind, cos, i) - b * weight(kind, sin, i)
             turned[i + half] = b * weight(kind, cos, i + half) + a * weight(kind, sin, i + half)
-        if m < heads:
+        if m < heads:                                   # scaled and in the order of `place`
             for i in range(D):
                 turned[i] *= np.float32(scaling)
             spread(np.float32(0), kind, turned.ctypes.data, whole, q.ctypes.data + 4 * m * D)
-            for i in range(whole, D):
-                q[m * D + i] = turned[i]
-        else:
+            q[m * D + whole:(m + 1) * D] = turned[whole:]
+        else:                                           # the newest of the cache
+            newest = (m - heads) * stride + (S - 1) * D
             for i in range(D):
-                write(kind, k, (m - heads) * stride + i, turned[i])
-                write(kind, v, (m - heads) * stride + i, y[m + kv_heads, i])
-
-
-@kernel(fastmath={"reassoc", "contract"})
-def _normalise(kind, y, w, width, eps):
-    """RMS norm of y in rows of `width`, by the weight at w."""
-    if w == 0:
-        return
-    for first in range(0, len(y), width):
-        total = np.float32(0)
-        for i in range(width):
-            total += y[first + i] * y[first + i]
-        inverse = np.float32(1 / np.sqrt(total / width + eps))
-        for i in range(width):
-            y[first + i] *= inverse * weight(kind, w, i)
-
-
-@kernel
-def _attend(kind, order, matrices, bounds, tokens, q, k, v, kv_heads, S, stride, D, out, H, heads_work, work, team,
-            threads):
-    """The output [H] from q of `_project` and keys and values [kv heads, S, D], `stride` numbers from head to head."""
-    mixed, y = np.empty(len(q), np.float32), np.empty(H, np.float32)
-    job = np.empty(10, np.int64)
-    job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, len(q) // D // kv_heads, S, D
-    job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, k, v, mixed.ctypes.data, span(kind, stride)
+                write(kind, keys, newest + i, turned[i])
+                write(kind, values, newest + i, y[m + kv_heads, i])
+    mixed, job = np.empty(heads * D, np.float32), np.empty(10, np.int64)
+    job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, heads // kv_heads, S, D
+    job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, keys, values, mixed.ctypes.data, span(kind, stride)
     together(team, heads_work, threads, job)
-    job = products.job_of(np.float32(0), order, matrices, bounds, mixed.ctypes.data, 1, len(q), tokens, H,
-                          y.ctypes.data)
+    kept(q)
+    last_order, last_rows, one, last_work = after
+    total = np.empty(H, np.float32)
+    job = products.job_of(np.float32(0), last_order, last_rows, one, mixed.ctypes.data, 1, heads * D, one[:0], H,
+                          total.ctypes.data)
     kept(mixed)
-    together(team, work, threads, job)
+    together(team, last_work, threads, job)
     for i in range(H):
-        write(kind, out, i, y[i])
+        write(kind, out, i, total[i])
 
 
 @kernel
@@ -247,10 +240,8 @@ def _heads(kind, job):
                 write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
 
 
-def _entry(kind: type) -> Callable:
+@lru_cache(maxsize=None)
+def _heads_entry(kind: type) -> int:
     def heads(job):
         _heads(kind(0), job)
-    return heads
-
-
-_ENTRIES = {kind: _entry(kind) for kind in products.KINDS.values()}
+    return c_function(heads)

@@ -47,23 +47,22 @@ def kernel(function: Callable | None = None, **options: Any) -> Callable:
     """`function`, compiled when it is called with types that are new; a decorator, with or without numba's options."""
     if function is None:
         return lambda function: kernel(function, **options)
-    _drop_stale(function)
-    try:
-        return numba.njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:                # numba found no folder that it can write to: compile in every process
-        return numba.njit(nogil=True, **options)(function)
+    return _cached(numba.njit, function, nogil=True, **options)
 
 
 @lru_cache(maxsize=None)
 def c_function(function: Callable) -> int:
     """The address of a function of one int64, compiled as one of C."""
+    _ALIVE.append(_cached(numba.cfunc, function, types.void(types.int64)))
+    return _ALIVE[-1].address
+
+
+def _cached(compiler: Callable, function: Callable, *args: Any, **options: Any) -> Any:
     _drop_stale(function)
     try:
-        compiled = numba.cfunc(types.void(types.int64), cache=True)(function)
-    except RuntimeError:
-        compiled = numba.cfunc(types.void(types.int64))(function)
-    _ALIVE.append(compiled)
-    return compiled.address
+        return compiler(*args, cache=True, **options)(function)
+    except RuntimeError:                # numba found no folder that it can write to: compile in every process
+        return compiler(*args, **options)(function)
 
 
 def _drop_stale(function: Callable) -> None:

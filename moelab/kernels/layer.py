@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as everywhere
 
-from moelab.kernels import products
-from moelab.kernels.attention import TOLERANCE, DecodeAttention, _attend, _project
+from moelab.kernels.attention import DecodeAttention, agree, attend
 from moelab.kernels.compile import kernel
-from moelab.kernels.norms import Norm, _rms_norm
+from moelab.kernels.norms import Norm, rms_norm
 from moelab.kernels.tiles import kept, span, weight, write
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
@@ -29,27 +28,18 @@ class DecodeLayer:
     """The forward of one decoder layer, whose parts have these fast forwards; its own for all but a single token."""
 
     def __init__(self, module: nn.Module, fast: list[Any]) -> None:
-        self.module, self.own, self.attention = module, type(module).forward, fast[1]
+        self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
         self.parts = [(name, getattr(module, name), one) for name, one in zip(PARTS, fast)]
-        (first, attention, second), self.weights = fast, self._weights()
-        self.constants = (attention.kind, *attention.before, *attention.after, first.H, attention.D,
-                          attention.kv_heads, *attention.norms, first.eps, second.eps, *self.weights)
+        self.weights, self.H = self._weights(), first.H
+        self.norms = *self.weights, first.eps, second.eps
 
-    def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
-                 attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        x, module, attention = hidden_states, self.module, self.attention
-        cos, sin = position_embeddings or (None, None)
-        grown = attention.grown(past_key_values) if not args and self._untouched() and attention.takes(
-            x, cos, sin, attention_mask, past_key_values) else None
-        if grown is None:
-            return self.own(module, x, *args, position_embeddings=position_embeddings, attention_mask=attention_mask,
-                            past_key_values=past_key_values, **kwargs)
-        x, cos, sin, (keys, values) = x.contiguous(), cos.contiguous(), sin.contiguous(), grown
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._untouched() or (token := self.attention.token(*args, **kwargs)) is None:
+            return self.own(self.module, *args, **kwargs)
+        x, where, _ = token
         y, normed = torch.empty_like(x), torch.empty_like(x)
-        _layer(*self.constants, attention.module.scaling, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(),
-               values.data_ptr(), keys.shape[2], keys.stride(1), attention.heads_work, *attention.works,
-               products.TEAM, torch.get_num_threads(), y.data_ptr(), normed.data_ptr())
-        return y + module._modules["mlp"](normed)
+        _layer(self.attention.plan, where, self.norms, self.H, x.data_ptr(), y.data_ptr(), normed.data_ptr())
+        return y + self.module._modules["mlp"](normed)
 
     def _weights(self) -> list[int]:
         return [self.parts[i][1]._parameters["weight"].data_ptr() for i in (0, 2)]
@@ -72,35 +62,19 @@ def decode_layer(module: nn.Module) -> DecodeLayer | None:
     fast = [getattr(getattr(part, "__dict__", {}).get("forward"), "call", None) for part in parts]
     if [type(one) for one in fast] != [Norm, DecodeAttention, Norm] or not isinstance(module.mlp, nn.Module):
         return None
-    from transformers import DynamicCache
-    (norm, attention, _), rng, twin = fast, torch.Generator().manual_seed(0), copy.copy(module)
+    twin = copy.copy(module)
     twin._modules = module._modules | {"mlp": nn.Identity()}
-    angle = torch.rand(1, 1, attention.D // 2, generator=rng).repeat(1, 1, 2) * 6
-    turns = tuple(turn.to(attention.dtype) for turn in (angle.cos(), angle.sin()))
-    x, past = (torch.randn(1, n, m, size, generator=rng).to(attention.dtype) for n, m, size in (
-        (1, 1, norm.H), (attention.kv_heads, 3, attention.D)))
-
-    def run(forward: Any) -> Tensor:
-        cache = DynamicCache()
-        cache.update(past, past, attention.module.layer_idx)
-        return forward(x[0], position_embeddings=turns, attention_mask=None, past_key_values=cache)
-    wanted, got = run(twin), run(DecodeLayer(twin, fast))
-    same = got.shape == wanted.shape and (got - wanted).abs().max() <= TOLERANCE[x.dtype] * wanted.abs().max()
-    return DecodeLayer(module, fast) if same else None
+    return DecodeLayer(module, fast) if agree(twin, DecodeLayer(twin, fast), fast[1], fast[0].H) else None
 
 
 @kernel
-def _layer(kind, order, rows, bounds, tokens, last_order, last_rows, last_bounds, last_tokens, H, D, kv_heads, q_norm,
-           k_norm, q_width, k_width, eps, first_eps, second_eps, first, second, scaling, x, cos, sin, keys, values, S,
-           stride, heads_work, work, last_work, team, threads, y, normed):
+def _layer(plan, token, norms, H, x, y, normed):
+    kind, (first, second, first_eps, second_eps) = plan[0], norms
     inside = np.empty(span(kind, H), np.uint8)
-    q, newest, at = np.empty((len(rows) - 2 * kv_heads) * D, np.float32), span(kind, (S - 1) * D), inside.ctypes.data
-    _rms_norm(kind, x, first, 1, H, first_eps, at)
-    _project(kind, order, rows, bounds, tokens, at, H, D, q_norm, k_norm, q_width, k_width, eps, cos, sin, scaling, q,
-             keys + newest, values + newest, stride, work, team, threads)
-    _attend(kind, last_order, last_rows, last_bounds, last_tokens, q, keys, values, kv_heads, S, stride, D, at, H,
-            heads_work, last_work, team, threads)
+    at = inside.ctypes.data
+    rms_norm(kind, x, kind, first, 1, H, first_eps, at)
+    attend(plan, token, at, H, at)
     for i in range(H):
         write(kind, y, i, weight(kind, x, i) + weight(kind, at, i))
     kept(inside)
-    _rms_norm(kind, y, second, 1, H, second_eps, normed)
+    rms_norm(kind, y, kind, second, 1, H, second_eps, normed)

@@ -46,8 +46,8 @@ class FastLinears:
         if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias) \
                 or module.weight.numel() < LARGE and pack is None:
             return None
-        packed = None if pack is None else products.Matrices(module.weight, module.bias, pack=pack)
-        rounded, key = packed and packed.packed and packed.packed.rounded, module.weight.dtype
+        packed = None if pack is None else products.Matrices.of(module.weight, module.bias, pack=pack)
+        rounded, key = packed and packed.rounded, module.weight.dtype
         if rounded:
             key = key, packed.kind
         if key not in self.rows:
@@ -70,7 +70,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Any 
 
     matrices : `products.Matrices` of the same weight and bias.
     """
-    matrices, rows = matrices or products.Matrices(weight, bias), x.reshape(-1, weight.shape[1])
+    matrices, rows = matrices or products.Matrices.of(weight, bias), x.reshape(-1, weight.shape[1])
     y = products.multiply(matrices.kind, matrices.rows, np.array([0, len(rows)]), rows, None, weight.shape[0], False,
                           x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])

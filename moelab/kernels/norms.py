@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.kernels.attention import epsilon
 from moelab.kernels.compile import kernel
 from moelab.kernels.products import KINDS, PIECE, TEAM, entry, job_of, widen
 from moelab.kernels.tiles import span, together, write
 
 #: entries of a norm's x up to which one thread of ours is faster than torch's many operations
 LARGEST_NORM = 1 << 16
+
+
+def epsilon(norm: nn.Module) -> float | None:
+    """What an RMSNorm adds to the mean square; None if it keeps that elsewhere."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 class Norm:
@@ -34,7 +38,7 @@ class Norm:
         if n > LARGEST_NORM or not x.dtype == w.dtype == self.dtype or not x.is_cpu or not x.is_contiguous():
             return self.own(self.module, x)
         out = torch.empty_like(x)
-        _rms_norm(self.kind, x.data_ptr(), w.data_ptr(), n // self.H, self.H, self.eps, out.data_ptr())
+        rms_norm(self.kind, x.data_ptr(), self.kind, w.data_ptr(), n // self.H, self.H, self.eps, out.data_ptr())
         return out
 
 
@@ -98,9 +102,10 @@ def fast_router(module: nn.Module) -> Router | None:
 
 
 @kernel(fastmath={"reassoc", "contract"})               # sums may be taken in any order, so that they are vectors
-def _rms_norm(kind, x, w, rows, H, eps, out):
+def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
+    """Norms of rows [H] at x, times the weight at w; `out` may be x."""
     row, scale = np.empty(H, np.float32), np.empty(H, np.float32)
-    widen(kind, np.float32(0), w, H, scale.ctypes.data)
+    widen(w_kind, np.float32(0), w, H, scale.ctypes.data)
     for r in range(rows):
         at, to = x + span(kind, r * H), out + span(kind, r * H)
         widen(kind, np.float32(0), at, H, row.ctypes.data)

@@ -10,17 +10,18 @@ multiply each weight with all of them while it is in a register; no weight is pa
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
+from numba import carray
 from torch import Tensor
 
-from moelab.kernels.tiles import (add_rows, beside, dots, kept, number, place, read, span, spread, step, take,
+from moelab.kernels.tiles import (add_rows, beside, dots, kept, place, pointer, read, span, spread, step, take,
                                   together, weight, write)
 from moelab.kernels.compile import c_function, kernel
 
@@ -36,44 +37,36 @@ PIECE = 64                     # rows that a thread takes at a time
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
 OUTPUTS = 512                   # outputs that a thread takes at a time in the transposed layout; sums stay in the L1
 AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
-_ONE = threading.Lock()         # numba's simplest pool of threads, where there is no OpenMP, must not be shared
+_POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64)          # where there is no OpenMP
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A bf16 weight [R, n] as one of `PACKED`, in parts of as many rows.
+class Matrices:
+    """One weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
 
-    rows : of `multiply`'s matrices, without biases; they point into `memory`.
+    rows : int64 [parts, 4]; they point into the weight or, packed as one of `PACKED`, into `memory`.
     rounded : makes the weight that this stands for; None where that is the very same.
     """
 
     kind: type
-    rows: list[list[int]]
-    memory: Any
+    rows: np.ndarray
+    memory: Any = None
     rounded: Callable[[], Tensor] | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> Matrices:
+        """Packed by `pack` if the weight is bf16 and that does; valid while this and the weight live."""
+        found = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
+        if found is None:
+            found = cls(KINDS[weight.dtype], np.zeros((parts, 4), np.int64))
+            found.rows[:, 0] = weight.data_ptr() + np.arange(parts) * (weight.nbytes // parts)
+        if bias is not None:
+            found.rows[:, 2] = bias.data_ptr() + np.arange(parts) * (bias.nbytes // parts)
+        return found
 
 
 #: (weight, number of parts) → the weight packed; None where that is not possible or does not pay
-Pack = Callable[[Tensor, int], Packed | None]
-
-
-class Matrices:
-    """The rows of one weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
-
-    kind : of all parts.    packed : the weight packed by `pack`, or None.    rows : int64 [parts, 4]; valid while this
-    object lives.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> None:
-        self.packed = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
-        if self.packed:
-            self.kind, rows = self.packed.kind, self.packed.rows
-        else:
-            size = weight.nbytes // parts
-            self.kind, rows = KINDS[weight.dtype], [[weight.data_ptr() + i * size, 0, 0, 0] for i in range(parts)]
-        self.rows = np.array(rows)
-        if bias is not None:
-            self.rows[:, 2] = bias.data_ptr() + np.arange(parts) * (bias.nbytes // parts)
+Pack = Callable[[Tensor, int], Matrices | None]
 
 
 def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, tokens: np.ndarray | None, R: int,
@@ -95,11 +88,12 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
         _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, entry(kind, transposed), TEAM, threads)
         return y
     wide = torch.empty(y.shape)
-    job = job_of(*given, wide.data_ptr(), outputs)
+    job, work = job_of(*given, wide.data_ptr(), outputs), _C_FUNCTION(entry(kind, transposed))
+    running = [_POOL.submit(work, job.ctypes.data) for _ in range(threads)]
     try:
-        with _ONE: _together(threads, _columns if transposed else _rows, kind(0), job.ctypes.data)
-    finally:                                        # Ctrl-C meanwhile is raised as soon as the kernel returns
-        torch.set_num_threads(threads)              # numba's pool sets OpenMP's number, which may be torch's as well
+        wait(running)
+    finally:                                        # Ctrl-C meanwhile is raised when nobody uses the job's memory
+        wait(running)
     return y.copy_(wide)
 
 
@@ -165,33 +159,29 @@ def _rows(kind, job):
                 ahead = span(kind, rows * n) if rows == TILE and several else AHEAD
                 token = group
                 while token < group_end:
-                    tokens = TILE if token + TILE <= group_end else 2 if token + 2 <= group_end else 1
+                    left = group_end - token if rows > 1 else 1         # few matrices have rows beyond whole tiles
+                    tokens = TILE if left >= TILE else 2 if left >= 2 else 1
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
-                    if rows == TILE:
-                        if tokens == TILE:
-                            dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
-                        elif tokens == 2:
-                            dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
-                        else:
-                            dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
-                    elif tokens == TILE:
-                        dots(TILE, 1, kind, x, at, second, table, n, whole, to, R, ahead)
-                    elif tokens == 2:
-                        dots(2, 1, kind, x, at, second, table, n, whole, to, R, ahead)
-                    else:
+                    if rows == 1:
                         dots(1, 1, kind, x, at, second, table, n, whole, to, R, ahead)
+                    elif tokens == TILE:
+                        dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                    elif tokens == 2:
+                        dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                    else:
+                        dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                     if whole < n or bias != 0:
                         _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
                     token += tokens
                 r += rows
         if escapes > 0:
-            values = other + span(kind, R * n) // 2
-            i = _first(values, escapes, begin * n)
-            while i < escapes and number(values, i) < end * n:
-                r, c, missing = number(values, i) // n, number(values, i) % n, _missing(table, values, escapes, i)
+            indices = carray(pointer(other + span(kind, R * n) // 2), escapes, np.uint32)
+            for i in range(np.searchsorted(indices, begin * n), np.searchsorted(indices, end * n)):
+                r, c, missing = indices[i] // n, indices[i] % n, _missing(table, indices, i)
                 for token in range(first, last):
-                    _add(y, token * R + r, missing * weight(np.float32(0), read(inputs, token), place(kind, c)))
-                i += 1
+                    total = weight(np.float32(0), y, token * R + r)
+                    total += missing * weight(np.float32(0), read(inputs, token), place(kind, c))
+                    write(np.float32(0), y, token * R + r, total)
 
 
 @kernel
@@ -208,27 +198,9 @@ def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
 
 
 @kernel
-def _first(values, escapes, index):
-    """Which escape is the first one at or behind a weight."""
-    low, high = 0, escapes
-    while low < high:
-        middle = (low + high) // 2
-        if number(values, middle) < index:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@kernel
-def _missing(table, values, escapes, i):
+def _missing(table, indices, i):
     """What an escape's weight lacks to its true value: its codes are 0, which is the first of the table."""
-    return weight(np.uint16(0), values + 4 * escapes, i) - weight(np.uint16(0), table - 1, 0)
-
-
-@kernel
-def _add(y, i, value):
-    write(np.float32(0), y, i, weight(np.float32(0), y, i) + value)
+    return weight(np.uint16(0), indices.ctypes.data + 4 * len(indices), i) - weight(np.uint16(0), table - 1, 0)
 
 
 @kernel
@@ -244,7 +216,8 @@ def _columns(kind, job):
         w, other = read(job, matrix), read(job, matrix + 1)
         bias, escapes, table = read(job, matrix + 2), read(job, matrix + 3), w - 16
         first, last, columns = read(job, matrix + 4), read(job, matrix + 5), min(OUTPUTS, R - begin)
-        whole, values = columns - columns % step(kind), other + span(kind, R * n) // 2
+        whole = columns - columns % step(kind)
+        indices = carray(pointer(other + span(kind, R * n) // 2), escapes, np.uint32)
         for token in range(first, last, len(sums)):
             tokens = min(len(sums), last - token)
             sums[:] = 0
@@ -263,9 +236,9 @@ def _columns(kind, job):
                         for c in range(whole, columns):
                             sums[t, c] += value * weight(kind, at + span(kind, j * R), c)
             for i in range(escapes):
-                r, c = number(values, i) // R, number(values, i) % R - begin
-                for t in range(tokens if 0 <= c < columns and r < n else 0):
-                    sums[t, place(kind, c)] += _missing(table, values, escapes, i) * \
+                r, c = indices[i] // R, indices[i] % R - begin
+                for t in range(tokens if 0 <= c < columns else 0):
+                    sums[t, place(kind, c)] += _missing(table, indices, i) * \
                         weight(np.float32(0), read(inputs, token + t), r)
             for t in range(tokens):
                 for c in range(columns):
@@ -275,32 +248,19 @@ def _columns(kind, job):
                     write(np.float32(0), y, (token + t) * R + begin + c, total)
 
 
-#: address of GOMP_parallel of torch's OpenMP, as two pools of threads would compete for cores; 0 uses numba's threads
+#: address of GOMP_parallel of torch's OpenMP, as two pools of threads would compete for cores; 0 where there is none
 try:
     TEAM = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
 except (OSError, AttributeError, TypeError):
     TEAM = 0
 
 
-@kernel(parallel=True)
-def _together(threads, work, kind, job):
-    for _ in prange(threads):
-        work(kind, job)
-
-
-def _entries(kind: type) -> tuple[Callable, Callable]:
-    """What a thread does for a job: in the rows layout, in the transposed one."""
+@lru_cache(maxsize=None)
+def entry(kind: type, transposed: bool = False) -> int:
+    """The address of what a thread does for a job of this kind of weights."""
     def rows(job):
         _rows(kind(0), job)
 
     def columns(job):
         _columns(kind(0), job)
-    return rows, columns
-
-
-_ENTRIES = {kind: _entries(kind) for kind in (*KINDS.values(), *PACKED.values())}
-
-
-def entry(kind: type, transposed: bool = False) -> int:
-    """The address of what a thread does for a job of this kind of weights."""
-    return c_function(_ENTRIES[kind][transposed])
+    return c_function(columns if transposed else rows)

@@ -19,7 +19,7 @@ try:
     from moelab.kernels.attention import decode_attention
     from moelab.kernels.layer import decode_layer
     from moelab.kernels.norms import fast_norm, fast_router
-    from moelab.kernels.products import PACKED, Packed
+    from moelab.kernels.products import PACKED, Matrices
     KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer}
 except ModuleNotFoundError as error:
     if error.name != "numba":
@@ -48,7 +48,7 @@ class FastDecode(Patches):
         pack = None if dense is None else as_bf12 if dense == "bf12" else Rounding(dense)
         find_linear, packed = FastLinears(rows), []
 
-        def counted(weight: Tensor, parts: int) -> Packed | None:
+        def counted(weight: Tensor, parts: int) -> Matrices | None:
             if found := pack(weight, parts):
                 packed.append(found.kind)
             return found
@@ -69,7 +69,7 @@ class FastDecode(Patches):
             raise
 
 
-def as_bf12(weight: Tensor, parts: int = 1) -> Packed | None:
+def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:
     """A weight as bf12 in memory (`moelab.kernels.products.Pack`)."""
     memory, rows = [], []
     for part in weight.chunk(parts):
@@ -77,7 +77,7 @@ def as_bf12(weight: Tensor, parts: int = 1) -> Packed | None:
             return None
         memory.append(_aligned(np.frombuffer(blob, np.uint8)))
         rows.append(bf12.row(memory[-1].ctypes.data, len(blob), part.numel()))
-    return Packed(PACKED["bf12"], rows, memory)
+    return Matrices(PACKED["bf12"], np.array(rows), memory)
 
 
 class Rounding:
@@ -86,7 +86,7 @@ class Rounding:
     def __init__(self, name: str) -> None:
         self.name, self.blobs = name, {}                        # address → blob
 
-    def __call__(self, weight: Tensor, parts: int = 1) -> Packed | None:
+    def __call__(self, weight: Tensor, parts: int = 1) -> Matrices | None:
         name, shape, address = self.name, tuple(weight.shape), weight.data_ptr()
         if shape[1] % 64 or shape[0] % parts:
             return None
@@ -103,7 +103,7 @@ class Rounding:
         def rounded() -> Tensor:
             fewbit.unpack(name, blob, out := torch.empty(shape, dtype=torch.bfloat16))
             return out
-        return Packed(PACKED[name], rows, blob, rounded)
+        return Matrices(PACKED[name], np.array(rows), blob, rounded)
 
 
 def _aligned(blob: np.ndarray) -> np.ndarray:

@@ -72,31 +72,34 @@ def test_many_tokens_and_rows_on_several_threads(threads):
         assert torch.allclose(y, x @ w.T, atol=1e-4)
 
 
-def test_without_openmp_numbas_own_threads_do_it(monkeypatch, request):
+def test_without_openmp_pythons_threads_do_it(monkeypatch, request):
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(products, "TEAM", 0)
     monkeypatch.setattr(around, "TEAM", 0)
-    torch.set_num_threads(3)                                # numba's own are as many as there are cores
+    torch.set_num_threads(3)
     for layout in ("gated", "transposed"):
         case = step(layout=layout)
         assert torch.allclose(GEMV()(*case).double(), naive(*case), atol=1e-4)
     assert torch.get_num_threads() == 3
 
 
-def test_torch_gets_its_threads_back_after_an_interruption(monkeypatch, request):
-    """Ctrl-C while a kernel runs is raised when it returns."""
+def test_an_interruption_waits_for_the_threads(monkeypatch, request):
+    """Ctrl-C while a kernel runs is raised when nobody uses its memory any more."""
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(products, "TEAM", 0)
+    waited, real = [], products.wait
 
-    def interrupted(*_):
-        torch.set_num_threads(1)                            # as numba's pool may
-        raise KeyboardInterrupt
-    monkeypatch.setattr(products, "_together", interrupted)
+    def interrupted(running):
+        waited.append(running)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+        return real(running)
+    monkeypatch.setattr(products, "wait", interrupted)
     torch.set_num_threads(2)
     x, w = torch.randn(3, 64), torch.randn(32, 64)
     with pytest.raises(KeyboardInterrupt):
         products.multiply(np.float32, np.array([[w.data_ptr(), 0, 0, 0]]), np.array([0, 3]), x, None, 32, False)
-    assert torch.get_num_threads() == 2 and not products._ONE.locked()
+    assert len(waited) == 2 and len(waited[0]) == 2 and all(one.done() for one in waited[0])
 
 
 @given(st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=70))

@@ -2,13 +2,13 @@
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from moelab import open_model
 from tests.models import tiny
@@ -19,9 +19,14 @@ from moelab.kernels import attention as short  # noqa: E402
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def past_of(tensors):
-    """A cache of keys and values."""
-    return SimpleNamespace(update=lambda k, v, *_: [torch.cat(pair, 2) for pair in zip(tensors, (k, v))])
+def past_of(tensors, window=None):
+    """A cache of keys and values, perhaps one that forgets."""
+    cache = DynamicCache()
+    cache.update(*tensors, 0)
+    if window:
+        cache.layers[0] = DynamicSlidingWindowLayer(window)
+        cache.layers[0].update(*tensors)
+    return cache
 
 
 class Config:
@@ -89,6 +94,25 @@ def test_one_token_equals_softmax_by_hand(dtype, H, kv_heads, group, half, S, no
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
 
 
+def test_windows_slide_as_transformers_would_have_it():
+    """Until a window is full the kernel continues it, then the module does; what is kept stays the same."""
+    torch.manual_seed(0)
+    module, past = MixtralAttention(64, 4, 2, 32, None, False, torch.float32), torch.randn(2, 1, 2, 3, 32).unbind()
+    ours, mine, theirs = short.DecodeAttention(module), past_of(past, 8), past_of(past, 8)
+    angle, ran = torch.randn(1, 1, 16).repeat(1, 1, 2), []
+    ours.own = lambda *args, own=ours.own, **kwargs: ran.append(1) or own(*args, **kwargs)
+    for _ in range(9):
+        given = {"position_embeddings": (angle.cos(), angle.sin()), "attention_mask": None}
+        x = torch.randn(1, 1, 64)
+        with torch.inference_mode():
+            wanted, got = (f(x, **given, past_key_values=cache)[0] for f, cache in ((module, theirs), (ours, mine)))
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert mine.layers[0].cumulative_length == theirs.layers[0].cumulative_length
+        for a, b in zip((mine.layers[0].keys, mine.layers[0].values), (theirs.layers[0].keys, theirs.layers[0].values)):
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+    assert len(ran) == 5                                            # 3 and 4 tokens fill a window of 8 but for one
+
+
 def test_what_is_no_such_attention_is_left_alone():
     module = MixtralAttention(32, 4, 2, 16, None, False, torch.float32)
     assert short.decode_attention(module) is not None
@@ -104,7 +128,7 @@ def test_prompts_batches_masks_and_gradients_go_where_they_went(name, tmp_path, 
     model = open_model(tiny.save(name, tmp_path / "model", torch.float32))
     attention = next(m for m in model.modules() if type(m).__name__ in short.ATTENTIONS)
     ours, calls = short.decode_attention(attention), []
-    monkeypatch.setattr(short, "_project", lambda *args: calls.append(args) or 1 / 0)
+    monkeypatch.setattr(short, "attend", lambda *args: calls.append(args) or 1 / 0)
     attention.forward = ours
     ids = torch.randint(3, 90, (2, 5))
     with torch.inference_mode():

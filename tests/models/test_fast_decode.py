@@ -114,7 +114,7 @@ def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
     attention = model.model.layers[0].self_attn
     weight = attention.o_proj.weight
     x = torch.randn(2, weight.shape[1]).bfloat16()
-    found = products.Matrices(weight, None, pack=as_bf12)
+    found = products.Matrices.of(weight, None, pack=as_bf12)
     y = products.multiply(found.kind, found.rows, np.array([0, 2]), x.float(), None, len(weight), False)
     assert found.kind == products.PACKED["bf12"] and torch.allclose(y, x.float() @ weight.float().T, atol=1e-3)
 

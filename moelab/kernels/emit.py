@@ -1,0 +1,136 @@
+"""LLVM's instructions by Python's operators, for what numba cannot say: vectors, bits of numbers, memory by address.
+
+A `Value` is what an instruction gives; operators on values append further ones to the code that is being made.
+`emitted` makes a part of kernels, an intrinsic of numba, of a function of values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
+F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
+
+
+def fill(of: ir.Type, value: Any) -> ir.Constant:
+    """A number, in every place of a vector, or a list of its numbers."""
+    return ir.Constant(of, [value] * of.count if hasattr(of, "count") and not isinstance(value, list) else value)
+
+
+def _operator(integer: str, real: str = "") -> Callable:
+    return lambda self, other: self.made(real if self.scalar == F32 else integer, other)
+
+
+class Value:
+    """A number, an address or a vector of LLVM; plain numbers next to it are of its type. Integers have no sign."""
+
+    def __init__(self, builder: ir.IRBuilder, llvm: Any) -> None:
+        self.builder, self.llvm, self.type = builder, llvm, llvm.type
+        self.scalar = getattr(self.type, "element", self.type)
+
+    __add__, __sub__, __mul__ = _operator("add", "fadd"), _operator("sub", "fsub"), _operator("mul", "fmul")
+    __truediv__, __and__, __or__ = _operator("", "fdiv"), _operator("and_"), _operator("or_")
+    __lshift__, __rshift__, __floordiv__ = _operator("shl"), _operator("lshr"), _operator("udiv")
+
+    def made(self, instruction: str, *others: Any) -> Value:
+        """What the builder's instruction of this name gives, of values, plain numbers and types."""
+        return Value(self.builder, getattr(self.builder, instruction)(self.llvm, *map(self._operand, others)))
+
+    def _operand(self, other: Any) -> Any:
+        if isinstance(other, ir.Type):
+            return other
+        return other.llvm if isinstance(other, Value) else fill(self.type, other)
+
+    def of(self, other: Any, type_: ir.Type | None = None) -> Value:
+        """A constant."""
+        return Value(self.builder, fill(type_ or self.type, other))
+
+    def to(self, of: ir.Type, how: str = "bitcast") -> Value:
+        """By one of LLVM's conversions, "zext" …; a vector to as many of a scalar type."""
+        vector = hasattr(self.type, "count") and not hasattr(of, "count")
+        return self.made(how, ir.VectorType(of, self.type.count) if vector else of)
+
+    def is_(self, sign: str, other: Any) -> Value:
+        """A relation; "uno" holds where a number is NaN, the others never."""
+        compare = self.builder.fcmp_ordered if self.scalar == F32 else self.builder.icmp_unsigned
+        return Value(self.builder, compare(sign, self.llvm, self._operand(other)))
+
+    def call(self, name: str, *others: Any, of: ir.Type | None = None, fastmath: tuple[str, ...] = ()) -> Value:
+        """One of LLVM's own functions of this and others; its result is of this type, or of another."""
+        args = [self.llvm, *map(self._operand, others)]
+        function = ir.FunctionType(of or self.type, [arg.type for arg in args])
+        function = cgutils.get_or_insert_function(self.builder.module, function, "llvm." + name)
+        return Value(self.builder, self.builder.call(function, args, fastmath=fastmath))
+
+    def shuffled(self, order: list[int], other: Value | None = None) -> Value:
+        """Places of a vector, and of another counted on."""
+        return self.made("shuffle_vector", other or self, self.of(order, ir.VectorType(I32, len(order))))
+
+    def everywhere(self, count: int) -> Value:
+        """A vector of a number."""
+        one = ir.Constant(ir.VectorType(self.type, count), ir.Undefined)
+        return Value(self.builder, self.builder.insert_element(one, self.llvm, fill(I32, 0))).shuffled([0] * count)
+
+    def at(self, of: ir.Type, i: Value | None = None) -> Any:
+        """A pointer to what lies at this address, or to the i-th, of which LLVM knows that the next lies beside it."""
+        pointer = self.builder.inttoptr(self.llvm, of.as_pointer())
+        return pointer if i is None else self.builder.gep(pointer, [i.llvm])
+
+    def load(self, of: ir.Type, i: Value | None = None) -> Value:
+        return Value(self.builder, self.builder.load(self.at(of, i), align=1))
+
+    def store(self, value: Value, i: Value | None = None) -> None:
+        self.builder.store(value.llvm, self.at(value.type, i), align=1)
+
+    @contextmanager
+    def steps(self, step: int) -> Iterator[Value]:
+        """A loop from 0 to this, of which the block is the body."""
+        with cgutils.for_range_slice(self.builder, fill(I64, 0), self.llvm, fill(I64, step), I64) as (i, _):
+            yield Value(self.builder, i)
+
+
+def emitted(result: types.Type = types.void) -> Callable:
+    """A part of kernels, from the function that makes its code of values: of int64, of fp32, of an array the address.
+    A parameter annotated `type` is numba's type instead, one annotated `int` a number known when a kernel is compiled.
+    """
+    def part(function: Callable) -> Any:
+        own = inspect.signature(function)
+        wanted = [parameter.annotation for parameter in own.parameters.values()]
+
+        def typed(typing, *given):
+            taken = [_taken(*one) for one in zip(wanted, given)]
+
+            def code(context, builder, signature, args):
+                found = function(*(_value(context, builder, *one) for one in zip(wanted, taken, args)))
+                if isinstance(found, Value):
+                    return found.llvm
+                return context.get_dummy_value() if found is None else fill(I64, found)
+            return result(*taken), code
+        typed.__name__, typed.__doc__ = function.__name__, function.__doc__
+        typed.__signature__ = own.replace(parameters=[inspect.Parameter("typing", 1), *own.parameters.values()])
+        return intrinsic(prefer_literal="int" in wanted)(typed)
+    return part
+
+
+def _taken(wanted: str, given: types.Type) -> types.Type:
+    """The type in which a part takes an argument."""
+    if wanted in ("int", "type"):
+        return given if wanted == "int" else types.unliteral(given)
+    wide = {types.Integer: types.int64, types.Float: types.float32}
+    return next((to for of, to in wide.items() if isinstance(given, of)), given)
+
+
+def _value(context: Any, builder: ir.IRBuilder, wanted: str, taken: Any, llvm: Any) -> Any:
+    if wanted in ("int", "type"):
+        return taken.literal_value if wanted == "int" else taken
+    if isinstance(taken, types.Array):
+        llvm = builder.ptrtoint(context.make_array(taken)(context, builder, llvm).data, I64)
+    return Value(builder, llvm)
