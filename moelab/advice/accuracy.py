@@ -180,6 +180,6 @@ def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Cal
 OPTIONS = {
     "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take in bf16"),
     "rates": (several(number(above=0)), "of the disk, MB/s, by throttling our reader"),
-    "rounds": (whole(1), "of every way"),
+    "rounds": (whole(1), "of every way; the medians of three are hardly disturbed"),
     "folder": (None, "where models and their forms are kept, 5 GB, for the next time; else they are temporary"),
     "quick": ({"action": "store_true"}, "one shape, budget, rate and round: whether all of it runs")}

@@ -157,9 +157,15 @@ def sample_costs(model: Model, forms: list[str], itself: Profile | None = None, 
         found = costs(measured(model.spec, stored, executor), model, False) if stored else None
         if itself is None or executor != "fast":
             return found
-        mine = replace(costs(itself, model, True), other=tuple(ran["other"]), head=tuple(ran["head"]),
-                       resident=found and found.resident)
-        return mine if form == AS_IS else replace(found, other=mine.other, head=mine.head)
+        own, (base, token) = costs(itself, model, True), ran["other"]
+        # what the engine has around an expert's products, in every form
+        around = max(ran["expert"] - own.delays.expert(1), 0.0)
+        found = replace(own, resident=found and found.resident) if form == AS_IS else found
+        d = found.delays
+        return replace(found, other=(max(base - ran["predicting"], 0.0), token), head=tuple(ran["head"]),
+                       predict=ran["predicting"], delays=replace(
+                           d, expert_base=d.expert_base + around,
+                           computed=tuple((n, seconds + around) for n, seconds in d.computed)))
     for form in progress(forms, "measuring this machine", unit="forms"):
         costs_of(form)
     return costs_of

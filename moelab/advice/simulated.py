@@ -184,7 +184,7 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
     kept) or None, and why not.    within : memory, context and batch.    bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
-    if not (file.is_file() and profile.is_file() and "other" in read_json(file)):    # an older one had none
+    if not (file.is_file() and profile.is_file() and "predicting" in read_json(file)):    # an older one had none
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"
         options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}

@@ -56,7 +56,7 @@ PREFETCH, RECALL = "router", 0.75
 class Costs:
     """What a form costs on a machine: an expert's delays, seconds before a layer's experts and after the last layer,
     bytes of a slot, bytes of an expert on disk; seconds before a layer's experts with everything in memory, where
-    nothing is decided and one call does many layers (None: as `other`)."""
+    nothing is decided (None: as `other`); seconds of a prediction."""
 
     delays: Delays
     other: Linear
@@ -64,6 +64,7 @@ class Costs:
     sizes: Sizes
     disk: int
     resident: float | None = None
+    predict: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int,
             ) -> Simulation:
         return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=(base, token),
                         head=costs.head, quiet=True, **({} if not ahead else {
-                            "predictions": predictions, "ahead": ahead, "gate": gate, "across": across}))
+                            "predictions": predictions, "ahead": ahead, "gate": gate, "across": across,
+                            "predict": costs.predict}))
     tokens = seen.batch * context
     whole = [[(layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))}) for layer, f in
               enumerate(seen.shares)]]
@@ -214,7 +216,8 @@ class Search:
         caches = [name for name, (_, use) in registry.describe("cache").items() if use == "use" and name not in NEEDS]
         groups: list[list[dict[str, Any]]] = [] if way.resident else [
             [{"cache": name} for name in caches if name != way.cache], [{"prefetch": PREFETCH, "pools": None}],
-            [{"workers": n, "pools": None} for n in (2, 4) if n <= (os.cpu_count() or 1) and way.pools]]
+            # a core is left for what computes: beside it, so many threads wait for each other
+            [{"workers": n, "pools": None} for n in (2, 4) if n < (os.cpu_count() or 1) and way.pools]]
         for group in [*groups, [{"executor": "exact"}]]:
             tried = [self.play(replace(way, **change), self.found) for change in group if not self.late]
             way = min([way, *filter(None, tried)], key=lambda one: one.tpot)

@@ -50,8 +50,9 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
     loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the model, if it is offloaded.
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak" (bytes), "steps",
-    "forwards", "loss": nats a token of each window, and with a profile "other" and "head": seconds before a layer's
-    experts and after the last layer's in this run, (base, per token).
+    "forwards", "loss": nats a token of each window, and with a profile what took how long in this run: "other" and
+    "head" before a layer's experts and after the last layer's, (base, per token), "predicting" a layer's experts, and
+    the "expert" of a token that had to be read (0: none had).
     """
     import torch
     from transformers import DynamicCache
@@ -91,6 +92,10 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
         store = this.store
         if profile is not None:
             report["other"], report["head"] = overheads(this.run)
+            report["predicting"] = this.engine.gate.asking if this.engine else 0.0
+            decode = lm.moelab.forwards[1].start
+            report["expert"] = median([event.end - event.start for event in this.run.timeline if event.start >= decode
+                                       and event.kind == "expert" and event.expert >= 0] or [0.0])
     if profile is not None:
         sample.of_store(store, options["executor"]).save(profile)
     return report
