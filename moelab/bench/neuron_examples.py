@@ -73,7 +73,7 @@ class BlockAdvice:
     T: int
     reuse: bool
     real: float
-    advice: blocks.BlockSizeAdvice
+    advice: blocks.Advice
 
 
 #: (device, dtype, tokens of a step, model)

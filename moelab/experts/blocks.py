@@ -102,6 +102,7 @@ class BlockSizeAdvice:
     compute_bound: bool
     target: float
     table: tuple[tuple[int, int, float, float], ...]        # B, N, FLOPs/byte, share of the N·B slots that are padding
+    explanation: str
 
 
 def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str = "bf16", reuse: bool = True,
@@ -120,8 +121,19 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
         intensity = intensity_factor(B, N, E, size) if reuse else 2 * B / size
         table.append((B, N, intensity, 1 - T * K / (N * B)))
     bound = [row for row in table if row[2] >= target]
-    B = (bound[0] if bound else min(table, key=lambda row: (row[3], -row[0])))[0]
-    return BlockSizeAdvice(B, bool(bound), target, tuple(table))
+    B, N, intensity, padded = bound[0] if bound else min(table, key=lambda row: (row[3], -row[0]))
+    useful = 2 * T * K / (size * E)
+    text = (f"{device.name} computes {target:.0f} {dtype} FLOPs in the time of reading a byte. "
+            + (f"B = {B} is the smallest block that reaches this: {intensity:.0f} FLOPs/byte. " if bound else
+               f"No block of {min(sizes)} to {max(sizes)} reaches this; B = {B} pads least, at {intensity:.0f} "
+               f"FLOPs/byte. ")
+            + f"Its {N} blocks are {100 * padded:.0f} % padding for {T} tokens in the worst case. "
+            + (f"Of the work on real tokens there are {useful:.0f} FLOPs for every byte of weights, whatever B is: "
+               + ("they are compute-bound without the padding." if useful >= target else
+                  "only padding makes it look compute-bound; more tokens a step would help." if bound else
+                  "more tokens a step would help.") if reuse else
+               "Each block reads its expert's weights again."))
+    return BlockSizeAdvice(B, bool(bound), target, tuple(table), text)
 
 
 def router_bytes(H: int, E: int, layers: int = 1) -> int:

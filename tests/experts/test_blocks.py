@@ -1,4 +1,4 @@
-"""Blocks: the mapping, N, padding, what skipping saves, and the worked examples of the guide."""
+"""Blocks: the mapping, N, padding, what skipping saves, sharding, and the worked examples of the guide."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from moelab import cards
 from moelab.experts import blocks
 from moelab.experts.blockwise import Blockwise, block_map
+from moelab.experts.sharding import Sharding
 from tests.experts.test_neuron import cases
-from tests.experts.toy import make_experts, make_routing
+from tests.experts.toy import make_experts, make_routing, naive
 
 
 def mapped_by_a_loop(ids, E, B):
@@ -26,13 +27,13 @@ def mapped_by_a_loop(ids, E, B):
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases(), st.integers(1, 12))
-def test_the_block_mapping_is_that_of_a_loop(case, B):
+@given(cases(), st.integers(1, 12), st.sampled_from(sorted(blocks.PROVISION)))
+def test_the_block_mapping_is_that_of_a_loop(case, B, provision):
     _, ids, _, experts = case
     E, (T, K) = experts.num_experts, ids.shape
-    m, expected = block_map(ids, E, B), mapped_by_a_loop(ids, E, B)
+    m, expected = block_map(ids, E, B, provision), mapped_by_a_loop(ids, E, B)
     assert m.tokens.shape == m.choices.shape == (len(m.block_to_expert), B)
-    assert len(m.block_to_expert) == (blocks.blocks_by_code(T, K, E, B) if T else 0) >= len(expected)
+    assert len(m.block_to_expert) == (blocks.PROVISION[provision](T, K, E, B) if T else 0) >= len(expected)
     assert m.live.tolist() == [True] * len(expected) + [False] * (len(m.live) - len(expected))
     for b, (e, chosen) in enumerate(expected):
         assert int(m.block_to_expert[b]) == e
@@ -69,18 +70,18 @@ def test_the_codes_n_is_the_worst_case_itself_with_one_expert_a_token():
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.integers(1, 12))
-def test_padding_equals_the_formulas(case, B):
+@given(cases(), st.integers(1, 12), st.sampled_from(sorted(blocks.PROVISION)))
+def test_padding_equals_the_formulas(case, B, provision):
     x, ids, weights, experts = case
     (T, K), E = ids.shape, experts.num_experts
     counts = torch.bincount(ids.flatten(), minlength=E + 1)[:E]
-    found = blocks.padding(counts, T, K, B)
-    static = Blockwise(B, skip_blocks=False)
+    found = blocks.padding(counts, T, K, B, provision)
+    static = Blockwise(B, provision=provision, skip_blocks=False)
     static(x, ids, weights, experts)
     assert static.tally.slots == (found.slots if T else 0)
     if T:
         assert static.tally.slots - static.tally.executed == found.padded == found.provisioned * B - int(counts.sum())
-    skipping = Blockwise(B)
+    skipping = Blockwise(B, provision=provision)
     skipping(x, ids, weights, experts)
     assert skipping.tally.slots == found.needed * B
     if found.pairs:
@@ -104,6 +105,8 @@ def test_bad_blocks_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         Blockwise(0)
     with pytest.raises(ValueError, match="code, text"):
+        Blockwise(8, provision="guess")
+    with pytest.raises(ValueError, match="code, text"):
         blocks.padding([1], 1, 1, 8, "guess")
 
 
@@ -122,9 +125,11 @@ def test_weight_skipping_in_the_guides_example():
     """Blocks [E0, E0, E1, E2, E2]: three loads for five."""
     experts = make_experts(3, 4, 4)
     ids = torch.tensor([0] * 4 + [1] * 2 + [2] * 3)[:, None]
-    executor = Blockwise(2)
-    executor(torch.randn(9, 4), ids, torch.ones(9, 1), experts)
-    assert (executor.weight_loads.loaded, executor.weight_loads.skipped) == (3, 2)
+    for skip, loaded in ((True, 3), (False, 5)):
+        executor = Blockwise(2, skip_weights=skip)
+        executor(torch.randn(9, 4), ids, torch.ones(9, 1), experts)
+        loads = executor.weight_loads
+        assert (loads.loaded, loads.loaded + loads.skipped) == (loaded, 5)
 
 
 def test_dynamic_skipping_computes_live_blocks_only():
@@ -133,21 +138,51 @@ def test_dynamic_skipping_computes_live_blocks_only():
     static, dynamic = Blockwise(2, skip_blocks=False), Blockwise(2)
     for executor in (static, dynamic):
         executor(torch.randn(12, 4), ids, torch.ones(12, 1), experts)
-    assert static.tally.slots == 8 * 2 and dynamic.tally.slots == 6 * 2 and static.live == dynamic.live == 6
+    assert static.blocks == dynamic.blocks == static.computed == 8 and static.live == dynamic.computed == 6
     assert static.tally.padded_fraction == 0.25 and dynamic.tally.padded_fraction == 0
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.integers(1, 6))
-def test_loads_are_those_of_a_walk_over_the_blocks(case, B):
+@given(cases(), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["PING_PONG", "HI_LO"]))
+def test_loads_are_those_of_a_walk_over_the_blocks(case, B, cores, order):
     x, ids, weights, experts = case
-    executor = Blockwise(B)
+    executor = Blockwise(B, sharding=Sharding("block", cores, order))
     executor(x, ids, weights, experts)
     walked = [e for e, _ in mapped_by_a_loop(ids, experts.num_experts, B)]
-    loads = sum(i == 0 or walked[i] != walked[i - 1] for i in range(len(walked)))
+    share = -(-len(walked) // cores)
+    lists = [walked[c::cores] if order == "PING_PONG" else walked[c * share:(c + 1) * share] for c in range(cores)]
+    loads = sum(i == 0 or mine[i] != mine[i - 1] for mine in lists for i in range(len(mine)))
     assert (executor.weight_loads.loaded, executor.weight_loads.skipped) == (loads, len(walked) - loads)
     assert executor.row_loads.loaded == executor.tally.executed
     assert executor.row_loads.loaded + executor.row_loads.skipped == executor.tally.slots
+    assert executor.reduced == (cores - 1) * x.numel()
+
+
+# -------------------------------------------------------------------------------------------------------- sharding
+
+def test_what_cores_exchange():
+    T, E, K, H, I, B = 20, 4, 2, 12, 10, 8
+    experts = make_experts(E, H, I)
+    x, (ids, weights) = torch.randn(T, H), make_routing(T, E, K)
+    for on, a_slot in (("H", 2 * I), ("I", H)):
+        for cores in (1, 2, 3):
+            executor = Blockwise(B, sharding=Sharding(on, cores))
+            got = executor(x, ids, weights, experts)
+            torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=2e-4, atol=2e-5)
+            assert executor.reduced == (cores - 1) * executor.tally.slots * a_slot
+
+
+def test_one_core_is_the_unsharded_computation():
+    experts = make_experts(4, 12, 10, "bias")
+    x, routing = torch.randn(20, 12), make_routing(20, 4, 2)
+    whole = Blockwise(8)(x, *routing, experts)
+    assert torch.equal(whole, Blockwise(8, sharding=Sharding("block", 1))(x, *routing, experts))
+
+
+def test_a_way_of_sharding_that_there_is_not():
+    for wrong in ({"on": "E"}, {"order": "ZIG_ZAG"}, {"cores": 0}):
+        with pytest.raises(ValueError, match="PING_PONG"):
+            Sharding(**wrong)
 
 
 # ------------------------------------------------------------------------------------------- intensity and advice
@@ -178,8 +213,10 @@ def test_the_advice_is_the_smallest_compute_bound_block():
             flops, read = 6 * B * N, 3 * size * (8 if reuse else N)
             reached += [B] if flops / peak >= read / 2.9e12 else []
         assert reached and advice.compute_bound and advice.block_size == reached[0]
+        assert f"B = {advice.block_size}" in advice.explanation
     # weights read again for every block: 2·B/2 FLOPs a byte must reach 230
     assert blocks.advise_block_size(trn2, 1000, 2, 8, reuse=False).block_size == 256
+    assert "only padding makes it look compute-bound" in blocks.advise_block_size(trn2, 200, 2, 8).explanation
 
 
 def test_what_there_is_no_arithmetic_for_is_refused():
@@ -200,7 +237,7 @@ def test_ids_of_32_bits():
 
 def test_without_a_compute_bound_block_the_advice_pads_least():
     advice = blocks.advise_block_size(cards.load_device("trn2"), 16, 1, 8, sizes=(1, 2, 4))
-    assert not advice.compute_bound and advice.block_size == 1
+    assert not advice.compute_bound and advice.block_size == 1 and "pads least" in advice.explanation
 
 
 def test_the_guides_routers():

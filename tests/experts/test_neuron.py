@@ -14,6 +14,7 @@ from moelab.experts.blockwise import Blockwise
 from moelab.experts.executor import Sorted
 from moelab.experts.neuron import (AllExperts, NeuronRule, Selective, expected_unique, neuron_choice,
                                    provisioned_savings)
+from moelab.experts.sharding import Sharding
 from moelab.models.seam import eager
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
@@ -47,10 +48,16 @@ def check(executor, x, ids, weights, experts):
     return tally
 
 
+SHARDINGS = [None, *(Sharding(on, cores) for on in "HI" for cores in (2, 3)),
+             *(Sharding("block", cores, order) for cores in (2, 3) for order in ("PING_PONG", "HI_LO"))]
+
+
 @settings(max_examples=40, deadline=None)
-@given(cases(), st.sampled_from([1, 3, 8, 64]), st.booleans())
-def test_blockwise_is_lossless_whatever_is_skipped(case, B, blocks):
-    check(Blockwise(B, skip_blocks=blocks), *case)
+@given(cases(), st.sampled_from([1, 3, 8, 64]), st.booleans(), st.booleans(), st.booleans(),
+       st.sampled_from(["code", "text"]), st.sampled_from(SHARDINGS))
+def test_blockwise_is_lossless_whatever_is_skipped_or_shared(case, B, tokens, weights, blocks, provision, sharding):
+    check(Blockwise(B, provision=provision, skip_tokens=tokens, skip_weights=weights, skip_blocks=blocks,
+                    sharding=sharding), *case)
 
 
 @settings(max_examples=40, deadline=None)
@@ -176,7 +183,8 @@ def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_p
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if name == "switch_transformers" else {})
     model = models.open_checkpoint(tiny.save(name, tmp_path), experts=opened)
-    executors = [AllExperts(), Selective(), NeuronRule(block_size=16), Blockwise(4), Blockwise(4, skip_blocks=False)]
+    executors = [AllExperts(), Selective(), NeuronRule(block_size=16), Blockwise(4), Blockwise(4, skip_blocks=False),
+                 *(Blockwise(4, sharding=sharding) for sharding in SHARDINGS[1::2])]
     with torch.no_grad():
         expected = model(**inputs).logits
         for executor in executors:
