@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,11 @@ class Rows:
                           ids[t, target.index]))
         return tuple(torch.cat(part) for part in zip(*parts))
 
+    def fingerprint(self) -> str:
+        """Sixteen hex digits from tokens at 64 places of the trace."""
+        places = sorted({i * (self.T - 1) // 63 for i in range(64)})
+        return digest_of([torch.tensor([self.T]), *(c[i:i + 1] for c in self.columns.values() for i in places)])
+
 
 class FileRows:
     """Rows of a tensor in a safetensors file, sliced as the tensor would be, but read, not mapped."""
@@ -104,3 +109,11 @@ class FileRows:
 
 def seed_of(*parts: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """Sixteen hex digits that name the contents of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

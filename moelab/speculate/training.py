@@ -10,22 +10,24 @@ Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from moelab.files import atomic
 from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
 from moelab.speculate.execution import found
 from moelab.speculate.predictors import estimated, route
-from moelab.speculate.rows import Rows, seed_of
+from moelab.speculate.rows import Rows, digest_of, seed_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 
@@ -60,10 +62,11 @@ class Training:
     stopped_early: bool
 
 
-def train(trace: RoutingTrace | str | Path, model: nn.Module, vectors: DefaultVectors, *,
+def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, *,
           validation: RoutingTrace | str | Path, parameters: int = 150_000, tokens: int = 300_000, batch: int = 1280,
           learning_rate: float = 2e-3, muon_rate: float = 0.05, every: int | None = None, patience: int = 5,
-          ahead: int = 1, kind: str = DEFAULT_ESTIMATOR, seed: int = 0) -> Training:
+          ahead: int = 1, kind: str = DEFAULT_ESTIMATOR, seed: int = 0,
+          checkpoint: str | Path | None = None) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
 
     trace : recorded with `hidden=True`; a path, or a trace whose hidden states lie on disk, is streamed.
@@ -73,69 +76,137 @@ def train(trace: RoutingTrace | str | Path, model: nn.Module, vectors: DefaultVe
     tokens : training tokens in all; a shorter trace is repeated, newly shuffled.
     batch : rows a step; a token is one row for every predicting layer.
     learning_rate, muon_rate : highest rates, of AdamW (embedding, norm, head, biases) and Muon (matrices A, B, C).
-    every : tokens between validations, about; by default a twentieth of `tokens`.
+    every : tokens between validations and checkpoints, about; by default a twentieth of `tokens`.
     patience : validations in a row without a lower loss, after which training stops.
     kind : a name of `moelab.names("estimator")`. The default begins as the next router on q, and is given back as that
         if no training lowers the validation's loss.
+    checkpoint : a file that is rewritten at every validation; if it exists, training resumes from it, with the same
+        result as without the interruption.
 
-    Raises ValueError: a trace without hidden states or of another model.
+    Raises ValueError: a trace without hidden states or of another model, or a checkpoint made with other arguments.
     """
     data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
+    settings = {"parameters": parameters, "tokens": tokens, "batch": batch, "learning_rate": learning_rate,
+                "muon_rate": muon_rate, "every": every, "patience": patience, "ahead": ahead, "kind": kind,
+                "seed": seed,
+                "model": data.model_id, "trace": data.fingerprint(), "validation": held_out.fingerprint(),
+                "vectors": digest_of([vectors.d, vectors.shared])}
     if min(tokens, batch, patience) < 1:
         raise ValueError(f"tokens={tokens}, batch={batch}, patience={patience}: each must be at least 1")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        estimator = find("estimator", kind).sized(data.H, data.spec.E, data.spec.L, parameters, ahead=ahead)
-    estimator.model_id = data.model_id
-    estimator.to(data.quasi.device)
-    inner = {"A.weight", "B.weight", "C.weight"}
-    of = {matrix: [p for name, p in estimator.named_parameters() if (name in inner) is matrix]
-          for matrix in (False, True)}
-    optimizers = [(torch.optim.AdamW(of[False], lr=0, weight_decay=0.01), learning_rate),
-                  (torch.optim.Muon(of[True], lr=0, weight_decay=0.01), muon_rate)]
-    every, seen, buffer, worse = every or max(tokens // 20, 1), 0, 0, 0
-    history: list[Point] = []
-    best, weights = None, {}
-    with progress(total=tokens, desc="training the estimator", unit="token") as bar:
-        while worse < patience and not (history and history[-1].tokens == seen == tokens):
-            if history and seen - history[-1].tokens < every and seen < tokens:
-                spans = data.spans(buffer, seed, tokens - seen)
-                n = sum(b - a for a, b in spans)
-                learn(estimator, optimizers, data, spans, batch, seed_of(seed, "rows", buffer),
-                      lambda step, steps: rate((seen + n * (step + 0.5) / steps) / tokens))
-                seen, buffer = seen + n, buffer + 1
-                bar.update(n)
-                continue
-            history.append(point := Point(seen, *evaluate(estimator, held_out)))
-            worse += 1
-            if best is None or point.loss < best.loss:
-                best, weights, worse = point, deepcopy(estimator.state_dict()), 0
-            bar.note(f"KL {point.loss:.4f}, hit rate {point.mean_hit_rate:.1%}")
-    estimator.load_state_dict(weights)
-    return Training(estimator.eval(), tuple(history), best, stopped_early=worse >= patience)
+    run = _Run(data, settings)
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.exists():
+        run.resume(path)
+    every = every or max(tokens // 20, 1)
+    with progress(total=tokens, desc="training the estimator", unit="token", initial=run.seen) as bar:
+        while not run.finished:
+            if not run.history or run.seen - run.history[-1].tokens >= every or run.seen == tokens:
+                run.validated(held_out)
+                bar.note(f"KL {run.history[-1].loss:.4f}, hit rate {run.history[-1].mean_hit_rate:.1%}")
+                if path is not None:
+                    run.save(path)
+            else:
+                bar.update(run.buffer())
+    return run.result()
 
 
-def rate(part: float) -> float:
-    """Factor of the learning rates after a part of the tokens: a linear warm-up, then a cosine from 1 to 0."""
-    return min(1.0, part / WARMUP) * (0.5 + 0.5 * math.cos(math.pi * part))
+class _Run:
+    """The state of a training, and its steps."""
 
+    def __init__(self, data: Rows, settings: dict[str, Any]) -> None:
+        self.data, self.settings = data, settings
+        spec, device = data.spec, data.quasi.device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings["seed"])
+            self.estimator = find("estimator", settings["kind"]).sized(
+                data.H, spec.E, spec.L, settings["parameters"], ahead=settings["ahead"])
+        self.estimator.model_id = data.model_id
+        e = self.estimator.to(device)
+        inner = [e.A.weight, e.B.weight, e.C.weight]
+        rest = [p for name, p in e.named_parameters() if name not in ("A.weight", "B.weight", "C.weight")]
+        self.optimizers = [torch.optim.AdamW(rest, lr=0, weight_decay=0.01),
+                           torch.optim.Muon(inner, lr=0, weight_decay=0.01)]
+        self.seen = self.buffers = self.worse = 0
+        self.history: list[Point] = []
+        self.best: Point | None = None
+        self.best_weights: dict[str, Tensor] = {}
 
-def learn(estimator: Estimator, optimizers: Sequence[tuple[torch.optim.Optimizer, float]], data: Rows,
-          spans: list[tuple[int, int]], batch: int, seed: int, factor: Callable[[int, int], float]) -> None:
-    """Train on a buffer of stretches, shuffled by the seed; factor : (step, steps) → that of the optimizers' rates."""
-    q, layer, start, logits, _ = data.read(spans)
-    order = torch.randperm(len(q), generator=torch.Generator().manual_seed(seed)).to(q.device)
-    steps = math.ceil(len(q) / batch)
-    for step, rows in enumerate(order.tensor_split(steps) if steps else ()):
-        for optimizer, peak in optimizers:
-            optimizer.param_groups[0]["lr"] = peak * factor(step, steps)
-        predicted = estimator(q[rows], layer[rows])
-        if estimator.residual:
-            predicted = start[rows] + predicted
-        divergence(logits[rows], predicted, data.spec.router).mean().backward()
-        for optimizer, _ in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    @property
+    def finished(self) -> bool:
+        done = bool(self.history) and self.history[-1].tokens == self.seen == self.settings["tokens"]
+        return done or self.worse >= self.settings["patience"]
+
+    def rate(self, seen: float) -> float:
+        """Factor of the learning rates: a linear warm-up, then a cosine from 1 to 0."""
+        part = seen / self.settings["tokens"]
+        return min(1.0, part / WARMUP) * (0.5 + 0.5 * math.cos(math.pi * part))
+
+    def buffer(self) -> int:
+        """Train on the next buffer; returns its tokens."""
+        s = self.settings
+        spans = self.data.spans(self.buffers, s["seed"], s["tokens"] - self.seen)
+        n = sum(b - a for a, b in spans)
+        q, layer, start, logits, _ = self.data.read(spans)
+        generator = torch.Generator().manual_seed(seed_of(s["seed"], "rows", self.buffers))
+        order = torch.randperm(len(q), generator=generator).to(q.device)
+        steps = math.ceil(len(q) / s["batch"])
+        for step, rows in enumerate(order.tensor_split(steps) if steps else ()):
+            for optimizer, peak in zip(self.optimizers, (s["learning_rate"], s["muon_rate"])):
+                optimizer.param_groups[0]["lr"] = peak * self.rate(self.seen + n * (step + 0.5) / steps)
+            predicted = self.estimator(q[rows], layer[rows])
+            if self.estimator.residual:
+                predicted = start[rows] + predicted
+            divergence(logits[rows], predicted, self.data.spec.router).mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        self.seen, self.buffers = self.seen + n, self.buffers + 1
+        return n
+
+    def validated(self, held_out: Rows) -> None:
+        """Measure on the validation trace; keep the weights if they are the best so far."""
+        point = Point(self.seen, *evaluate(self.estimator, held_out))
+        self.history.append(point)
+        if self.best is None or point.loss < self.best.loss:
+            self.best, self.worse = point, 0
+            self.best_weights = deepcopy(self.estimator.state_dict())
+        else:
+            self.worse += 1
+
+    def result(self) -> Training:
+        self.estimator.load_state_dict(self.best_weights)
+        return Training(self.estimator.eval(), tuple(self.history), self.best,
+                        stopped_early=self.worse >= self.settings["patience"])
+
+    COUNTERS = ("seen", "buffers", "worse")
+
+    def save(self, path: Path) -> None:
+        with atomic(path) as part:
+            torch.save({"settings": json.dumps(self.settings),
+                        "counters": {name: getattr(self, name) for name in self.COUNTERS},
+                        "history": [asdict(point) for point in self.history], "best": asdict(self.best),
+                        "weights": self.estimator.state_dict(), "best_weights": self.best_weights,
+                        "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}, part)
+
+    def resume(self, path: Path) -> None:
+        try:
+            saved = torch.load(path, weights_only=True, map_location=self.data.quasi.device)
+            theirs = json.loads(saved["settings"])
+        except Exception as error:          # torch.load has a dozen kinds for "not a file of mine"
+            raise ValueError(f"{path} is no readable checkpoint of an estimator's training ({error}); name another "
+                             f"file, or delete it to start over") from error
+        mine = json.loads(json.dumps(self.settings))
+        if different := [f"{name} ({theirs.get(name)} there, {mine[name]} here)" for name in mine
+                         if theirs.get(name) != mine[name]]:
+            raise ValueError(f"{path} is a checkpoint of another training, which differs in {', '.join(different)}; "
+                             f"repeat its arguments to go on, or delete it to start over")
+        for name in self.COUNTERS:
+            setattr(self, name, saved["counters"][name])
+        self.history, self.best = [Point(**point) for point in saved["history"]], Point(**saved["best"])
+        self.estimator.load_state_dict(saved["weights"])
+        self.best_weights = saved["best_weights"]
+        for optimizer, state in zip(self.optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
 
 
 def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Tensor:

@@ -1,4 +1,4 @@
-"""Training rows against a loop over tokens, streaming against a limit on memory."""
+"""Training rows against a loop over tokens, streaming against a limit on memory, resuming against never stopping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moelab.models.stream import streams
 from moelab.recording import record
-from moelab.speculate import default_vectors, rows, training
+from moelab.speculate import DefaultVectors, default_vectors, rows, training
 from moelab.speculate.estimator import ESTIMATORS
 from moelab.speculate.predictors import route
 from moelab.speculate.rows import Rows, teacher
@@ -91,6 +91,7 @@ def test_rows_from_files_and_from_memory_are_the_same(small):
     spans = [(100, 130), (3, 4)]
     for a, b, c in zip(files.read(spans), mapped.read(spans), memory.read(spans)):
         assert torch.equal(a, b) and torch.equal(a, c)
+    assert files.fingerprint() == memory.fingerprint()
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3), st.integers(0, 2))
@@ -155,12 +156,34 @@ def test_training_learns_and_returns_its_best(small):
     assert again == (trained.best.loss, trained.best.hit_rate)
 
 
-def test_the_seed_decides(small, monkeypatch):
-    monkeypatch.setattr(rows, "STRETCH", 2**14)         # several buffers an epoch, several epochs
-    monkeypatch.setattr(rows, "BUFFER", 2**15)
+def test_the_seed_decides(small):
     one, same, other = (quick(small, tokens=300, seed=seed).estimator.state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(small, tmp_path, monkeypatch, after):
+    monkeypatch.setattr(rows, "STRETCH", 2**14)         # several buffers an epoch, several epochs
+    monkeypatch.setattr(rows, "BUFFER", 2**15)
+    calls = []
+
+    def dying(*args):
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return evaluate(*args)
+
+    whole, path = quick(small), tmp_path / "training.pt"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "evaluate", dying)
+        quick(small, checkpoint=path)
+    resumed = quick(small, checkpoint=path)
+    assert resumed.history == whole.history and resumed.best == whole.best
+    weights = whole.estimator.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in resumed.estimator.state_dict().items())
+    assert quick(small, checkpoint=path).history == whole.history        # it is finished: nothing is left to do
+    assert [p.name for p in tmp_path.iterdir()] == ["training.pt"]
 
 
 def test_early_stopping_keeps_the_weights_of_the_best_validation(small, monkeypatch):
@@ -178,6 +201,24 @@ def test_early_stopping_keeps_the_weights_of_the_best_validation(small, monkeypa
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
+
+def test_a_checkpoint_of_another_training_is_refused(small, tmp_path, tiny_model):
+    model, path, validation, vectors = small
+    file = tmp_path / "training.pt"
+    quick(small, tokens=200, checkpoint=file)
+    other_vectors = DefaultVectors(vectors.d + 1, vectors.shared, vectors.counts, vectors.weighted, vectors.model_id)
+    other_trace = record(model, PROMPTS[5:], hidden=True)
+    with pytest.raises(ValueError, match="differs in kind"):
+        quick(small, tokens=200, checkpoint=file, kind="appendix-a")
+    for name, what, seed in (("seed", small, 9), ("vectors", (model, path, validation, other_vectors), 0),
+                             ("trace", (model, other_trace, validation, vectors), 0),
+                             ("validation", (model, path, other_trace, vectors), 0)):
+        with pytest.raises(ValueError, match=f"differs in {name}"):
+            quick(what, tokens=200, checkpoint=file, seed=seed)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="no readable checkpoint"):
+        quick(small, tokens=200, checkpoint=file)
+
 
 def test_unusable_arguments_are_named(small, tiny_model):
     model, path, validation, vectors = small
