@@ -27,17 +27,18 @@ def bf12(results: Mapping[str, Any]) -> go.Figure:
     rows = results["bf16 decode, 1 token"]
     stock = next(name for name, row in rows.items()
                  if name.startswith("transformers") and row["× transformers' best"] == 1)
-    of = {"transformers, bf16": rows[stock], "ours, bf16": rows["gemv"], "ours, bf12": rows["gemv of bf12"]}
-    figure, (left, right) = panels(["read from memory", "a decode step's products"], 2, horizontal_spacing=0.14)
+    of = {"transformers<br>bf16": rows[stock], "ours<br>bf16": rows["gemv"], "ours<br>bf12": rows["gemv of bf12"]}
+    figure, (left, right) = panels(["read from memory", "a decode step's products; whiskers: p10 to p90"], 2,
+                                   horizontal_spacing=0.14)
     for i, (name, row) in enumerate(of.items()):
         megabytes, ms = row["GB/s"] * row["ms"], row["ms"]
         for value, at, spread in ((megabytes, left, None),
                                   (ms, right, interval([ms], [row["10 %"]], [row["90 %"]], color="#333333"))):
-            figure.add_bar(x=[name], y=[value], name=name, marker=bar_look(i), error_y=spread, showlegend=False,
-                           text=f"<b>{value:.3g}</b>", textposition="inside", insidetextanchor="start", textangle=0,
-                           textfont={"color": "black", "size": 14}, hovertemplate=hover("%{y:.3g}", name), **at)
-    figure.update_yaxes(title="MB (exact)", **left).update_yaxes(title="ms (measured; whiskers: p10 to p90)", **right)
-    return finish(figure.update_xaxes(type="category", showgrid=False), height=360, showlegend=False)
+            figure.add_bar(x=[f"{name}<br><b>{value:#.3g}</b>"], y=[value], name=name.replace("<br>", ", "),
+                           marker=bar_look(i), error_y=spread, showlegend=False,
+                           hovertemplate=hover("%{y:.3g}", name), **at)
+    figure.update_yaxes(title="MB (exact)", **left).update_yaxes(title="ms (measured)", **right)
+    return finish(figure.update_xaxes(type="category", showgrid=False), height=320, showlegend=False, margin_b=72)
 
 
 def balancing(metrics: Mapping[str, Any]) -> go.Figure:
@@ -50,9 +51,9 @@ def balancing(metrics: Mapping[str, Any]) -> go.Figure:
         return 100 * (metrics[key.format(f"NDP+TP{name}")]["value"] / metrics[key.format("NDP+TP")]["value"] - 1)
     figure = bars({"": {way: {label: (added(key, name),) * 3 for name, label in (
         ("+LB", "load balancing"), ("+PRE", "prefetching"), ("+LB+PRE", "both"))} for way, key in ways.items()}},
-                  "faster than tensor parallelism alone (%)", columns=1)
+                  "gain over tensor<br>parallelism alone (%, modelled)", columns=1)
     return figure.update_traces(texttemplate="%{y:.1f}", textposition="outside", cliponaxis=False).update_layout(
-        height=360, legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "title": {"text": ""}})
+        height=340, legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "title": {"text": ""}})
 
 
 def combinations(metrics: Mapping[str, Any]) -> go.Figure:
@@ -61,10 +62,11 @@ def combinations(metrics: Mapping[str, Any]) -> go.Figure:
     figure = go.Figure(go.Bar(
         x=list(range(len(counts))), y=counts, marker=bar_look(0), text=[f"{n:,}" for n in counts],
         textposition="outside", cliponaxis=False, hovertemplate="%{x}: %{y:,}<extra></extra>"))
-    for name, key in (("chosen in notebook 07", "agree_judge"), ("a predictor without<br>any simulator", "agree_null")):
+    for name, key in (("chosen in notebook 07", "agree_judge"), ("ratios of published numbers,<br>without any simulator", "agree_null")):
         n = metrics[key]["value"]
-        figure.add_annotation(x=n, y=counts[n], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, font={"size": 13})
-    figure.update_xaxes(dtick=1, showgrid=False)
+        figure.add_annotation(x=n, y=counts[n], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, xanchor="left",
+                              align="left", font={"size": 13})
+    figure.update_xaxes(tickvals=figure.data[0].x, range=[-0.6, len(counts) + 0.2], showgrid=False)
     return finish(figure, f"of {len(JUDGED)} published figures that were held out, agree",
                   "combinations that fit (modelled)", height=360)
 
