@@ -66,7 +66,7 @@ def combinations(metrics: Mapping[str, Any]) -> go.Figure:
         n = metrics[key]["value"]
         figure.add_annotation(x=n, y=counts[n], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, xanchor="left",
                               align="left", font={"size": 13})
-    figure.update_xaxes(tickvals=figure.data[0].x, range=[-0.6, len(counts) + 0.2], showgrid=False)
+    figure.update_xaxes(tickvals=figure.data[0].x, range=[-0.6, len(counts) + 0.4], showgrid=False)
     return finish(figure, f"of {len(JUDGED)} published figures that were held out, agree",
                   "combinations that fit (modelled)", height=360)
 
@@ -94,9 +94,9 @@ def estimators(results: Mapping[str, Any]) -> go.Figure:
         add_lines(figure, lines, "%{x:g} thousand: %{y:.1f} %", **at)
         router = 100 * rows["next router on q"]["recall"]
         figure.add_hline(y=router, line=DASHED, annotation_text=f"the next router itself: {router:.1f} %",
-                         annotation_position="bottom right", annotation_font=NOTE, **at)
+                         annotation_position="bottom left", annotation_font=NOTE, **at)
     power_ticks(figure, thousands)
-    return finish(figure.update_yaxes(range=[0, 100]), height=380)
+    return finish(figure.update_yaxes(range=[0, 100]), height=380, margin_r=24)
 
 
 def evictions(results: Mapping[str, Any]) -> go.Figure:
@@ -111,18 +111,18 @@ def evictions(results: Mapping[str, Any]) -> go.Figure:
                             shared_yaxes=True, horizontal_spacing=0.04)
     own = {"next-token", "belady"}
     for at, of in zip(places, found.values()):
-        rules = {"the default": lambda rows: DEFAULT_POLICY,
+        rules = {"predicts the next tokens (ours)": lambda rows: "next-token",
+                 "the default": lambda rows: DEFAULT_POLICY,
                  "the best that knows the past": lambda rows: min(
                      rows.keys() - own, key=lambda name: rows[name]["misses ÷ lru"]),
-                 "predicts the next tokens (ours)": lambda rows: "next-token",
                  "knows the future (Belady)": lambda rows: "belady"}
         add_lines(figure, {label: [(share, *(100 * rows[rule(rows)][end] for end in ("misses ÷ lru", "from", "to")))
                                    for share, rows in of.items()] for label, rule in rules.items()},
                   "%{x:g} %: %{y:.1f} %", **at)
-        figure.add_hline(y=100, line=DASHED, annotation_text="LRU", annotation_position="top left",
+        figure.add_hline(y=100, line=DASHED, annotation_text="LRU", annotation_position="top right",
                          annotation_font=NOTE, **at)
         figure.update_xaxes(tickvals=list(of), range=[min(of) - 8, max(of) + 8], **at)
-    return finish(figure.update_yaxes(rangemode="tozero"), height=380)
+    return finish(figure.update_yaxes(rangemode="tozero"), height=380, margin_r=24)
 
 
 def bench(name: str) -> Callable[[Path], Any]:
