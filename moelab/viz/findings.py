@@ -13,10 +13,13 @@ from typing import Any
 import plotly.graph_objects as go
 
 from moelab.cache.policies import DEFAULT_POLICY
+from moelab.datasets import REMEMBERED
 from moelab.files import atomic, read_json, results_root
+from moelab.intervals import t95
 from moelab.ndp.fit import JUDGED
 from moelab.viz import theme
-from moelab.viz.figures import DASHED, NOTE, add_lines, bar_look, bars, finish, hover, interval, panels, power_ticks
+from moelab.viz.figures import (DASHED, NOTE, add_lines, bar_look, bars, differences, finish, hover, interval, panels,
+                                power_ticks)
 
 Rows = Mapping[str, Mapping[str, float]]
 
@@ -62,7 +65,8 @@ def combinations(metrics: Mapping[str, Any]) -> go.Figure:
     figure = go.Figure(go.Bar(
         x=list(range(len(counts))), y=counts, marker=bar_look(0), text=[f"{n:,}" for n in counts],
         textposition="outside", cliponaxis=False, hovertemplate="%{x}: %{y:,}<extra></extra>"))
-    for name, key in (("chosen in notebook 07", "agree_judge"), ("ratios of published numbers,<br>without any simulator", "agree_null")):
+    for name, key in (("chosen in notebook 07", "agree_judge"),
+                      ("ratios of published numbers,<br>without any simulator", "agree_null")):
         n = metrics[key]["value"]
         figure.add_annotation(x=n, y=counts[n], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, xanchor="left",
                               align="left", font={"size": 13})
@@ -125,6 +129,18 @@ def evictions(results: Mapping[str, Any]) -> go.Figure:
     return finish(figure.update_yaxes(rangemode="tozero"), height=380, margin_r=24)
 
 
+def dropping(results: Mapping[str, Any]) -> go.Figure:
+    """What dropping costs in right answers, by which routings go first, a panel a task; `results` of bench
+    ane_accuracy."""
+    found: dict[str, dict[str, tuple[float, float, float]]] = {task: {} for task in REMEMBERED}
+    for name, row in results["accuracy (measured), drops and padding (exact)"].items():
+        task, _, order = name.partition(": ")
+        if task in found and "dropped" in row:
+            points, half = 100 * row["difference"], 100 * t95(row["n"] - 1) * row["difference error"]
+            found[task][order] = points, points - half, points + half
+    return differences(found, "points (95 %)").update_layout(height=320, margin_l=200)
+
+
 def bench(name: str) -> Callable[[Path], Any]:
     return lambda root: read_json(root / "bench" / f"{name}.json")["results"]
 
@@ -137,7 +153,7 @@ def notebook(name: str) -> Callable[[Path], Any]:
 FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], go.Figure]]] = {
     "bf12": (bench("experts"), bf12), "balancing": (notebook("07_ndp_scheduling"), balancing),
     "combinations": (notebook("07_ndp_scheduling"), combinations), "estimators": (bench("prediction"), estimators),
-    "evictions": (bench("prediction"), evictions)}
+    "evictions": (bench("prediction"), evictions), "dropping": (bench("ane_accuracy"), dropping)}
 
 
 def main() -> int:

@@ -60,6 +60,17 @@ def test_all_combinations_that_fit_are_drawn():
     assert sum(findings.combinations(metrics).data[0].y) == metrics["readings_that_fit"]["value"]
 
 
+def test_dropping_costs_points_with_intervals():
+    rows = read_json(RESULTS / "bench" / "ane_accuracy.json")["results"]
+    figure, (task, row) = findings.dropping(rows), next(
+        (name, row) for name, row in rows["accuracy (measured), drops and padding (exact)"].items()
+        if name == "spelling: weakest attention (NPUMoE)")
+    trace, = traces(figure, "spelling")
+    at = list(trace.y).index(task.partition(": ")[2])
+    assert trace.x[at] == pytest.approx(100 * row["difference"]) and len(trace.y) == 5
+    assert trace.error_x.array[at] >= 196 * row["difference error"]             # Student's reach is longer
+
+
 def test_bytes_are_those_that_were_read():
     rows = read_json(RESULTS / "bench" / "experts.json")["results"]
     figure = findings.bf12(rows)
