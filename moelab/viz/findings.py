@@ -22,6 +22,7 @@ from moelab.viz.figures import (DASHED, NOTE, add_lines, bar_look, bars, differe
                                 power_ticks)
 
 Rows = Mapping[str, Mapping[str, float]]
+ABOVE = {"legend_y": 1.08, "margin_t": 70, "margin_r": 24}     # the legend, above the panels' titles
 
 
 def bf12(results: Mapping[str, Any]) -> go.Figure:
@@ -100,7 +101,7 @@ def estimators(results: Mapping[str, Any]) -> go.Figure:
         figure.add_hline(y=router, line=DASHED, annotation_text=f"the next router itself: {router:.1f} %",
                          annotation_position="bottom left", annotation_font=NOTE, **at)
     power_ticks(figure, thousands)
-    return finish(figure.update_yaxes(range=[0, 100]), height=380, margin_r=24)
+    return finish(figure.update_yaxes(range=[0, 100]), height=390, **ABOVE)
 
 
 def evictions(results: Mapping[str, Any]) -> go.Figure:
@@ -116,17 +117,17 @@ def evictions(results: Mapping[str, Any]) -> go.Figure:
     own = {"next-token", "belady"}
     for at, of in zip(places, found.values()):
         rules = {"predicts the next tokens (ours)": lambda rows: "next-token",
-                 "the default": lambda rows: DEFAULT_POLICY,
-                 "the best that knows the past": lambda rows: min(
+                 "default": lambda rows: DEFAULT_POLICY,
+                 "best that knows the past": lambda rows: min(
                      rows.keys() - own, key=lambda name: rows[name]["misses ÷ lru"]),
-                 "knows the future (Belady)": lambda rows: "belady"}
+                 "Belady's": lambda rows: "belady"}
         add_lines(figure, {label: [(share, *(100 * rows[rule(rows)][end] for end in ("misses ÷ lru", "from", "to")))
                                    for share, rows in of.items()] for label, rule in rules.items()},
                   "%{x:g} %: %{y:.1f} %", **at)
         figure.add_hline(y=100, line=DASHED, annotation_text="LRU", annotation_position="top right",
                          annotation_font=NOTE, **at)
         figure.update_xaxes(tickvals=list(of), range=[min(of) - 8, max(of) + 8], **at)
-    return finish(figure.update_yaxes(rangemode="tozero"), height=380, margin_r=24)
+    return finish(figure.update_yaxes(rangemode="tozero"), height=390, **ABOVE)
 
 
 def dropping(results: Mapping[str, Any]) -> go.Figure:

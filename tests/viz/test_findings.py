@@ -41,7 +41,7 @@ def test_recall_is_drawn_by_model_and_training():
 
 def test_evictions_are_drawn_beside_the_best_that_knows_the_past():
     figure = findings.evictions(PREDICTION)
-    best, _ = traces(figure, "the best that knows the past")
+    best, _ = traces(figure, "best that knows the past")
     assert list(best.x) == [25, 50] and list(best.y) == pytest.approx([87.5, 85])
     ours, _ = traces(figure, "predicts the next tokens (ours)")
     assert list(ours.y) == pytest.approx([77.5, 75])
