@@ -2,8 +2,8 @@
 
 Does an estimator that begins as the next layer's router stay above it and above the paper's kind (Speculating Experts
 §6.1)? Does a regression to the next tokens' experts (`moelab.speculate.next_token`) evict better than what knows the
-past alone? On the small model and, with `--also`, on others, such as one of another shape: `python data/train_small.py
-FOLDER --shape wide --steps 1500` trains it.
+past alone? On the small model or, by `--model`, on several, such as one of another shape: `python data/train_small.py
+FOLDER --shape wide --steps 1200` trains it.
 
 All is fitted to prompts of the train split and scored on prompts of the test split: 95 % intervals are over these,
 paired in differences and ratios. An estimator is trained several times; its hits are the mean, and "least" is the worst
@@ -25,6 +25,7 @@ from moelab.arguments import number, several, whole
 from moelab.bench import cache
 from moelab.bench.predictors import Contest, mean
 from moelab.evaluation.scores import language_loss, text_windows
+from moelab.files import small_model
 from moelab.intervals import ratio
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
 from moelab.speculate.next_token import NextToken, fit
@@ -99,16 +100,16 @@ def router_of(contest: Contest, windows: int, seed: int) -> dict[str, float]:
             "experts never used": float((counts == 0).sum())}
 
 
-def run(also: Sequence[str] = (), tokens: Sequence[int] = (4_000, 16_000, 64_000), seeds: int = 3,
-        train_prompts: int = 54, test_prompts: int = 6, new_tokens: int = 32, budgets: Sequence[float] = cache.BUDGETS,
-        windows: int = 24, seed: int = 0) -> dict[str, dict[str, Any]]:
+def run(model: Sequence[str] = (), tokens: Sequence[int] = (4_000, 16_000, 64_000), seeds: int = 2,
+        train_prompts: int = 54, test_prompts: int = 6, prompt_tokens: int = 256, new_tokens: int = 32,
+        budgets: Sequence[float] = cache.BUDGETS, windows: int = 24, seed: int = 0) -> dict[str, dict[str, Any]]:
     """ValueError: two folders of one name."""
     sections: dict[str, dict[str, Any]] = {}
-    models = {"small": None} | {Path(folder).name: folder for folder in also}
-    if len(models) <= len(also):
-        raise ValueError(f"of small, {', '.join(also)} two have the same name, under which results are; rename one")
-    for name, folder in models.items():
-        contest = Contest.of(open_model(folder), train_prompts, test_prompts, 256, new_tokens, seed)
+    folders = {Path(folder).name: folder for folder in model or [small_model()]}
+    if len(folders) < len(model):
+        raise ValueError(f"of {', '.join(model)} two have the same name, under which results are; rename one")
+    for name, folder in folders.items():
+        contest = Contest.of(open_model(folder), train_prompts, test_prompts, prompt_tokens, new_tokens, seed)
         spec = contest.test.spec
         name = f"{name} (L {spec.L}, E {spec.E}, K {spec.K})"
         sections[f"{name}: its router (measured)"] = router_of(contest, windows, seed)
@@ -116,15 +117,16 @@ def run(also: Sequence[str] = (), tokens: Sequence[int] = (4_000, 16_000, 64_000
         sections[f"{name}: recall one layer ahead, chance {spec.K / spec.E:.3f} (measured)"] = recalls(found)
         sections[f"{name}: recall of our estimator (measured)"] = leads(found, tokens)
         for share in budgets:
-            sections[f"{name}: evictions, {share:.0%} of the experts (exact counts)"] = evictions(contest, fitted, share)
+            sections[f"{name}: evictions, {share:.0%} of the experts (exact counts)"] = evictions(
+                contest, fitted, share)
     return sections
 
 
-OPTIONS = {"also": ({"action": "append", "metavar": "FOLDER"}, "another model beside the small one; may be repeated"),
+OPTIONS = {"model": ({"action": "append", "metavar": "FOLDER"}, "a model, instead of the small one; may be repeated"),
            "tokens": (several(whole(1)), "that estimators see"), "seeds": (whole(1), "trainings of each"),
            "train_prompts": (whole(2), "of each of four sources, to learn from"),
            "test_prompts": (whole(2), "of each, to score on"),
-           "new_tokens": (whole(2), "generated after each of these"),
+           "prompt_tokens": (whole(64), "of a prompt"), "new_tokens": (whole(2), "generated after each that is scored"),
            "budgets": (several(number(above=0)), "shares of the experts that a cache has memory for"),
            "windows": (whole(2), "of text, for the language loss"),
            "seed": (whole(), "picks the prompts and the first training")}

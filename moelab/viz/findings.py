@@ -13,12 +13,16 @@ from typing import Any
 import plotly.graph_objects as go
 
 from moelab.cache.policies import DEFAULT_POLICY
+from moelab.datasets import REMEMBERED
 from moelab.files import atomic, read_json, results_root
+from moelab.intervals import t95
 from moelab.ndp.fit import JUDGED
 from moelab.viz import theme
-from moelab.viz.figures import DASHED, NOTE, add_lines, bar_look, bars, finish, hover, interval, panels, power_ticks
+from moelab.viz.figures import (DASHED, NOTE, add_lines, bar_look, bars, differences, finish, hover, interval, panels,
+                                power_ticks)
 
 Rows = Mapping[str, Mapping[str, float]]
+ABOVE = {"legend_y": 1.08, "margin_t": 70, "margin_r": 24}     # the legend, above the panels' titles
 
 
 def bf12(results: Mapping[str, Any]) -> go.Figure:
@@ -27,17 +31,18 @@ def bf12(results: Mapping[str, Any]) -> go.Figure:
     rows = results["bf16 decode, 1 token"]
     stock = next(name for name, row in rows.items()
                  if name.startswith("transformers") and row["× transformers' best"] == 1)
-    of = {"transformers, bf16": rows[stock], "ours, bf16": rows["gemv"], "ours, bf12": rows["gemv of bf12"]}
-    figure, (left, right) = panels(["read from memory", "a decode step's products"], 2, horizontal_spacing=0.14)
+    of = {"transformers<br>bf16": rows[stock], "ours<br>bf16": rows["gemv"], "ours<br>bf12": rows["gemv of bf12"]}
+    figure, (left, right) = panels(["read from memory", "a decode step's products; whiskers: p10 to p90"], 2,
+                                   horizontal_spacing=0.14)
     for i, (name, row) in enumerate(of.items()):
         megabytes, ms = row["GB/s"] * row["ms"], row["ms"]
         for value, at, spread in ((megabytes, left, None),
                                   (ms, right, interval([ms], [row["10 %"]], [row["90 %"]], color="#333333"))):
-            figure.add_bar(x=[name], y=[value], name=name, marker=bar_look(i), error_y=spread, showlegend=False,
-                           text=f"<b>{value:.3g}</b>", textposition="inside", insidetextanchor="start", textangle=0,
-                           textfont={"color": "black", "size": 14}, hovertemplate=hover("%{y:.3g}", name), **at)
-    figure.update_yaxes(title="MB (exact)", **left).update_yaxes(title="ms (measured; whiskers: p10 to p90)", **right)
-    return finish(figure.update_xaxes(type="category", showgrid=False), height=360, showlegend=False)
+            figure.add_bar(x=[f"{name}<br><b>{value:#.3g}</b>"], y=[value], name=name.replace("<br>", ", "),
+                           marker=bar_look(i), error_y=spread, showlegend=False,
+                           hovertemplate=hover("%{y:.3g}", name), **at)
+    figure.update_yaxes(title="MB (exact)", **left).update_yaxes(title="ms (measured)", **right)
+    return finish(figure.update_xaxes(type="category", showgrid=False), height=320, showlegend=False, margin_b=72)
 
 
 def balancing(metrics: Mapping[str, Any]) -> go.Figure:
@@ -50,9 +55,9 @@ def balancing(metrics: Mapping[str, Any]) -> go.Figure:
         return 100 * (metrics[key.format(f"NDP+TP{name}")]["value"] / metrics[key.format("NDP+TP")]["value"] - 1)
     figure = bars({"": {way: {label: (added(key, name),) * 3 for name, label in (
         ("+LB", "load balancing"), ("+PRE", "prefetching"), ("+LB+PRE", "both"))} for way, key in ways.items()}},
-                  "faster than tensor parallelism alone (%)", columns=1)
+                  "gain over tensor<br>parallelism alone (%, modelled)", columns=1)
     return figure.update_traces(texttemplate="%{y:.1f}", textposition="outside", cliponaxis=False).update_layout(
-        height=360, legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "title": {"text": ""}})
+        height=340, legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "title": {"text": ""}})
 
 
 def combinations(metrics: Mapping[str, Any]) -> go.Figure:
@@ -61,10 +66,12 @@ def combinations(metrics: Mapping[str, Any]) -> go.Figure:
     figure = go.Figure(go.Bar(
         x=list(range(len(counts))), y=counts, marker=bar_look(0), text=[f"{n:,}" for n in counts],
         textposition="outside", cliponaxis=False, hovertemplate="%{x}: %{y:,}<extra></extra>"))
-    for name, key in (("chosen in notebook 07", "agree_judge"), ("a predictor without<br>any simulator", "agree_null")):
+    for name, key in (("chosen in notebook 07", "agree_judge"),
+                      ("ratios of published numbers,<br>without any simulator", "agree_null")):
         n = metrics[key]["value"]
-        figure.add_annotation(x=n, y=counts[n], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, font={"size": 13})
-    figure.update_xaxes(dtick=1, showgrid=False)
+        figure.add_annotation(x=n, y=counts[n], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, xanchor="left",
+                              align="left", font={"size": 13})
+    figure.update_xaxes(tickvals=figure.data[0].x, range=[-0.6, len(counts) + 0.4], showgrid=False)
     return finish(figure, f"of {len(JUDGED)} published figures that were held out, agree",
                   "combinations that fit (modelled)", height=360)
 
@@ -92,9 +99,9 @@ def estimators(results: Mapping[str, Any]) -> go.Figure:
         add_lines(figure, lines, "%{x:g} thousand: %{y:.1f} %", **at)
         router = 100 * rows["next router on q"]["recall"]
         figure.add_hline(y=router, line=DASHED, annotation_text=f"the next router itself: {router:.1f} %",
-                         annotation_position="bottom right", annotation_font=NOTE, **at)
+                         annotation_position="bottom left", annotation_font=NOTE, **at)
     power_ticks(figure, thousands)
-    return finish(figure.update_yaxes(range=[0, 100]), height=380)
+    return finish(figure.update_yaxes(range=[0, 100]), height=390, **ABOVE)
 
 
 def evictions(results: Mapping[str, Any]) -> go.Figure:
@@ -109,18 +116,30 @@ def evictions(results: Mapping[str, Any]) -> go.Figure:
                             shared_yaxes=True, horizontal_spacing=0.04)
     own = {"next-token", "belady"}
     for at, of in zip(places, found.values()):
-        rules = {"the default": lambda rows: DEFAULT_POLICY,
-                 "the best that knows the past": lambda rows: min(
+        rules = {"predicts the next tokens (ours)": lambda rows: "next-token",
+                 "default": lambda rows: DEFAULT_POLICY,
+                 "best that knows the past": lambda rows: min(
                      rows.keys() - own, key=lambda name: rows[name]["misses ÷ lru"]),
-                 "predicts the next tokens (ours)": lambda rows: "next-token",
-                 "knows the future (Belady)": lambda rows: "belady"}
+                 "Belady's": lambda rows: "belady"}
         add_lines(figure, {label: [(share, *(100 * rows[rule(rows)][end] for end in ("misses ÷ lru", "from", "to")))
                                    for share, rows in of.items()] for label, rule in rules.items()},
                   "%{x:g} %: %{y:.1f} %", **at)
-        figure.add_hline(y=100, line=DASHED, annotation_text="LRU", annotation_position="top left",
+        figure.add_hline(y=100, line=DASHED, annotation_text="LRU", annotation_position="top right",
                          annotation_font=NOTE, **at)
         figure.update_xaxes(tickvals=list(of), range=[min(of) - 8, max(of) + 8], **at)
-    return finish(figure.update_yaxes(rangemode="tozero"), height=380)
+    return finish(figure.update_yaxes(rangemode="tozero"), height=390, **ABOVE)
+
+
+def dropping(results: Mapping[str, Any]) -> go.Figure:
+    """What dropping costs in right answers, by which routings go first, a panel a task; `results` of bench
+    ane_accuracy."""
+    found: dict[str, dict[str, tuple[float, float, float]]] = {task: {} for task in REMEMBERED}
+    for name, row in results["accuracy (measured), drops and padding (exact)"].items():
+        task, _, order = name.partition(": ")
+        if task in found and "dropped" in row:
+            points, half = 100 * row["difference"], 100 * t95(row["n"] - 1) * row["difference error"]
+            found[task][order] = points, points - half, points + half
+    return differences(found, "points (95 %)").update_layout(height=320, margin_l=200)
 
 
 def bench(name: str) -> Callable[[Path], Any]:
@@ -135,7 +154,7 @@ def notebook(name: str) -> Callable[[Path], Any]:
 FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], go.Figure]]] = {
     "bf12": (bench("experts"), bf12), "balancing": (notebook("07_ndp_scheduling"), balancing),
     "combinations": (notebook("07_ndp_scheduling"), combinations), "estimators": (bench("prediction"), estimators),
-    "evictions": (bench("prediction"), evictions)}
+    "evictions": (bench("prediction"), evictions), "dropping": (bench("ane_accuracy"), dropping)}
 
 
 def main() -> int:

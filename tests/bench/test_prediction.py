@@ -20,7 +20,7 @@ FOUND = {"next router on s": [scored(0)], "next router on q": [scored(1)],
 
 
 def share(of, prompt=slice(None)):
-    return float(of.hits[prompt].sum() / of.requests[prompt].sum())
+    return int(of.hits[prompt].sum()) / int(of.requests[prompt].sum())
 
 
 def test_recall_is_the_mean_of_trainings_over_all_prompts():
@@ -40,14 +40,14 @@ def test_leads_are_differences_of_recall_paired_by_prompt():
         assert row["points"] == pytest.approx(100 * (recall["residual, 50 tokens"] - recall[other]))
         by_prompt = [100 * sum(share(a, p) - share(b, p) for a in FOUND["residual, 50 tokens"] for b in FOUND[other])
                      / 2 / len(FOUND[other]) for p in range(5)]             # all prompts have as many requests
-        error = torch.tensor(by_prompt).std() / 5**0.5
+        error = torch.tensor(by_prompt, dtype=torch.double).std() / 5**0.5
         assert (row["to"] - row["from"]) / 2 == pytest.approx(2.776 * float(error), rel=1e-3)
 
 
 def test_the_bench_runs_on_every_model_that_is_given(tmp_path):
     (tmp_path / "same").symlink_to(small_model())
-    sections = bench.run(also=[str(tmp_path / "same")], tokens=[100], seeds=2, train_prompts=2, test_prompts=2,
-                         new_tokens=2, budgets=[0.5], windows=2)
+    sections = bench.run(model=[str(small_model()), str(tmp_path / "same")], tokens=[100], seeds=2, train_prompts=2,
+                         test_prompts=2, prompt_tokens=64, new_tokens=2, budgets=[0.5], windows=2)
     one, other = list(sections.values())[:4], list(sections.values())[4:]
     assert one == other and {title.split()[0] for title in sections} == {"small", "same"}
     router, recalls, leads, evictions = one
@@ -59,4 +59,4 @@ def test_the_bench_runs_on_every_model_that_is_given(tmp_path):
 
 def test_two_models_of_one_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match="same name"):
-        bench.run(also=[str(tmp_path / "small")])
+        bench.run(model=[str(small_model()), str(tmp_path / "small")])

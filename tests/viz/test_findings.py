@@ -41,7 +41,7 @@ def test_recall_is_drawn_by_model_and_training():
 
 def test_evictions_are_drawn_beside_the_best_that_knows_the_past():
     figure = findings.evictions(PREDICTION)
-    best, _ = traces(figure, "the best that knows the past")
+    best, _ = traces(figure, "best that knows the past")
     assert list(best.x) == [25, 50] and list(best.y) == pytest.approx([87.5, 85])
     ours, _ = traces(figure, "predicts the next tokens (ours)")
     assert list(ours.y) == pytest.approx([77.5, 75])
@@ -58,6 +58,17 @@ def test_balancing_is_a_gain_over_tensor_parallelism():
 def test_all_combinations_that_fit_are_drawn():
     metrics = read_json(RESULTS / "baseline" / "07_ndp_scheduling.json")["metrics"]
     assert sum(findings.combinations(metrics).data[0].y) == metrics["readings_that_fit"]["value"]
+
+
+def test_dropping_costs_points_with_intervals():
+    rows = read_json(RESULTS / "bench" / "ane_accuracy.json")["results"]
+    figure, (task, row) = findings.dropping(rows), next(
+        (name, row) for name, row in rows["accuracy (measured), drops and padding (exact)"].items()
+        if name == "spelling: weakest attention (NPUMoE)")
+    trace, = traces(figure, "spelling")
+    at = list(trace.y).index(task.partition(": ")[2])
+    assert trace.x[at] == pytest.approx(100 * row["difference"]) and len(trace.y) == 5
+    assert trace.error_x.array[at] >= 196 * row["difference error"]             # Student's reach is longer
 
 
 def test_bytes_are_those_that_were_read():
