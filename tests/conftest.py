@@ -2,6 +2,8 @@
 
 import os
 import sys
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from hypothesis import settings
@@ -36,10 +38,16 @@ def stores_are_kept_for_a_session(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session")
+def every_result(tmp_path_factory):
+    """Holds the folders of all tests: pytest's own would count all there are for each new one."""
+    return tmp_path_factory.mktemp("results")
+
+
 @pytest.fixture(autouse=True)
-def results(tmp_path_factory, monkeypatch):
+def results(every_result, monkeypatch):
     """A folder for results of its own; MOELAB_RESULTS points there."""
-    folder = tmp_path_factory.mktemp("results")
+    folder = Path(mkdtemp(dir=every_result))
     monkeypatch.setenv("MOELAB_RESULTS", str(folder))
     monkeypatch.delenv("MOELAB_RUN_DIR", raising=False)
     return folder

@@ -200,10 +200,10 @@ class Limits:
     """Arms that measure memory bandwidth and arithmetic, to be timed in the same rounds as what they bound.
 
     Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and the layer's shape,
-    in the experts' type and in fp32, as a CPU may lack bf16 instructions; each `REPEAT` times in a turn.
+    in the experts' type and in fp32, as a CPU may lack bf16 instructions.
     """
 
-    REPEAT, SQUARES, ROWS = 2, (1024,), 2048
+    SQUARES, ROWS = (1024,), 1024
 
     def __init__(self, layers: Layers, pool: ThreadPoolExecutor) -> None:
         banks = [stock.gate_up_proj.view(-1).view(torch.int64) for stock in layers.stock]
@@ -223,8 +223,8 @@ class Limits:
             for m, k, n in [(size,) * 3 for size in self.SQUARES] + [(self.ROWS, H, 2 * I)]:
                 name = f"product {m} × {k} × {n}, {str(dtype).removeprefix('torch.')}"
                 x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-                self.products[name] = lambda _, x=x, w=w: [linear(x, w) for _ in range(self.REPEAT)]
-                self.flops[name] = self.REPEAT * 2.0 * m * k * n
+                self.products[name] = lambda _, x=x, w=w: linear(x, w)
+                self.flops[name] = 2.0 * m * k * n
 
     @property
     def arms(self) -> Arms:

@@ -32,6 +32,7 @@ from moelab.experts.static import ORDERS, CapacityFactor, Grouped, Saliency, Tie
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged
+from moelab.models.patches import Patches
 from moelab.trace import PREFILL, RoutingTrace
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)          # of blocks, tokens
@@ -147,8 +148,11 @@ def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Poi
 
 @contextmanager
 def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
-    """The model on a new executor `make(saliency)`."""
-    with Saliency(model, discover(model)) as saliency, plugged(model, make(saliency)) as executor:
+    """The model on a new executor `make(saliency)`, whose capacities are for each text of a batch by itself."""
+    with Patches() as patches, Saliency(model, discover(model)) as saliency, plugged(model, make(saliency)) as executor:
+        def begin(_model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+            executor.chunk = (args or [kwargs["input_ids"]])[0].shape[1]
+        patches.hook(model.register_forward_pre_hook, begin, with_kwargs=True)
         yield executor
 
 
@@ -203,7 +207,7 @@ class DropCosts:
 def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> DropCosts:
     """Score every way on the same windows and prompts; `how` are the sizes of `accuracy.compare`."""
     modes = {way: partial(limited, model, make) for way, make in ways.items()}
-    found, ran = compare_dropping(model, modes, tasks, BASELINE, **how)
+    found, ran = compare_dropping(model, modes, tasks, BASELINE, compete=False, **how)
     return DropCosts(found["scores"], found["samples"],
                      {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()})
 

@@ -14,7 +14,7 @@ Windows of one library file are taken as independent, which makes errors of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import combinations
@@ -40,13 +40,15 @@ Samples = dict[str, dict[str, np.ndarray]]
 
 
 def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n: int = 200, windows: int = 64,
-            tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16) -> dict[str, Any]:
+            tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16, singly: Collection[str] = ()
+            ) -> dict[str, Any]:
     """Score one model in several modes on the same held-out text and prompts.
 
     modes : the first is the baseline; `nullcontext` is the model as it is.
     n : prompts a task; windows : windows of library text; tokens : length of each, in the model's own tokens.
     decode : False reads each text in one forward pass; True computes what is scored (the answers, the last quarter of
         each window) in decode steps after an ordinary prefill, one text at a time.
+    batch_size : texts of one length in a forward pass; singly : modes in which it is 1.
 
     Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of modes that count it;
     "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode: [score, …]}}.
@@ -69,10 +71,11 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
     for mode, context in modes.items():
         for task, items in texts.items():
             label, last = f"{mode}: {task}", tokens // 4 if decode else 0
+            size = 1 if mode in singly else batch_size
             with context() as running:
                 samples[task][mode] = (
-                    scores.language_loss(model, items, batch_size, last, label) if task == "loss"
-                    else np.array(scores.right_answers(model, items, batch_size, decode, label)))
+                    scores.language_loss(model, items, size, last, label) if task == "loss"
+                    else np.array(scores.right_answers(model, items, size, decode, label)))
                 if hasattr(running, "recall") and (known := [share for share in running.recall().tolist()
                                                              if not math.isnan(share)]):
                     recalls[task, mode] = sum(known) / len(known)
@@ -84,10 +87,10 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
     return found
 
 
-def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: str, **how: Any
+def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: str, *, compete: bool = True, **how: Any
                      ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's context yielded);
-    the batch size is 1, as texts of a batch would compete for capacity."""
+    if texts of a batch `compete` for capacity, these modes run one text at a time."""
     kept: dict[str, list[Any]] = {mode: [] for mode in modes}
 
     @contextmanager
@@ -96,7 +99,7 @@ def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: s
             yield running
         kept[mode].append(running)
     found = compare(model, {baseline: nullcontext} | {mode: partial(keeping, mode) for mode in modes}, tasks,
-                    batch_size=1, **how)
+                    singly=modes if compete else (), **how)
     return found, {mode: dict(zip(tasks, of, strict=True)) for mode, of in kept.items()}
 
 

@@ -8,10 +8,12 @@ A static graph has room for C tokens of an expert. If more come, either it is la
     Tiered          a capacity an expert, set by calibration                  NPUMoE §4.1, see `moelab.experts.tiers`
     Grouped         experts of one tier share one launch                      NPUMoE §4.2, Fig. 11
 
-    capacity [E]    a launch: experts of equal capacity, a zero-padded buffer [G, C, H], its valid rows scattered
+    capacity [E]    a launch: experts of equal capacity, C rows of each, zero-padded; the valid ones are scattered
 
-All tokens of a batch, padding included, compete for the same places, so the cost of dropping is evaluated at batch size
-1. A step of one token is never dropped by an expert that has any capacity.
+Launches are counted as a static graph would have them; here an expert computes the rows of all its launches at once.
+
+All tokens of a chunk, padding included, compete for the same places, so the cost of dropping is evaluated on texts of
+one length, a chunk each, or one by one. A step of one token is never dropped by an expert that has any capacity.
 """
 
 from __future__ import annotations
@@ -103,6 +105,14 @@ def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor
     return rank < capacity[expert]
 
 
+def by_chunk(d: Dispatch, size: int, chunks: int) -> Dispatch:
+    """The dispatch as if every chunk of `size` tokens had experts of its own: expert e of chunk c is number c·E + e."""
+    chunk, E = d.tokens // size, len(d.counts)
+    order = torch.argsort(chunk, stable=True)
+    counts = torch.bincount(experts_of(d) + E * chunk, minlength=E * chunks)
+    return Dispatch(d.tokens[order], d.choices[order], counts, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+
 def select(d: Dispatch, keep: Tensor) -> Dispatch:
     """The dispatch of those choices for which `keep` [n] is true."""
     counts = torch.bincount(experts_of(d)[keep], minlength=len(d.counts))
@@ -149,39 +159,44 @@ class StaticExecutor(Executor):
         return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity)) if n]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        saliency = self._saliency(experts.layer, len(x))
-        out = zeros(x, weights, experts)
-        for start in range(0, len(x), self.chunk or max(len(x), 1)):
-            part = slice(start, start + (self.chunk or len(x)))
-            self._run_chunk(out[part], x[part], ids[part], weights[part], saliency[part], experts)
+        (T, K), E, layer, out = ids.shape, experts.num_experts, experts.layer, zeros(x, weights, experts)
+        size, saliency = self.chunk or max(T, 1), self._saliency(layer, T)
+        lengths = [min(size, T - start) for start in range(0, T, size)]
+        if not lengths:
+            return out.to(x.dtype)
+        capacity = [self.capacities(layer, n, K, E) for n in lengths]
+        routed = kept = by_chunk(dispatch(ids, E), size, len(lengths))
+        if self.overflow == "prune":
+            # one token alone is dropped only by experts without any capacity
+            room = torch.tensor([[K * (C > 0) if n == 1 else C for C in of] for n, of in zip(lengths, capacity)])
+            importance = ORDERS[self.order](routed, weights, saliency, self._rng)
+            kept = select(routed, within_capacity(routed, room.flatten().to(x.device), importance))
+        rows, local = [[0] * E for _ in lengths], set(local_experts(experts))
+        for chunk, counts in enumerate(kept.counts.view(-1, E).tolist()):
+            for members, n in self.launches(layer, counts, capacity[chunk]):
+                for e in local.intersection(members):
+                    rows[chunk][e] = n
+        self._compute(out, x, weights, kept, torch.tensor(rows, device=x.device), experts)
+        counted = len(routed), len(kept), sum(map(sum, rows))
+        self.count(*counted)
+        self.by_layer.setdefault(layer, Tally()).add(*counted)
         return out.to(x.dtype)
 
-    def _run_chunk(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, saliency: Tensor, experts: Any) -> None:
-        (T, K), E, layer = ids.shape, experts.num_experts, experts.layer
-        capacity = self.capacities(layer, T, K, E)
-        routed = kept = dispatch(ids, E)
-        if self.overflow == "prune":
-            limit = torch.as_tensor(capacity, device=x.device)
-            importance = ORDERS[self.order](routed, weights, saliency, self._rng)
-            keep = limit[experts_of(routed)] > 0 if T == 1 else within_capacity(routed, limit, importance)
-            kept = select(routed, keep)
-        w, offsets, slots = weights[kept.tokens, kept.choices], kept.offsets.tolist(), 0
-        local = set(local_experts(experts))
-        for members, rows in self.launches(layer, kept.counts.tolist(), capacity):
-            members = [e for e in members if e in local]
-            if not members:
-                continue
-            where = [slice(offsets[e], offsets[e + 1]) for e in members]
-            buffer, scale = x.new_zeros(len(members), rows, x.shape[1]), w.new_zeros(len(members), rows)
-            for g, of in enumerate(where):                                          # gather
-                buffer[g, :of.stop - of.start] = x[kept.tokens[of]]
-                scale[g, :of.stop - of.start] = w[of]
-            y = torch.cat([experts.weighted(buffer[g], scale[g], experts.weights(e))[:of.stop - of.start]
-                           for g, (e, of) in enumerate(zip(members, where))])       # all rows computed, valid ones kept
-            out.index_add_(0, torch.cat([kept.tokens[of] for of in where]), y.to(out.dtype))
-            slots += len(members) * rows
-        self.count(len(routed), len(kept), slots)
-        self.by_layer.setdefault(layer, Tally()).add(len(routed), len(kept), slots)
+    def _compute(self, out: Tensor, x: Tensor, weights: Tensor, kept: Dispatch, rows: Tensor, experts: Any) -> None:
+        """Gather, run every expert on its rows [chunks, E] of all chunks, padding included, and scatter the valid."""
+        number = experts_of(kept)
+        if not bool((held := rows.flatten()[number] > 0).all()):            # the others are another rank's
+            kept = select(kept, held)
+            number = number[held]
+        ends = rows.T.flatten().cumsum(0).view(rows.T.shape).T              # an expert's chunks are beside each other
+        slot = (ends - rows).flatten()[number] + torch.arange(len(kept), device=x.device) - kept.offsets[number]
+        bounds = [0, *ends[-1].tolist()]
+        buffer, scale = x.new_zeros(bounds[-1], x.shape[1]), weights.new_zeros(bounds[-1])
+        buffer[slot], scale[slot] = x[kept.tokens], weights[kept.tokens, kept.choices]
+        y = [experts.weighted(buffer[a:b], scale[a:b], experts.weights(e))
+             for e, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a]
+        if y:
+            out.index_add_(0, kept.tokens, torch.cat(y)[slot].to(out.dtype))
 
     def _saliency(self, layer: int, T: int) -> Tensor:
         if self.overflow == "pad" or self.order not in NEED_SALIENCY:

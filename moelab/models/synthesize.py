@@ -2,9 +2,10 @@
 
 The weights have the statistics that compression depends on: Gaussian with σ 0.02, every row scaled by a lognormal
 of 0.25 and every column by one of 0.10, a tenth of them Student-t with 4 degrees of freedom; their exponents have
-2.64 bits of entropy, trained ones 2.55–2.65 (ZipMoE Fig. 2). A pool of 64 MB is drawn once, and every tensor is a piece
-of it from a random place on, so a codec that matches far back would gain. Norms are ones; what the model computes is
-noise. Experts are stacked as in transformers ([E, …]), in bf16 whatever the card's type.
+2.64 bits of entropy, trained ones 2.55–2.65 (ZipMoE Fig. 2). A pool of 64 MB, or four times a smaller model's size, is
+drawn once, and every tensor is a piece of it from a random place on, so a codec that matches far back would gain.
+Norms are ones; what the model computes is noise. Experts are stacked as in transformers ([E, …]), in bf16 whatever the
+card's type.
 
 `scale` removes layers and leaves the others as they are. The tokenizer is the small model's, whose ids are the first
 1,024; others decode to nothing, and a smaller vocabulary has no tokenizer.
@@ -43,7 +44,7 @@ from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
-POOL, COLUMNS = 1 << 25, 2048       # weights in the pool, and a row of it
+POOL, COLUMNS = 1 << 25, 2048       # weights in the pool at most, and a row of it
 #: the small model's tokenizer, the number of its ids; its id 0 ends a text and pads
 TOKENIZER, VOCABULARY = ("tokenizer.json", "tokenizer_config.json"), 1024
 EMBEDDING = 64                      # embeddings are so many times larger: else every token is routed alike
@@ -129,7 +130,8 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
         codec = codec or codecs.DEFAULT
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     config = config_of(spec)
-    twin, pool, rng = compat.meta_twin(config), draw(POOL, seed), np.random.default_rng(seed)
+    twin, rng = compat.meta_twin(config), np.random.default_rng(seed)
+    pool = draw(min(POOL, 4 * sum(tensor.numel() for tensor in twin.state_dict().values())), seed)
     layers = discover(twin)
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=destination.name + ".") as temporary:

@@ -49,6 +49,7 @@ class Rows:
         token_bytes = 2 * trace.residuals[:1].nbytes
         self.stretch = max(1, STRETCH // token_bytes)                   # tokens
         self.stretches = max(1, BUFFER // (self.stretch * token_bytes))     # a buffer
+        self._whole: list[tuple[Tensor, ...]] = []
 
     def in_order(self) -> Iterator[list[tuple[int, int]]]:
         """The whole trace as buffers of (first token, end)."""
@@ -68,6 +69,14 @@ class Rows:
             if b > a:
                 spans.append((a, b))
         return spans
+
+    def buffers(self) -> Iterator[tuple[Tensor, ...]]:
+        """What `read` gives of the whole trace in order; of one that is a single buffer it is kept for the next time,
+        as validations go through it again and again."""
+        if self.T > self.stretch * self.stretches:
+            return map(self.read, self.in_order())
+        self._whole = self._whole or [self.read(spans) for spans in self.in_order()]
+        return iter(self._whole)
 
     @torch.no_grad()
     def read(self, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -227,8 +227,7 @@ def evaluate(estimator: Estimator, rows: Rows) -> tuple[float, tuple[float, ...]
     """(mean divergence, hit rate of each predicting layer) over all rows."""
     total = count = 0
     hits, requests = torch.zeros(2, rows.spec.L - rows.quasi.ahead, dtype=torch.long)
-    for spans in rows.in_order():
-        q, layer, _, logits, true = rows.read(spans)
+    for q, layer, _, logits, true in rows.buffers():
         for l in layer.unique().tolist():
             here = layer == l
             predicted = estimated(estimator, l, rows.quasi.targets[l], q[here])

@@ -11,7 +11,9 @@ from moelab.experts import gemm
 SIZES = {"E": 4, "K": 2, "H": 128, "I": 64}
 
 
-def test_a_tiny_run_has_all_sections():
+def test_a_tiny_run_has_all_sections(monkeypatch):
+    monkeypatch.setattr(experts.Limits, "SQUARES", (64,))
+    monkeypatch.setattr(experts.Limits, "ROWS", 64)
     found = experts.run(**SIZES, tokens=6, cold=0, rounds=1, dtypes=["bf16"])
     for title in ("bf16 prefill, 6 tokens", "bf16 decode, 1 token"):
         rows = found[title]

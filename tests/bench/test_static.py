@@ -9,7 +9,7 @@ import torch
 import moelab
 from moelab.bench import static
 from moelab.evaluation.accuracy import compare
-from moelab.experts.static import CapacityFactor
+from moelab.experts.static import CapacityFactor, Tiered
 from moelab.experts.executor import Tally
 from moelab.models.seam import SeamExperts
 from moelab.trace import PREFILL
@@ -134,6 +134,21 @@ def test_limited_experts_are_those_of_the_block_only_and_are_kept(model):
     assert not any(isinstance(module, SeamExperts) for module in model.modules())
 
 
+@pytest.mark.parametrize("make", [lambda _: CapacityFactor(0.6), lambda s: Tiered([[6] * 32] * 6, saliency=s),
+                                  lambda _: Tiered([[6] * 32] * 6, order="router")], ids=["factor", "saliency", "router"])
+def test_texts_of_a_batch_have_capacities_of_their_own(make):
+    """Read together they lose what each loses alone."""
+    model, alone = moelab.open_model(dtype=torch.float32), Tally()
+    ids = torch.randint(3, 999, (3, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), static.limited(model, make) as together:
+        logits = model(ids).logits
+    for row, expected in zip(ids, logits):
+        with torch.no_grad(), static.limited(model, make) as executor:
+            torch.testing.assert_close(model(row[None]).logits[0], expected, rtol=1e-3, atol=1e-3)
+        alone.add(executor.tally.routed, executor.tally.executed, executor.tally.slots)
+    assert together.tally == alone and alone.dropped > 0
+
+
 def test_costs_are_those_of_compare_with_their_tallies(model):
     ways = static.capacity_factors((0.5, 4.0))
     how = dict(n=2, windows=2, tokens=96, seed=1)
@@ -144,7 +159,8 @@ def test_costs_are_those_of_compare_with_their_tallies(model):
     assert costs.loss("0.5") == pytest.approx((row["relative"], row["relative"] - 12.7062 * row["relative error"],
                                                row["relative"] + 12.7062 * row["relative error"]), rel=1e-4)     # t(1)
     assert costs.points("needle", "0.5")[0] == 100 * by_hand["scores"]["needle"]["half"]["difference"]
-    assert costs.tally("0.5").drop_rate > 0.4 and costs.tally("4").dropped == 0 == costs.loss("4")[0]
+    assert costs.tally("0.5").drop_rate > 0.4 and costs.tally("4").dropped == 0
+    assert abs(costs.loss("4")[0]) < 0.5                        # per cent: padded rows round elsewhere, in bf16
     assert costs.tally("0.5", "needle").routed != costs.tally("0.5", "loss").routed
     assert costs.nearest(0.0) == "4" and costs.nearest(0.9) == "0.5"
     alone = costs.only(["4"])

@@ -106,7 +106,7 @@ def test_methods_are_what_a_list_says(kind):
     add, remove = HOOKS[kind]
 
     @given(st.lists(st.sampled_from(OPERATIONS), max_size=14))
-    @settings(max_examples=depth(150, 5000))
+    @settings(max_examples=depth(60, 5000))
     def check(operations):
         toy, without = Toy(), Toy()                     # with ours and without: the same is done to both by others
         users, open_patches = (User(), User()), {}

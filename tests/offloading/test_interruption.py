@@ -103,7 +103,7 @@ def test_a_signal_at_any_time(folder, codec, mode, options):
         jitter(model, chance)
         assert_equal(model, reference, new=3)
         longest, hit, before = 10.0, 0, torch.get_num_threads()
-        for seed in range(depth(8, 250)):
+        for seed in range(depth(5, 250)):
             with watched():
                 try:
                     if seed:
@@ -165,7 +165,7 @@ def test_an_interruption_at_any_line_of_a_generation(folder, codec, mode, option
         with lines:
             generate(model, batch=1, new=3)
         points = range(1, lines.count)
-        for point in sorted(chance.sample(points, min(depth(20, 4000), len(points)))):
+        for point in sorted(chance.sample(points, min(depth(8, 4000), len(points)))):
             with watched():
                 try:
                     with Lines(point):
@@ -205,7 +205,7 @@ def test_an_interruption_at_any_line_of_recovering(folder):
     """Ctrl-C twice: in a generation, and again in whatever the next one does first."""
     chance = random.Random(2)
     with set_up(folder, *SETUPS[2]) as (model, reference):
-        for _ in range(depth(12, 1000)):
+        for _ in range(depth(6, 1000)):
             with watched():
                 for longest in (1500, 120):
                     try:
@@ -223,14 +223,14 @@ def test_an_interruption_while_a_model_is_opened_or_closed_leaves_no_thread(fold
     lines = Lines()
     with lines:
         offload(folder / "huffman", 0.5, delays=DELAYS).moelab.close()
-    for point in chance.sample(range(1, lines.count), min(depth(6, 400), lines.count - 1)):
+    for point in chance.sample(range(1, lines.count), min(depth(4, 400), lines.count - 1)):
         with watched():
             try:
                 with Lines(point):
                     offload(folder / "huffman", 0.5, delays=DELAYS).moelab.close()
             except KeyboardInterrupt:
                 pass
-    for _ in range(depth(6, 100)):
+    for _ in range(depth(4, 100)):
         with watched():
             model = offload(folder / "huffman", 0.5, delays=DELAYS)
             generate(model, batch=1, new=2)

@@ -192,7 +192,7 @@ def test_nothing_is_written_where_a_link_leads(store, tmp_path):
 def test_the_layout_of_the_source_is_believed_in_nothing(store, tmp_path):
     """Every place exchanged, moved or misnamed, the small file's checksum made right again."""
     truth, rng = bits(store[0]), random.Random(4)
-    for i in range(depth(25, 400)):
+    for i in range(depth(12, 400)):
         folder = copy(store[0], tmp_path / "s")
         layout, fields = json.loads((folder / SOURCE_LAYOUT).read_bytes()), fields_of(folder)
         mutate(layout["files"] if i % 4 == 0 else layout, rng)
@@ -259,7 +259,7 @@ def damage(folder, rng):
 @pytest.mark.stress
 def test_stores_changed_at_random(store, tmp_path):
     truth = bits(store[0])
-    for seed in range(depth(80, 1500)):
+    for seed in range(depth(30, 1500)):
         folder = copy(store[0], tmp_path / "s")
         damage(folder, random.Random(seed))
         attack(folder, tmp_path, truth, store[1])
@@ -276,7 +276,7 @@ def test_journals_changed_at_random(tmp_path, monkeypatch):
     part, journal = tmp_path / "store.part", tmp_path / "store.part.jsonl"
     files, lines = {path.name: path.read_bytes() for path in part.iterdir()}, journal.read_bytes().splitlines()
     from zlib import crc32
-    for seed in range(depth(60, 500)):
+    for seed in range(depth(25, 500)):
         rng = random.Random(seed)
         records = [json.loads(line.rpartition(b"\t")[0]) for line in lines]
         mutate(records, rng)
