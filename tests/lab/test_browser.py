@@ -2,10 +2,10 @@
 
 Nothing may be told as an error, by the page or by a cell, and each control must change the picture. Every notebook of
 the repository is run in Lab, which leaves git as it was. `make test` tries one width, one notebook and each control
-once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the screenshots, milliseconds from a control's
-release to the new picture, and the player's frames a second. results/bench/views.json is of
+once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the screenshots and views.json: milliseconds from a
+control's release to the new picture, and the player's frames a second, to be read where nothing else runs:
 
-    MOELAB_STRESS=1 MOELAB_ARTEFACTS=folder python -m pytest tests/lab/test_browser.py -k "view or plays"
+    MOELAB_STRESS=1 MOELAB_ARTEFACTS=folder python -m pytest tests/lab/test_browser.py -k "every_view or plays"
 """
 
 import json
