@@ -20,7 +20,7 @@ DROPPED = tuple(f"metadata.language_info.{name}" for name in (
 
 
 def after_saving(model: dict[str, Any], os_path: str, **_: Any) -> Thread | None:
-    """Jupyter's hook after a file was saved; of a notebook it returns the thread that tells git, which takes seconds."""
+    """Jupyter's hook after a file was saved: of a notebook, the thread that tells git, which takes seconds."""
     if model["type"] != "notebook":
         return None
     thread = Thread(target=tell_git, args=[Path(os_path)], daemon=True)

@@ -131,7 +131,7 @@ def memory_bar(parts: Mapping[str, float], on_disk: str) -> go.Figure:
     figure.add_annotation(x=end, y=1, yref="paper", text=f"in memory: {end:.3g} {unit}", showarrow=False,
                           yanchor="bottom", font=NOTE)
     figure.update_yaxes(showgrid=False, showticklabels=False)
-    return finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=190,
+    return finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=250,
                   uniformtext={"minsize": 9, "mode": "hide"}, legend_traceorder="normal")
 
 

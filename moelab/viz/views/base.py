@@ -46,7 +46,7 @@ def _wide(kind: str, label: str, **how: Any) -> Any:
     if "continuous_update" in getattr(ipywidgets, kind).class_trait_names():
         how["continuous_update"] = False
     return getattr(ipywidgets, kind)(description=label, style={"description_width": LABEL},
-                                     layout={"width": "100%"}, **how)
+                                     layout={"width": "auto"}, **how)
 
 
 def slider(label: str, value: float, low: float, high: float, step: float = 0.0, log: bool = False) -> Control:

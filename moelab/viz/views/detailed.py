@@ -57,7 +57,7 @@ class Detailed(View):
         from moelab.viz.views.chart import chart
         self._menu = ipywidgets.Combobox(description=self._label, ensure_option=True, continuous_update=False,
                                          placeholder="type to find, or click in the picture",
-                                         style={"description_width": "16em"}, layout={"width": "100%"})
+                                         style={"description_width": "16em"}, layout={"width": "auto"})
         self._menu.observe(lambda change: self.guarded(partial(self._chosen, change["new"])), "value")
         self._text, self._close = ipywidgets.HTML(), chart({"data": [], "layout": {}})
         self._text.add_class("moelab-details")
@@ -75,8 +75,9 @@ class Detailed(View):
             self._close.figure = theme.darkened(wanted) if self._dark else wanted
 
     def _clicked(self, clicked: Mapping[str, Any]) -> None:
-        name = clicked["data"]
-        self._menu.value = str(name[0] if isinstance(name, list) else name)
+        name = clicked["data"][0] if isinstance(clicked["data"], list) else clicked["data"]
+        if name in self._menu.options:                  # not all of a large checkpoint are
+            self._menu.value = name
 
     def _tell(self) -> None:
         super()._tell()

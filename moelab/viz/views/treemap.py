@@ -103,7 +103,8 @@ def draw(tree: Sequence[Node], colour: str) -> go.Figure:
                 "colorscale": list(SEQUENTIAL), "cmin": low, "cmax": high, "showscale": bool(there),
                 "line": {"width": 1},
                 "colorbar": {"title": {"text": SCALES.get(colour, "relative error")}}},
-        hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"}))
+        hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"},
+        textinfo="label"))
     return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 8, "t": 8, "b": 8})
 
 
