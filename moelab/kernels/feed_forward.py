@@ -57,10 +57,10 @@ def feed_forward(up: tuple[type, np.ndarray, int], down: tuple[type, np.ndarray,
     """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind, matrices, R)."""
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[2], dtype=x.dtype)
-    both = [(np.float32(0) if transposed else kind(0), matrices, R, entry(kind, transposed))
-            for kind, matrices, R in (up, down)]
-    _feed_forward(*both, OUTPUTS if transposed else PIECE, bounds, KINDS[x.dtype](0), x.data_ptr(), T, n, tokens, rows,
-                  KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), TEAM, torch.get_num_threads())
+    orders = [np.float32(0) if transposed else kind(0) for kind, _, _ in (up, down)]
+    _feed_forward(KINDS[x.dtype](0), *orders, *up[1:], *down[1:], bounds, x.data_ptr(), T, n, tokens, rows,
+                  KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
+                  entry(up[0], transposed), entry(down[0], transposed), TEAM, torch.get_num_threads())
     return out
 
 
@@ -85,16 +85,16 @@ def _combine(w_kind, kind, y, rows, w, out):
 
 
 @kernel(error_model="numpy")             # a division that may raise an error keeps a loop from becoming vectors
-def _feed_forward(up, down, outputs, bounds, x_kind, x, T, n, tokens, rows, w_kind, w, out, team, threads):
-    (up_order, up_matrices, two_I, up_work), (order, matrices, H, work) = up, down
+def _feed_forward(x_kind, up_order, down_order, up, two_I, down, H, bounds, x, T, n, tokens, rows, w_kind, w, out,
+                  outputs, up_work, down_work, team, threads):
     N, I = bounds[-1], two_I // 2
     h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
-    together(team, up_work, threads, job_of(x_kind, up_order, up_matrices, bounds, x, T, n, tokens, two_I,
-                                            h.ctypes.data, outputs))
+    together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data,
+                                            outputs))
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + exponential(-h[j, i])) * h[j, I + i]
-    together(team, work, threads, job_of(np.float32(0), order, matrices, bounds, a.ctypes.data, N, I, tokens[:0], H,
-                                         y.ctypes.data, outputs))
+    together(team, down_work, threads, job_of(np.float32(0), down_order, down, bounds, a.ctypes.data, N, I, tokens[:0],
+                                              H, y.ctypes.data, outputs))
     kept(a)
     _combine(w_kind, x_kind, y, rows, w, out)

@@ -63,7 +63,7 @@ class MixtralAttention(nn.Module):
         def turned(y):
             return y * cos[0] + torch.cat([-y[:, D // 2:], y[:, :D // 2]], 1) * sin[0]
         q, k = turned(heads("q_proj", "q_norm")), turned(heads("k_proj", "k_norm"))
-        keys, values = past_key_values.update(k[None, :, None], heads("v_proj", "")[None, :, None])
+        keys, values = past_key_values.update(k[None, :, None], heads("v_proj", "")[None, :, None], 0)
         shared = len(q) // keys.shape[1]
         keys, values = (t[0].double().repeat_interleave(shared, 0) for t in (keys, values))
         shares = torch.softmax(torch.einsum("hd,hsd->hs", q, keys) * self.scaling, -1)
