@@ -135,7 +135,8 @@ def test_limited_experts_are_those_of_the_block_only_and_are_kept(model):
 
 
 @pytest.mark.parametrize("make", [lambda _: CapacityFactor(0.6), lambda s: Tiered([[6] * 32] * 6, saliency=s),
-                                  lambda _: Tiered([[6] * 32] * 6, order="router")], ids=["factor", "saliency", "router"])
+                                  lambda _: Tiered([[6] * 32] * 6, order="router")],
+                         ids=["factor", "saliency", "router"])
 def test_texts_of_a_batch_have_capacities_of_their_own(make):
     """Read together they lose what each loses alone."""
     model, alone = moelab.open_model(dtype=torch.float32), Tally()
