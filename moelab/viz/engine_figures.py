@@ -83,7 +83,7 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
                                     vertical_spacing=0.07, row_heights=[0.55, 0.45])
     optimum = {"mode": "lines", "line": {"color": theme.BLACK, "width": 3, "dash": "solid"}}
     looks = {name: (sorted(points), line_look(i)) for i, (name, points) in enumerate(curves.items())}
-    looks |= {"Belady: no policy hits more": (sorted(ceiling), optimum)} if ceiling else {}
+    looks |= {"Belady, whole experts": (sorted(ceiling), optimum)} if ceiling else {}
     for name, (points, look) in looks.items():
         size, tpot, hits = np.array(points, dtype=float).T
         for at, y, what in ((upper, 1e3 * tpot, "ms"), (lower, 100 * hits, "%")):
@@ -131,7 +131,7 @@ def memory_bar(parts: Mapping[str, float], on_disk: str) -> go.Figure:
     figure.add_annotation(x=end, y=1, yref="paper", text=f"in memory: {end:.3g} {unit}", showarrow=False,
                           yanchor="bottom", font=NOTE)
     figure.update_yaxes(showgrid=False, showticklabels=False)
-    return finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=190,
+    return finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=250,
                   uniformtext={"minsize": 9, "mode": "hide"}, legend_traceorder="normal")
 
 

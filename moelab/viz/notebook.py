@@ -42,4 +42,10 @@ def interact(function: Callable[..., Any], **controls: ipywidgets.Widget) -> Non
             raise ValueError(f"the control {name!r} has no description; name the quantity and its unit")
         control.style.description_width = "initial"
     output = ipywidgets.interactive_output(function, controls)
-    display(ipywidgets.VBox([*controls.values(), output]))
+    live(ipywidgets.VBox([*controls.values(), output]),
+         f"[To be turned in JupyterLab: {', '.join(control.description for control in controls.values())}]")
+
+
+def live(widget: ipywidgets.Widget, text: str) -> None:
+    """Show a widget; `text` is what a reader sees where nothing is live."""
+    display(widget._repr_mimebundle_() | {"text/plain": text}, raw=True)

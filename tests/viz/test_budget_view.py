@@ -144,5 +144,5 @@ def test_the_buttons_add_the_measured_point(folder):
     view.real[0].thread.join(60)
     (policy, point), = view.data.measured
     assert (policy, point.kind, point.memory) == ("lru", "measured", view.data.memory) and "measured" in told.value
-    assert "measured" in [trace.name for trace in view.picture.data] and not start.disabled and stop.disabled
+    assert "measured" in [trace["name"] for trace in view.picture.figure["data"]] and not start.disabled and stop.disabled
     assert view.errors.outputs == ()

@@ -99,8 +99,8 @@ def test_a_click_selects_the_token():
     staged = stage(TRUE)
     view = theatre._view(staged, "hint", ("mine",), (1,), None)
     view.widget
-    bar = view.pictures[1].data[0]
-    points = type("Points", (), {"point_inds": [3]})()
-    for callback in bar._click_callbacks:
-        callback(bar, points, None)
+    strip = view.pictures[1]
+    strip._handle_custom_msg({"curve": 2, "point": 0, "data": None}, [])        # a point beside the bars
+    assert view.values["token"] == 1
+    strip._handle_custom_msg({"curve": 0, "point": 3, "data": "3: ' a'"}, [])
     assert view.values["token"] == 3 == view.data.token and view.errors.outputs == ()

@@ -70,6 +70,19 @@ def test_what_cannot_be_laid_over_another_says_so():
     assert "cannot be laid over" in pair.overlaid(pie, pie, ("a", "b")).layout.annotations[0].text
 
 
+def test_heatmaps_are_compared_as_numbers_as_saved_runs_have_them():
+    """In a saved run numpy's arrays are plotly's base64."""
+    import json
+    import plotly.graph_objects as go
+    a, b = np.array([[1.0, np.nan, 3.0], [4.0, 5.0, 6.0]]), np.array([[2, 2, 2], [7, 7, 0]])
+    kept = [go.Figure(json.loads(go.Figure(go.Heatmap(z=z)).to_json())) for z in (a, b)]
+    assert "bdata" in kept[0].data[0].z
+    change = pair.overlaid(*kept, ("a", "b")).data[0]
+    assert np.array_equal(np.asarray(change.z, float), b - a, equal_nan=True) and change.zmax == 6 == -change.zmin
+    assert "cannot be laid over" in pair.overlaid(kept[0], go.Figure(go.Heatmap(z=a[:1])), ("a", "b")) \
+        .layout.annotations[0].text
+
+
 def test_the_ledger_by_source_and_verdict(tmp_path):
     view = claims_view.claims("zipmoe", results=CHECKOUT / "results")
     rows = ledger.rows([claim for claim in ledger.ledger() if claim.source == "zipmoe"], CHECKOUT / "results")
@@ -125,7 +138,22 @@ def test_popularity_on_the_map():
     counts = np.arange(6 * 32).reshape(6, 32)
     view = views.model_map(counts=counts, colour="expert popularity")
     node = next(node for node in view.data[0] if node.label == "expert 3")
-    assert node.value == pytest.approx(3 / counts[0].mean()) and "trace" in view.commands[1]
+    assert node.value == pytest.approx(3 / counts[0].mean())
+
+
+def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path, capsys):
+    import shlex
+    from moelab.__main__ import main
+    counts = np.arange(6 * 32)[::-1].reshape(6, 32)
+    view = views.model_map(counts=counts, colour="expert popularity")
+    again = {"views": views}
+    exec(view.commands[1].replace("views.model_map", "found = views.model_map"), again)
+    assert again["found"].csv() == view.csv()
+    assert main([*shlex.split(view.commands[0])[3:], "--output", str(tmp_path / "map.csv")]) == 0
+    assert (tmp_path / "map.csv").read_text() == view.csv().replace("\r\n", "\n")
+    assert "counts" not in view.set(colour="entropy bound").commands[0]
+    assert main(["view", "claims", "--counts", "x.npy"]) == 2 and "is for the view model_map" in capsys.readouterr().err
+    assert main(["view", "model_map", "--counts", str(tmp_path / "none.safetensors")]) == 2
 
 
 def test_many_tensors_are_merged_by_expert(monkeypatch):
@@ -169,8 +197,8 @@ def test_widgets_change_in_place(runs):
     view.widget
     picture = view.picture
     view.set(figure="curve")
-    assert view.picture is picture and [trace.name for trace in picture.data] == ["A hits", "B hits"]
-    view._menu.value = "hits"
+    assert view.picture is picture and [trace["name"] for trace in picture.figure["data"]] == ["A hits", "B hits"]
+    picture._handle_custom_msg({"curve": 0, "point": 0, "data": "hits"}, [])
     assert "1.500" in view._text.value and not view.errors.outputs
 
 

@@ -26,7 +26,7 @@ import plotly.graph_objects as go
 
 from moelab.table import head_and_rows
 from moelab.viz import theme
-from moelab.viz.notebook import show
+from moelab.viz.notebook import live, show
 
 FOLDER = Path(__file__).parent
 #: width of what stands before a control, so that all controls of a view begin below one another
@@ -46,7 +46,7 @@ def _wide(kind: str, label: str, **how: Any) -> Any:
     if "continuous_update" in getattr(ipywidgets, kind).class_trait_names():
         how["continuous_update"] = False
     return getattr(ipywidgets, kind)(description=label, style={"description_width": LABEL},
-                                     layout={"width": "100%"}, **how)
+                                     layout={"width": "auto"}, **how)
 
 
 def slider(label: str, value: float, low: float, high: float, step: float = 0.0, log: bool = False) -> Control:
@@ -175,8 +175,8 @@ class View:
                 show(figure, "", self.words[1])
             show(self.figures[-1], *self.words)
         else:
-            from IPython.display import display
-            display(self.widget)
+            caption, alt = self.words
+            live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}")
 
     # ---------------------------------------------------------------------------------------------- in Jupyter
 
@@ -204,8 +204,8 @@ class View:
         return box
 
     def _pictures(self) -> list[Any]:
-        self._shown = self._json()
-        return [go.FigureWidget(one, layout_autosize=True) for one in self._shown]
+        from moelab.viz.views.chart import chart
+        return list(map(chart, self._json()))
 
     def _json(self) -> list[dict[str, Any]]:
         found = list(map(theme.to_json, self.figures))
@@ -235,33 +235,14 @@ class View:
         self.guarded(self._show)
 
     def _show(self) -> None:
-        shown, self._shown = self._shown, self._json()
-        for picture, old, new in zip(self.pictures, shown, self._shown, strict=True):
-            restyle(picture, old, new)
+        for picture, figure in zip(self.pictures, self._json(), strict=True):
+            picture.figure = figure
         self._tell()
 
     def _tell(self) -> None:
         caption, alt = self.words
         self._caption.value = f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
         self._tools.shell, self._tools.python = self.commands
-
-
-def restyle(widget: Any, shown: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Make a FigureWidget that shows a figure, plotly JSON, show another by changing what differs."""
-    kinds, given = ([trace.get("type", "scatter") for trace in of["data"]] for of in (shown, wanted))
-    kept = min(len(kinds), len(given)) if kinds[:len(given)] == given[:len(kinds)] else 0
-    with widget.batch_update():
-        for trace, old, new in zip(widget.data[:kept], shown["data"], wanted["data"]):
-            trace.update(_changes(old, new), overwrite=True)
-        widget.layout.update(_changes(shown["layout"], wanted["layout"]), overwrite=True)
-    if len(widget.data) > kept:
-        widget.data = widget.data[:kept]
-    if new := wanted["data"][kept:]:
-        widget.add_traces(new)
-
-
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: new.get(key) for key in old.keys() | new.keys() if key != "type" and old.get(key) != new.get(key)}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[Any]]:

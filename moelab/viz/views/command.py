@@ -2,7 +2,7 @@
 
     moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
     moelab view theatre --memory 25% -p way=hint --output theatre.csv
-    moelab view model_map qwen.folder --output map.html
+    moelab view model_map qwen.folder --output map.html         # with --counts FILE also by popularity
     moelab view arena mine:TakeTurns                            # a class of mine.py
     moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
 """
@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                                 "folders or notebooks; of claims a source")
     parser.add_argument("--memory", default="50%", help="for experts, where the run is recorded (default: %(default)s)")
     parser.add_argument("--prompt", help="the text that is gone on from")
+    parser.add_argument("--counts", type=Path, metavar="FILE",
+                        help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it")
     parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
                         help="turn a control; may be given several times")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a .html page or a .csv table")
@@ -78,10 +80,13 @@ def main(args: argparse.Namespace) -> int:
     make, most = getattr(views, args.view), 2 if args.view == "runs" else 1
     if len(args.what) > most:
         raise ValueError(f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}")
+    if args.counts is not None and args.view != "model_map":
+        raise ValueError(f"--counts is for the view model_map, not for {args.view}")
     model = args.what[0] if args.what else None
     if args.view not in OF_A_MODEL or args.view == "budget" and model in registry.names("model"):
         what = [_class(model)] if args.view == "arena" else args.what
-        return _write(turned(make(*what), args.parameter), args.output)
+        more = {"counts": args.counts} if args.counts is not None else {}
+        return _write(turned(make(*what, **more), args.parameter), args.output)
     with open_model(model, memory=args.memory) as lm:
         return _write(turned(make(lm, prompt=args.prompt), args.parameter), args.output)
 

@@ -7,7 +7,7 @@ the names in `customdata`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from moelab.registry import require
 from moelab.table import format_value
 from moelab.viz import theme
-from moelab.viz.views.base import View, restyle
+from moelab.viz.views.base import View
 
 
 class Detail(NamedTuple):
@@ -54,30 +54,30 @@ class Detailed(View):
 
     def _build(self) -> list[Any]:
         import ipywidgets
+        from moelab.viz.views.chart import chart
         self._menu = ipywidgets.Combobox(description=self._label, ensure_option=True, continuous_update=False,
                                          placeholder="type to find, or click in the picture",
-                                         style={"description_width": "16em"}, layout={"width": "100%"})
+                                         style={"description_width": "16em"}, layout={"width": "auto"})
         self._menu.observe(lambda change: self.guarded(partial(self._chosen, change["new"])), "value")
-        self._text, self._close, self._seen = ipywidgets.HTML(), go.FigureWidget(layout_height=320), None
-        self._close.layout.template = "moelab"
+        self._text, self._close = ipywidgets.HTML(), chart({"data": [], "layout": {}})
         self._text.add_class("moelab-details")
-        self._frame = ipywidgets.VBox([self._close], layout={"width": "100%", "display": "none"})
-        return [self._menu, self._text, self._frame]
+        self._close.layout.display = "none"
+        self.picture.on_click(self._clicked)
+        return [self._menu, self._text, self._close]
 
     def _chosen(self, name: str) -> None:
         found = self.detail(name) if name in self._menu.options else Detail("")
         self._text.value = found.html
-        self._frame.layout.display = None if found.figure is not None else "none"
+        self._close.layout.display = None if found.figure is not None else "none"
         if found.figure is not None:
             wanted = theme.to_json(found.figure)
-            wanted = theme.darkened(wanted) if self._dark else wanted
-            restyle(self._close, self._seen or {"data": [], "layout": {}}, wanted)
-            self._seen = wanted
+            wanted["layout"].setdefault("height", 320)
+            self._close.figure = theme.darkened(wanted) if self._dark else wanted
 
-    def _clicked(self, trace: Any, points: Any, state: Any) -> None:
-        for i in points.point_inds[:1]:
-            name = trace.customdata[i]
-            self._menu.value = str(name[0] if isinstance(name, (list, tuple)) else name)
+    def _clicked(self, clicked: Mapping[str, Any]) -> None:
+        name = clicked["data"][0] if isinstance(clicked["data"], list) else clicked["data"]
+        if name in self._menu.options:                  # not all of a large checkpoint are
+            self._menu.value = name
 
     def _tell(self) -> None:
         super()._tell()
@@ -87,8 +87,6 @@ class Detailed(View):
             self._menu.value, self._first = self._first if self._first in names else "", ""
         if self._menu.value:
             self._chosen(self._menu.value)
-        for trace in self.picture.data:
-            trace.on_click(self._clicked)
 
 
 def html_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], summary: str = "") -> str:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -72,15 +74,24 @@ def overlaid(a: go.Figure, b: go.Figure, names: tuple[str, str]) -> go.Figure:
             figure.add_trace(go.Figure(trace).data[0].update(name=f"B {trace.name or ''}".rstrip(), opacity=0.45,
                                                              legendgroup=f"B {trace.name}"))
         return figure.update_layout(showlegend=True)
-    same = kinds[0] == kinds[1] == {"heatmap"} and [np.shape(t.z) for t in a.data] == [np.shape(t.z) for t in b.data]
+    same = kinds[0] == kinds[1] == {"heatmap"} and [numbers(t.z).shape for t in a.data] == [
+        numbers(t.z).shape for t in b.data]
     if same:
         for trace, other in zip(figure.data, b.data):
-            change = np.asarray(other.z, float) - np.asarray(trace.z, float)
+            change = numbers(other.z) - numbers(trace.z)
             widest = max(np.nanmax(np.abs(change), initial=0), 1e-12)
             trace.update(z=change, zmin=-widest, zmax=widest, colorscale="RdBu", colorbar_title_text="B − A")
         return figure
     return figure.add_annotation(text=f"A alone, {names[0]}: B's cannot be laid over it", xref="paper", yref="paper",
                                  x=0, y=1.08, showarrow=False)
+
+
+def numbers(array: Any) -> np.ndarray:
+    """An array as a figure has it, whose missing values are None; from JSON, plotly keeps it as {"dtype", "bdata"}."""
+    if not isinstance(array, Mapping):
+        return np.asarray(array, float)
+    flat = np.frombuffer(b64decode(array["bdata"]), array["dtype"]).astype(float)
+    return flat.reshape([int(n) for n in str(array.get("shape", flat.size)).split(",")])
 
 
 def runs(a: str | Path | None = None, b: str | Path | None = None, results: str | Path | None = None) -> Detailed:

@@ -253,9 +253,10 @@ def _view(staged: Stage, way: str, predictors: Sequence[str], distances: Sequenc
 
 def _clicks(view: View) -> list[Any]:
     """A click on a bar of the strip selects its token."""
-    for bar in view.pictures[1].data[:2]:
-        bar.on_click(lambda _, points, __: points.point_inds and view.guarded(
-            lambda: view.set(token=points.point_inds[0])))
+    def clicked(what: Mapping[str, Any]) -> None:
+        if what["curve"] < 2:
+            view.guarded(lambda: view.set(token=what["point"]))
+    view.pictures[1].on_click(clicked)
     return []
 
 

@@ -43,9 +43,11 @@ function render({ model, el }) {
   const told = document.createElement("span");
   told.setAttribute("role", "status");
   told.style.color = "var(--jp-ui-font-color1, #222)";
+  let clearing = 0;
   const tell = (text) => {
     told.textContent = text;
-    setTimeout(() => (told.textContent = ""), 2500);
+    clearTimeout(clearing);
+    clearing = setTimeout(() => (told.textContent = ""), 5000);
   };
   const button = (label, title, act) => {
     const made = document.createElement("button");

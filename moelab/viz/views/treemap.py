@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from moelab.calibration import Calibration
+from moelab.files import atomic, cache_root
 from moelab.models import find
 from moelab.progress import progress
 from moelab.registry import names
@@ -100,15 +103,40 @@ def draw(tree: Sequence[Node], colour: str) -> go.Figure:
                 "colorscale": list(SEQUENTIAL), "cmin": low, "cmax": high, "showscale": bool(there),
                 "line": {"width": 1},
                 "colorbar": {"title": {"text": SCALES.get(colour, "relative error")}}},
-        hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"}))
+        hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"},
+        textinfo="label"))
     return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 8, "t": 8, "b": 8})
+
+
+def counted(counts: Any) -> np.ndarray | None:
+    """Expert counts [L, E] of a trace, a calibration, the file of one, an .npy file or an array; None of None.
+
+    Raises FileNotFoundError, ValueError: no such file, or nothing that has counts in it.
+    """
+    if isinstance(counts, (str, Path)):
+        counts = np.load(counts) if Path(counts).suffix == ".npy" else Calibration.load(counts)
+    counts = counts.counts() if callable(getattr(counts, "counts", None)) else counts
+    return None if counts is None else np.asarray(counts)
+
+
+def file_of(counts: Any) -> Path:
+    """A file from which `counted` reads the same: the one that was given, else one of the cache, by its content."""
+    if isinstance(counts, (str, Path)):
+        return Path(counts)
+    seen = counted(counts)
+    path = cache_root() / "counts" / f"{sha256(seen.tobytes()).hexdigest()[:16]}.npy"
+    if not path.exists():
+        with atomic(path) as part, open(part, "wb") as file:
+            np.save(file, seen)
+    return path
 
 
 def model_map(model: str | Path | None = None, counts: Any = None, colour: str = BOUND) -> Detailed:
     """The checkpoint of a model as a map.
 
     model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model.
-    counts : how often each expert is chosen, [L, E], or a trace or calibration of this model: for "expert popularity".
+    counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or the file that
+        `moelab calibrate` wrote: for "expert popularity".
     colour : at first: "entropy bound", "expert popularity" or "error of FORMAT".
 
     Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another geometry.
@@ -116,7 +144,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
     path = find(model)
     parts = survey.parts(path)
     most = survey.sample_size(parts)
-    seen = counts.counts() if callable(getattr(counts, "counts", None)) else counts
+    seen = counted(counts)
     measures = {BOUND: lambda part: survey.bound(part, most)} | {
         f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most) for name in names("format")}
     colours = [*measures, *([POPULARITY] if seen is not None else [])]
@@ -127,7 +155,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
     @lru_cache(maxsize=None)
     def values(colour: str) -> list[float | None]:
         if colour == POPULARITY:
-            return survey.popularity(parts, np.asarray(seen))
+            return survey.popularity(parts, seen)
         return [measures[colour](part) for part in progress(parts, colour, unit="tensor")]
 
     if sum(min(part.stored.nbytes, most) for part in parts) <= SOON:
@@ -152,9 +180,12 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
                 for node in data[0]]
 
     def command(colour: str) -> tuple[str, str]:
-        python = f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, " + (
-            "counts=trace, " if seen is not None else "") + f"colour={colour!r})"
-        return f"python -m moelab view model_map {model or ''} -p colour='{colour}'".replace("  ", " "), python
+        file = file_of(counts) if colour == POPULARITY else None
+        words = ["python -m moelab view model_map", *([str(model)] if model else []),
+                 *([f"--counts {file}"] if file else []), f"-p colour='{colour}'"]
+        given = f"counts={str(file)!r}, " if file else ""
+        return " ".join(words), \
+            f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, {given}colour={colour!r})"
 
     def tell(data: tuple[list[Node], str], name: str) -> Detail:
         node = next(node for node in data[0] if node.name == name)
