@@ -29,7 +29,8 @@ stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200
 
 lab: $(INSTALLED)
-	@$(PYTHON) -m jupyter lab notebooks/00_start.ipynb --allow-root
+	@$(PYTHON) -m jupyter lab notebooks/00_start.ipynb --allow-root \
+	  --FileContentsManager.post_save_hook=moelab.lab.strip.after_saving
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis

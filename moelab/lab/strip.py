@@ -1,15 +1,41 @@
 """The git filter of notebooks: what is committed is the source, whatever JupyterLab has saved beside it.
 
     git config filter.nbstripout.clean ".venv/bin/python -m moelab.lab.strip"         (`make` does it)
+
+`make lab` has `after_saving` called too, or `git status` would list every notebook that was run: git takes another size
+for a change, before it asks any filter.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 #: what Lab writes about the kernel, and changes with its version; cells' ids, which links and merges need, stay
 DROPPED = tuple(f"metadata.language_info.{name}" for name in (
     "codemirror_mode", "file_extension", "mimetype", "nbconvert_exporter", "pygments_lexer", "version"))
+
+
+def after_saving(model: dict[str, Any], os_path: str, **_: Any) -> Thread | None:
+    """Jupyter's hook after a file was saved: of a notebook, the thread that tells git, which takes seconds."""
+    if model["type"] != "notebook":
+        return None
+    thread = Thread(target=tell_git, args=[Path(os_path)], daemon=True)
+    thread.start()
+    return thread
+
+
+def tell_git(path: Path) -> None:
+    """Let git's index know the size of a notebook whose source is the one that it has; else change nothing."""
+    git = ["git", "-C", str(path.parent)]
+    try:
+        if subprocess.run([*git, "diff", "--quiet", "--", path.name], capture_output=True).returncode == 0:
+            subprocess.run([*git, "add", "-u", "--", path.name], capture_output=True)
+    except OSError:                                     # no git, so nothing to tell
+        pass
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from moelab.files import CHECKOUT
+from moelab.lab.strip import after_saving
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbstripout")
@@ -38,6 +39,43 @@ def as_lab_saves(text):
 def test_a_notebook_that_was_run_in_lab_is_clean():
     source = NOTEBOOKS[0].read_text(encoding="utf-8")
     assert strip(as_lab_saves(source)) == source == strip(source)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """(notebook, git) of a repository with our filter, in which a notebook is committed."""
+    def git(*words):
+        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@localhost", *words], cwd=tmp_path,
+                              check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("config", "filter.nbstripout.clean", f"env PYTHONPATH={CHECKOUT} {sys.executable} -m moelab.lab.strip")
+    (tmp_path / ".gitattributes").write_text((CHECKOUT / ".gitattributes").read_text())
+    path = tmp_path / "a.ipynb"
+    path.write_text(NOTEBOOKS[0].read_text())
+    git("add", ".")
+    git("commit", "-qm", "a notebook")
+    return path, git
+
+
+def saved(path, text):
+    """What `make lab` does when a person saves."""
+    path.write_text(text)
+    after_saving(model={"type": "notebook"}, os_path=str(path), contents_manager=None).join(60)
+
+
+def test_git_status_is_clean_after_a_run_and_tells_of_a_change(repository):
+    path, git = repository
+    source = path.read_text()
+    path.write_text(as_lab_saves(source))
+    assert git("status", "--porcelain") == " M a.ipynb\n"          # what git alone says
+    saved(path, as_lab_saves(source))
+    assert git("status", "--porcelain") == ""
+    saved(path, as_lab_saves(source.replace("# 00", "# 99")))
+    assert git("status", "--porcelain") == " M a.ipynb\n" and "+    \"# 99" in git("diff")
+    saved(path.with_name("new.ipynb"), source)
+    assert "?? new.ipynb" in git("status", "--porcelain")
+    assert after_saving(model={"type": "file"}, os_path="x.txt") is None
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
