@@ -1,12 +1,17 @@
 """JupyterLab in a real browser: every view is opened, every control moved, every button pressed.
 
 Nothing may be told as an error, by the page or by a cell, and each control must change the picture. Every notebook of
-the repository is run in Lab, which leaves git as it was. MOELAB_ARTEFACTS names a folder that
-keeps the screenshots and, in `latency.json`, seconds from a control's release to the new picture.
+the repository is run in Lab, which leaves git as it was. `make test` tries one width, one notebook and each control
+once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the screenshots and views.json: milliseconds from a
+control's release to the new picture, and the player's frames a second, to be read where nothing else runs:
+
+    MOELAB_STRESS=1 MOELAB_ARTEFACTS=folder python -m pytest tests/lab/test_browser.py -k "every_view or plays"
 """
 
 import json
 import os
+import platform
+import re
 import shutil
 import socket
 import statistics
@@ -19,9 +24,9 @@ from pathlib import Path
 import pytest
 
 from moelab.comparison import saved_runs
-from moelab.files import CHECKOUT, read_json
+from moelab.files import CHECKOUT, read_json, write_json
 from moelab.lab.runner import notebooks
-from tests.depth import STRESS
+from tests.depth import STRESS, depth
 from tests.lab.test_runs import put
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -29,11 +34,11 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("jupyterlab")
 pytest.importorskip("anywidget")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-if not STRESS:
-    pytest.skip("it drives a browser for minutes: `make stress`", allow_module_level=True)
 if CHROMIUM is None:
     pytest.skip("there is no Chromium to drive: apt-get install chromium", allow_module_level=True)
 
+#: what `make lab` has the server do
+HOOK = re.search(r"--FileContentsManager\S+", (CHECKOUT / "Makefile").read_text())[0]
 OPENING = ["import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies import LRU",
            "class Mine(LRU):\n    pass",
            "lm = moelab.open_model(memory='50%')"]
@@ -47,6 +52,36 @@ SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
 #: of Lab itself, whatever it shows
 HARMLESS = ("favicon", "Failed to load resource", "translation", "ResizeObserver")
+#: controls of a view, and its player
+CONTROLS = ".widget-hslider, .widget-dropdown, .widget-select-multiple, .widget-checkbox, .moelab-scrubber"
+#: notes when a control of a view is let go, and when its picture changed after that
+WATCH = """(view) => {
+  const seen = window.moelabSeen = { released: 0, changed: 0 };
+  for (const event of ["keydown", "change", "click"])
+    view.addEventListener(event, () => Object.assign(seen, { released: performance.now(), changed: 0 }), true);
+  const drawn = (node) => (node.closest ? node : node.parentElement)?.closest(".main-svg, .moelab-details, canvas");
+  new MutationObserver((changes) => {
+    if (changes.some((change) => drawn(change.target))) seen.changed = performance.now();
+  }).observe(view, { subtree: true, childList: true, attributes: true, characterData: true });
+}"""
+#: milliseconds between both, once nothing has changed for a quarter of a second
+SETTLED = """() => {
+  const { released, changed } = window.moelabSeen;
+  return changed && performance.now() - changed > 250 ? changed - released : null;
+}"""
+#: frames that the player draws, and in how many seconds, from its first to its last pass
+PLAYED = """() => new Promise((done) => {
+  const canvas = document.querySelector("canvas.moelab-player"), times = [];
+  new MutationObserver(() => times.push(performance.now()))
+    .observe(canvas, { attributes: true, attributeFilter: ["data-frames"] });
+  const button = document.querySelector(".moelab-scrubber button");
+  button.click();
+  const over = setInterval(() => {
+    if (button.textContent.includes("pause")) return;
+    clearInterval(over);
+    done([times.length - 1, (times.at(-1) - times[0]) / 1000]);
+  }, 100);
+})"""
 #: what a view's picture looks like now, as a short text
 LOOK = """(view) => {
   const told = [...view.querySelectorAll(".main-svg, .moelab-details")].map((part) => part.innerHTML).join("");
@@ -85,7 +120,7 @@ def lab(tmp_path, results):
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
              f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ServerApp.websocket_ping_interval=600000",
              "--ServerApp.websocket_ping_timeout=600000", "--IdentityProvider.token=",
-             f"--ServerApp.root_dir={path.parent}",
+             f"--ServerApp.root_dir={path.parent}", HOOK,
              f"--LabApp.user_settings_dir={home / 'settings'}", f"--LabApp.workspaces_dir={home / 'workspaces'}"],
             env=os.environ | variables, stdout=log, stderr=log, start_new_session=True))
         address = f"http://127.0.0.1:{port}"
@@ -111,13 +146,13 @@ def write(path, cells):
     return path
 
 
-@pytest.fixture(params=[(1280, False), (1920, True)], ids=str)
+@pytest.fixture(params=depth([(1280, False)], [(1280, False), (1920, True)]), ids=str)
 def page(request):
     """A page of a headless browser, in two widths and both themes; `page.complaints` is what it was told as errors."""
     width, dark = request.param
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = browser.new_context(viewport={"width": width, "height": 1000}, accept_downloads=True).new_page()
+        page = browser.new_context(viewport={"width": width, "height": 1800}, accept_downloads=True).new_page()
         page.dark, page.complaints = dark, []
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
         page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" and not any(
@@ -150,89 +185,115 @@ def look(view):
     return view.evaluate(LOOK)
 
 
-def changed(view, before, seconds=60.0):
-    """Seconds until the picture is another than `before`; None if it stays."""
-    begun = time.monotonic()
-    while time.monotonic() < begun + seconds:
-        if look(view) != before:
-            return time.monotonic() - begun
-        view.page.wait_for_timeout(10)
+def released(view, release, seconds=120.0):
+    """Milliseconds from the release of a control to the last change of the picture; None if it stays as it was."""
+    before, end = look(view), time.monotonic() + seconds
+    release()
+    while time.monotonic() < end:
+        view.page.wait_for_timeout(50)
+        took = view.page.evaluate(SETTLED)
+        if took is not None and look(view) != before:
+            return took
     return None
 
 
-def move(view, control):
-    """Turn a control to another value, by keyboard where it has one; returns its label, or None if it has one value."""
-    label = (control.locator("label, .widget-label").first.text_content() or "").strip()
+def releases(control, times):
+    """(its label, what turns it to another value, up to `times` of them), () if it has one value; by keyboard."""
+    if control.locator("canvas.moelab-player").count():
+        return [lambda: control.press("ArrowRight")] * times
     if (handle := control.locator(".noUi-handle")).count():
-        handle.first.focus()
-        for _ in range(5):
-            handle.first.press("PageDown")
-    elif (menu := control.locator("select:not([multiple])")).count():
-        options = menu.locator("option").count()
-        if options < 2:
-            return None
+        return [lambda: handle.first.press("ArrowRight")] * times
+    if (menu := control.locator("select:not([multiple])")).count():
+        values = menu.locator("option").count()
         now = menu.evaluate("menu => menu.selectedIndex")
-        menu.select_option(index=(now + 1) % options)
-    elif (several := control.locator("select[multiple]")).count():
-        several.select_option(index=[0])
-    elif (box := control.locator("input[type=checkbox]")).count():
-        box.click()
-    else:
-        return None
-    return label
+        return [lambda i=i: menu.select_option(index=(now + i) % values) for i in range(1, min(times + 1, values + 1))
+                ] if values > 1 else []
+    if (several := control.locator("select[multiple]")).count():
+        return [lambda i=i: several.select_option(index=list(range(i + 1))) for i in range(min(times, 3))]
+    return [control.locator("input[type=checkbox]").click] * times
 
 
-def check_view(page, name, view, seconds, seen):
-    """Move each control, press each button of one view."""
+def check_view(page, name, view, took, times, keep=None):
+    """Release each control `times`, press each button of one view; `took` gets milliseconds."""
     view.scroll_into_view_if_needed()
     page.wait_for_timeout(200)
-    if seen:
-        view.screenshot(path=seen / f"{name} {page.viewport_size['width']}{' dark' if page.dark else ''}.png")
-    controls = view.locator(".widget-hslider, .widget-dropdown, .widget-select-multiple, .widget-checkbox")
-    for i in range(controls.count()):
-        before = look(view)
-        label = move(view, controls.nth(i))
-        if label is not None:
-            took = changed(view, before)
-            assert took is not None, f"{name}: {label} changes nothing; {errors(page)}"
-            seconds.setdefault(name, []).append(took)
+    if keep:
+        view.screenshot(path=keep / f"{name} {page.viewport_size['width']}{' dark' if page.dark else ''}.png")
+    view.evaluate(WATCH)
+    for control in view.locator(CONTROLS).all():
+        for release in releases(control, times):
+            seconds = released(view, release)
+            label = (control.locator("label, .widget-label").first.text_content() or "").strip() \
+                if control.locator("label, .widget-label").count() else "player"
+            assert seconds is not None, f"{name}: {label} changes nothing; {errors(page)}"
+            took.setdefault(name, {}).setdefault(label, []).append(seconds)
     for title in ("CSV", "HTML"):
-        with page.expect_download(timeout=20_000) as download:
+        with page.expect_download(timeout=60_000) as download:
             view.get_by_role("button", name=title, exact=True).click()
         assert Path(download.value.path()).stat().st_size > 20
     view.get_by_role("button", name="copy command").click()
     view.get_by_role("status").filter(has_text="copied").wait_for(timeout=10_000)
-    if (details := view.locator("input[list]")).count():
-        choice = details.first.evaluate("input => input.list.options[1].value")
+    details = view.locator("input[list]")
+    if details.count() and (choice := details.first.evaluate("input => [...input.list.options].at(-1)?.value")):
         details.first.fill(choice)
         details.first.press("Enter")
         view.locator(".moelab-details table, .moelab-details p, .moelab-details pre").first.wait_for(timeout=10_000)
 
 
+def kept():
+    """The folder that MOELAB_ARTEFACTS names; None without."""
+    folder = os.environ.get("MOELAB_ARTEFACTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder) if folder else None
+
+
+def note(page, **found):
+    """Add numbers to the artefacts' views.json, which is like the files of results/bench/."""
+    if keep := kept():
+        path = keep / "views.json"
+        told = read_json(path) if path.exists() else {"bench": "views", "kind": "measured", "machine": {
+            "system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count(),
+            "chromium": page.context.browser.version, "load average": os.getloadavg()[0]}, "results": {}}
+        told["results"].setdefault(f"{page.viewport_size['width']} px", {}).update(found)
+        write_json(path, told)
+
+
 @pytest.mark.stress
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_every_view_in_the_browser(page, lab, results, tmp_path):
     for n, (value, smoke) in enumerate(((4, True), (6, False))):
         folder = put(results, f"2025010{n + 1}-1", value, smoke=smoke, time=2.5 * value, figures=("curve",))
         figure = {"data": [{"type": "scatter", "y": [value, 2 * value], "name": "hits"}], "layout": {}}
         (folder / "figures" / "curve.json").write_text(json.dumps({"figure": figure, "caption": "hits"}))
-    keep = os.environ.get("MOELAB_ARTEFACTS")
-    seen = Path(keep) if keep else None
-    if seen:
-        seen.mkdir(parents=True, exist_ok=True)
     address = lab(write(tmp_path / "views.ipynb", [*OPENING, *VIEWS.values(), "lm.moelab.close()"]), page.dark)
     run_all(page, address)
-    frames = page.locator(".moelab-view")
-    for i in range(len(VIEWS)):
-        frames.nth(i).wait_for(timeout=120_000)
-    page.wait_for_timeout(1000)
-    seconds = {}
+    page.wait_for_function("() => window.finished", timeout=300_000)
+    frames, took, keep = page.locator(".moelab-view"), {}, kept()
     for i, name in enumerate(VIEWS):
-        check_view(page, name, frames.nth(i), seconds, seen)
+        frames.nth(i).locator(".main-svg, canvas.moelab-player").first.wait_for(timeout=120_000)
+    for i, name in enumerate(VIEWS):
+        check_view(page, name, frames.nth(i), took, depth(1, 5), keep)
+        note(page, **{name: {"median ms": statistics.median(sum(took[name].values(), [])), "ms": took[name]}})
     assert errors(page) == []
-    if seen:
-        (seen / f"latency {page.viewport_size['width']}.json").write_text(json.dumps(
-            {name: {"median": statistics.median(of), "all": of} for name, of in seconds.items()}, indent=1))
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_the_scrubber_plays_thirty_frames_a_second_without_the_kernel(page, lab, tmp_path):
+    if not STRESS:
+        pytest.skip("how fast a busy machine draws says nothing: `make stress`")
+    run_all(page, lab(write(tmp_path / "player.ipynb", [
+        *OPENING, "views.scrubber(lm, tokens=100)", "lm.moelab.close()"]), page.dark))
+    player = page.locator(".moelab-scrubber")
+    player.wait_for(timeout=120_000)
+    page.wait_for_function("() => window.finished", timeout=60_000)
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    player.locator("select").select_option("30")
+    player.press("Home")
+    frames, seconds = page.evaluate(PLAYED)
+    note(page, player={"frames/s": frames / seconds})
+    assert frames / seconds > 28
 
 
 one_page = pytest.mark.parametrize("page", [(1280, False)], indirect=True, ids=str)
@@ -251,17 +312,23 @@ def test_a_run_in_lab_is_a_run(page, lab, results, tmp_path):
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory):
-    """A clone as `make` sets it up, whose notebooks have `smoke` set and committed."""
+    """A repository as `make` sets it up, whose notebooks have `smoke` set and committed."""
     folder = tmp_path_factory.mktemp("clone") / "moelab"
 
     def git(*words):
         return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
 
-    subprocess.run(["git", "clone", "-q", CHECKOUT, folder], check=True)
-    git("config", "filter.nbstripout.clean", f"{sys.executable} -m moelab.lab.strip")
+    for name in ("moelab", "notebooks", "data"):
+        ours = {"cache"} if name == "data" else set()
+        shutil.copytree(CHECKOUT / name, folder / name, ignore=lambda _, names: ours | {"__pycache__"} & {*names})
+    for name in ("pyproject.toml", ".gitattributes", ".gitignore"):
+        shutil.copy(CHECKOUT / name, folder)
     for path in folder.glob("notebooks/*.ipynb"):
         path.write_text(path.read_text().replace("smoke: bool = False", "smoke: bool = True"))
-    git("-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-qam", "smoke")
+    git("init", "-q")
+    git("config", "filter.nbstripout.clean", f"{sys.executable} -m moelab.lab.strip")
+    git("add", ".")
+    git("-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-qm", "smoke")
     return folder, git
 
 
@@ -270,10 +337,9 @@ def clone(tmp_path_factory):
 @one_page
 @pytest.mark.parametrize("name", [path.name for path in notebooks()])
 def test_every_notebook_in_the_browser(page, lab, clone, name, results):
-    """All cells run, nothing is told as an error, the saved notebook is below 1 MB, and git has nothing to commit.
-
-    `git status` alone names it: git takes another size for a change before it asks the filter, until `git add`.
-    """
+    """All cells run, nothing is told as an error, the saved notebook is below 1 MB, and `git status` is clean."""
+    if not STRESS and name != "00_start.ipynb":
+        pytest.skip("make stress runs all of them")
     folder, git = clone
     path = folder / "notebooks" / name
     run_all(page, lab(path, package=folder))
@@ -285,9 +351,10 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     assert all(cell["execution_count"] for cell in executed["cells"] if cell["cell_type"] == "code" and cell["source"])
     assert path.stat().st_size < 1_000_000
     assert git("diff") == ""
-    git("add", "-u")
-    assert git("status", "--porcelain") == ""
-    if keep := os.environ.get("MOELAB_ARTEFACTS"):
-        Path(keep).mkdir(parents=True, exist_ok=True)
-        for i, figure in enumerate(page.locator(".jp-Cell:has(.main-svg)").all()):
-            figure.screenshot(path=Path(keep) / f"{path.stem} {i}.png")
+    end = time.monotonic() + 60                                 # git is told in a thread of the server
+    while (status := git("status", "--porcelain")) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert status == ""
+    if keep := kept():
+        for i, figure in enumerate(page.locator(".jp-Cell:has(.main-svg), .jp-Cell:has(canvas)").all()):
+            figure.screenshot(path=keep / f"{path.stem} {i} {page.viewport_size['width']}.png")
