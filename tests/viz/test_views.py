@@ -99,7 +99,7 @@ def test_controls_say_what_is_wrong_and_tell_when_they_are_let_go():
     with pytest.raises(ValueError, match="> 0"):
         slider("memory", 0, 0, 5, log=True)
     built = slider("memory (GB)", 2.0, 1.0, 100.0, log=True).build()
-    assert built.continuous_update is False and built.layout.width == "100%" and built.description == "memory (GB)"
+    assert built.continuous_update is False and built.layout.width == "auto" and built.description == "memory (GB)"
     assert slider("n", 2, 1, 5, 1).build().step == 1
 
 
