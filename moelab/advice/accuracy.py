@@ -1,8 +1,8 @@
 """`bench advise`: is the advised way the fastest, and does it take as long as was predicted?
 
 Synthetic models of three shapes, shares of their experts as budgets, throttled disks, and a loss that is not or is
-allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once on that disk,
-as it is, with half of its experts in memory; forms, caches, prefetchers and executors are simulated. No other
+allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once on that
+disk, as it is, with half of its experts in memory; forms, caches, prefetchers and executors are simulated. No other
 measurement of a setting is known to any advice. Then the advised way, the next one, and the fastest of other forms and
 executors run for real, in turn, on the same tokens. All in this process: reads are throttled, the page cache is not
 limited, and a rate that the disk does not reach is the disk's own.
