@@ -37,7 +37,7 @@ TRAINED = {"residual": ("estimator", DEFAULT_ESTIMATOR), "residual_hybrid": ("hy
 #: what is scored in a contest of executing predictions; the last two are controls
 CONTEST = ("router", "quasi", *TRAINED, "static", "random")
 #: tasks, and of each what its difference is in
-TASKS = {"loss": "change (%)"} | dict.fromkeys(("needle_multikey", *REMEMBERED), "change (points)")
+TASKS = {"loss": "%"} | dict.fromkeys(("needle_multikey", *REMEMBERED), "points")
 RECALL = "of true experts, prefill"           # unit of the metrics of recall
 #: shares of the training tokens by which estimators are compared
 PARTS = {"sixteenth": 16, "quarter": 4, "all": 1}

@@ -61,7 +61,7 @@ def drop_orders(costs: DropCosts) -> go.Figure:
     loss = {way: costs.loss(way) for way in costs.tallies if way != NO_EXPERTS}
     return differences(
         {"language loss": loss} | {task: {way: costs.points(task, way) for way in costs.tallies} for task in tasks},
-        {"language loss": "more loss (%)"} | dict.fromkeys(tasks, "difference (points)"))
+        {"language loss": "% more"} | dict.fromkeys(tasks, "points"))
 
 
 def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> go.Figure:
