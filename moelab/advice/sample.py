@@ -111,11 +111,9 @@ def resident_tokens(store: ExpertStore, executor: str, tokens: int = 32) -> list
         return [forward.end - forward.start for forward in lm.moelab.forwards[-tokens:]]
 
 
-def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float | None:
+def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float:
     """Seconds before a layer's experts in a sample whose experts are all in memory: what its tokens took, without their
-    experts and the head as they are simulated; None of a profile without such tokens."""
-    if "resident" not in found.seconds:
-        return None
+    experts and the head as they are simulated."""
     residency = Residency(sample.L, sample.E, Pools(F=sample.L * sample.E))
     token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
     for step in token:
@@ -136,8 +134,7 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / rate
         more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
         base = base * spec.num_layers / spec.L + more       # a dense layer's attention is its successor's
-        resident = before_experts(found, here, delays)
-        resident = None if resident is None else resident * spec.num_layers / spec.L + more
+        resident = before_experts(found, here, delays) * spec.num_layers / spec.L + more
     return Costs(delays, (base, token), (head, head_token),
                  Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm, resident)
 

@@ -154,11 +154,10 @@ def test_what_a_run_takes_beyond_its_parts_is_added_to_every_read(monkeypatch):
 
 def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
     """2 layers of 2 experts at 1 s each, a head of 3 s: of a token of 11 s, 2 s are left for each layer."""
-    found = SimpleNamespace(seconds={"resident": [11.0]}, median={"resident": 11.0}.get, head=(3.0, 0.0))
+    found = SimpleNamespace(median={"resident": 11.0}.get, head=(3.0, 0.0))
     delays = Delays(0, 0, 0, 0, 1.0, 0)
     spec = replace(SPEC, num_layers=2, moe_layers=(0, 1), K=2)
     assert sample.before_experts(found, spec, delays) == pytest.approx(2.0)
-    assert sample.before_experts(SimpleNamespace(seconds={}), spec, delays) is None
 
 
 def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeypatch):

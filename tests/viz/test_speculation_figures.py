@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-pio = pytest.importorskip("plotly.io")
+pytest.importorskip("plotly.io")
 
 from moelab.specs import Event  # noqa: E402
 from moelab.viz import speculation_figures as figures  # noqa: E402
 from moelab.viz.figures import apart, differences  # noqa: E402
-from tests.viz.lazily import Lazily  # noqa: E402
+from tests.viz.lazily import Lazily, check_axes, named  # noqa: E402
 
 #: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router has run
 TOKEN = [Event("compute", "other", 0, -1, 1.000, 1.001), Event("disk", "read", 0, 3, 1.001, 1.003, 9),
@@ -34,17 +34,9 @@ MADE = Lazily({
 })
 
 
-def named(figure, name):
-    return next(trace for trace in figure.data if trace.name == name)
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_axes_have_titles_with_units_and_figures_survive_json(name):
-    figure = pio.from_json(MADE[name].to_json())
-    titles = [axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes())]
-    assert any(title and "(" in title for title in titles)
-    assert len(figure.data) == len(MADE[name].data) > 1
-    assert figure.layout.template.layout.colorway == MADE["tpot"].layout.template.layout.colorway
+    check_axes(MADE[name], MADE["tpot"])
 
 
 @pytest.mark.parametrize("name, look", [

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pio = pytest.importorskip("plotly.io")
+pytest.importorskip("plotly.io")
 
 from moelab.viz.story import static_figures as figures  # noqa: E402
-from tests.viz.lazily import Lazily  # noqa: E402
+from tests.viz.lazily import Lazily, check_axes, named  # noqa: E402
 
 SAMPLES = {"prefill": {"reference": [0.01, 0.02, 0.03], "packed": [0.01, 0.01, 0.02]},
            "decode": {"gemv": [0.001, 0.002], "reference": [0.004, 0.002]}}
@@ -39,17 +39,9 @@ MADE = Lazily({
 })
 
 
-def named(figure, name):
-    return next(trace for trace in figure.data if trace.name == name)
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_axes_have_titles_with_units_and_figures_survive_json(name):
-    figure = pio.from_json(MADE[name].to_json())
-    titles = [axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes())]
-    assert any(title and "(" in title for title in titles)
-    assert len(figure.data) == len(MADE[name].data) > 1
-    assert figure.layout.template.layout.colorway == MADE["padding"].layout.template.layout.colorway
+    check_axes(MADE[name], MADE["padding"])
 
 
 @pytest.mark.parametrize("name, look", [
