@@ -20,7 +20,7 @@ from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.residency import Request, Residency, Step
 from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
-from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.prefetch_gate import Mean, PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
 from moelab.schedule.affinity import Order, default_order, given_order
@@ -30,6 +30,8 @@ from moelab.store.reader import Reader
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
 PREFILL = 2
+#: of a core, which reading and decoding use while tokens are decoded, from which on one is left to them
+SHARE = 0.2
 
 
 class Cancelled(RuntimeError):
@@ -63,6 +65,7 @@ class Engine:
         self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
         self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
         self._mark, self.closed = None, False   # since when the model does something else than experts, in a forward
+        self._began, self._computed = 0.0, 0.0  # the forward pass: when, and what the pipeline had computed by then
         # Its threads are started when they are needed, by `_recover`.
         self.pipeline = Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched)
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
@@ -74,7 +77,8 @@ class Engine:
         self._predicted = 0.0                                   # seconds that it took since the layer before
         self._demanded = 0                                      # reads of the running layer, if none was prefetched
         self._one = threading.Lock()                            # one layer at a time
-        self._threads: int | None = None                        # as many as torch had before a layer took one
+        self._threads: int | None = None                        # as many as torch had before it got fewer
+        self._share = Mean()                                    # of cores that the pipeline uses in a decode step
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`
@@ -96,7 +100,7 @@ class Engine:
             out = compute(x, ids, weights, experts, step, ready)
             self.gate.waited(self._demanded, self.pipeline.waited)
         except BaseException:
-            self._widen()                       # torch's threads are not ours to keep until the next layer
+            self.widen()                       # torch's threads are not ours to keep until the next layer
             self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
             raise
         self._sound = True
@@ -108,7 +112,7 @@ class Engine:
         step unknown and keeps nothing."""
         step, self._step, old = self._step, None, self.pipeline
         old.stop()
-        self._widen()
+        self.widen()
         if step is None:
             self.residency.clear()
         else:
@@ -136,11 +140,11 @@ class Engine:
             out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
             contributions.append((expert, tokens, out))
             self._executed([request], start)
-        self._widen()
+        self.widen()
         return experts.accumulate(x, contributions)
 
-    def _widen(self) -> None:
-        """Give torch its threads back; `_layer` does it again, should it be interrupted here."""
+    def widen(self) -> None:
+        """Give torch its threads back; the next layer or forward does it again, should this one be interrupted."""
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
@@ -187,8 +191,19 @@ class Engine:
         self.gate.begin(phase)
         self.across.begin(phase)
         self.decoding = phase == "decode"
-        self._mark = clock()
+        if self.decoding and self.executor is not None:
+            self._narrow()
+        self._computed = sum(self.pipeline.computed.values())
+        self._began = self._mark = clock()
         return self._mark
+
+    def _narrow(self) -> None:
+        """Leave the pipeline's threads the cores that they need: a team that shares one with them waits for it in each
+        of its products, and the reads wait for the team. What reads past the page cache needs hardly any."""
+        self.widen()
+        if spare := int(self._share.value + 1 - SHARE):
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(max(1, self._threads - spare))
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
@@ -196,6 +211,9 @@ class Engine:
         self._drop_prefetched()
         self._other(now, -1)
         self._mark = None
+        self.widen()
+        if self.decoding:
+            self._share.add(max(0.0, sum(self.pipeline.computed.values()) - self._computed) / (now - self._began))
         return now
 
     def _drop_prefetched(self) -> None:

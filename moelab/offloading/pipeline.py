@@ -64,6 +64,7 @@ class Pipeline:
 
     needed : when the disk has last read what the running layer demands, or else when the layer came.
     waited : seconds for which the running layer has waited for experts.
+    computed : thread → seconds for which it has used a core: to copy what it reads, to check, to decode.
     before : the pipeline whose memory this one takes over, and `held`, the slots there that are certain to be filled.
     """
 
@@ -71,7 +72,7 @@ class Pipeline:
                  counts: PrefetchCounts | None = None, before: Pipeline | None = None,
                  held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
         self.slots, self.reader, self.timeline, self.closed, self.needed = slots, reader, timeline, False, clock()
-        self.waited = 0.0
+        self.waited, self.computed = 0.0, {}
         self.chunks: dict[tuple[str, int], Chunks] = before.chunks if before else {}        # of (kind, slot)
         two_stages = decoder(slots.device).two_stages
         self.queue = LoadQueue(
@@ -214,6 +215,7 @@ class Pipeline:
             landed(sum(part.nbytes for part in chunks) - done)
         if load.keep is not None:
             self.needed = clock()
+        self.computed["disk"] = time.thread_time()
         self.change(self.queue.read_done, load, kinds, done, error, seconds)
         self._work.ring()
 
@@ -243,4 +245,5 @@ class Pipeline:
                 error = caught
             else:
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
+            self.computed[me] = time.thread_time()
             self.change(self.queue.decode_done, load, tensor, operation, error)

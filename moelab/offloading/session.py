@@ -182,6 +182,8 @@ class Session:
             return generate(*args, **kwargs)
         finally:
             self._calls[me] = outer
+            if self.engine is not None:
+                self.engine.widen()                     # Ctrl-C calls no hook
 
     def _generates(self) -> bool:
         """Whether this thread is within a generation already: assisted by itself, a model generates while it does."""

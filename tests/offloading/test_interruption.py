@@ -188,9 +188,9 @@ def test_an_interruption_while_torch_gets_its_threads_back(folder, line, monkeyp
             first = engine._threads is not None and not found
             found.extend([line] * first)
             with Lines(line) if first else nullcontext():
-                type(engine)._widen(engine)
+                type(engine).widen(engine)
 
-        engine.one_thread, engine._widen = True, widen
+        engine.one_thread, engine.widen = True, widen
         for seed in range(20):                          # until a decode step finds the workers busy
             with watched(), suppress(KeyboardInterrupt):
                 generate(model, seed=seed, batch=1, new=3)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,6 +281,38 @@ def test_cancel_ends_a_generation_and_nothing_else(qwen):
     assert not thread.is_alive() and result
     assert_equal(offloaded, reference)
     offloaded.moelab.close()
+
+
+@pytest.mark.parametrize("share, left", [(0.0, 4), (0.1, 4), (0.3, 3), (1.1, 3), (1.3, 2), (9.0, 1)])
+def test_a_decode_step_leaves_reading_and_decoding_the_cores_that_they_use(qwen, share, left, monkeypatch):
+    seen, count = {"prefill": set(), "decode": set()}, [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: count.__setitem__(0, n))
+
+    def computing(x, ids, weights, experts):
+        seen["decode" if engine.decoding else "prefill"].add(count[0])
+        if interrupted and engine.decoding:
+            raise KeyboardInterrupt
+        return eager_executor(x, ids, weights, experts)
+
+    interrupted, eager_executor = False, make("executor", "sorted")
+    with offload(qwen[1], 0.5, delays=DELAYS, executor=computing) as model:
+        engine = model.moelab.engine
+        engine._share = SimpleNamespace(value=share, add=lambda measured: None)
+        generate(model)
+        assert seen == {"prefill": {4}, "decode": {left}} and count == [4]
+        interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            generate(model)
+        assert count == [4]
+
+
+def test_the_cores_that_reading_uses_are_counted(qwen):
+    with offload(qwen[1], 0.4, delays=DELAYS) as model:
+        generate(model)
+        engine = model.moelab.engine
+        disk = sum(event.end - event.start for event in model.moelab.timeline if event.resource == "disk")
+        assert 0 < engine.pipeline.computed["disk"] < 1.5 * disk + 0.1 and 0 < engine._share.value < 4
 
 
 def generate_interrupted(model, point):
