@@ -79,10 +79,6 @@ class ConvertedBackend(Backend):
     def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
                  name: str = "evaluator") -> None:
         self.converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
-        if self.converted.manifest["settings"]["stateful"]:
-            raise ValueError(f"the attention of {self.converted.folder} keeps its cache inside, where decoding on the "
-                             f"CPU cannot read it, so whole prefills do not run through it: convert the model without "
-                             f"stateful=True (--stateful); `moelab ane lint` takes such packages")
         self.name, self.mode, self.runner, self.plan = name, mode, runner, self.converted.plan
         self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers}
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -24,7 +24,7 @@ from moelab.ane.plan import ANEPlan
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
 
-FORMAT, MANIFEST = "moelab.ane.converted/3", "manifest.json"
+FORMAT, MANIFEST = "moelab.ane.converted/4", "manifest.json"
 
 #: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
 Runner = Callable[[Path, str | None], Any]
@@ -119,14 +119,11 @@ class ConvertedModel:
         return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
 
     def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
-        """The attention graph of decoder layer `layer`; ValueError for a stateful one with a `runner`."""
+        """The attention graph of decoder layer `layer`."""
         entry = self.layers[layer]["attention"]
         if "file" not in entry:
             raise ValueError(f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package")
         shape = AttentionShape(**self.layers[layer]["attention_shape"])
-        if shape.stateful and runner is not None:
-            raise ValueError(f"the attention of {self.folder} is stateful, and only the evaluator runs that here; "
-                             f"convert without stateful=True to run it elsewhere")
         return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))
 
 
@@ -157,15 +154,9 @@ class AttentionGraph:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, window: int | None = None) -> Tensor:
         """cos, sin [n, D]: the rotary embedding of the chunk's positions, which begin at cache.length."""
         n, inputs = len(x), attention_inputs(self.shape, x, cache.length, cos, sin, window)
-        if self.shape.stateful:
-            state = {"k_cache": cache.k, "v_cache": cache.v}
-            y = self.run(inputs, state)["y"]
-            cache.k, cache.v, cache.length = state["k_cache"], state["v_cache"], cache.length + n
-        else:
-            out = self.run(inputs | {"k_past": cache.k, "v_past": cache.v})
-            cache.append(out["k_new"], out["v_new"], n)
-            y = out["y"]
-        return y[0, :, 0, :n].T.contiguous()
+        out = self.run(inputs | {"k_past": cache.k, "v_past": cache.v})
+        cache.append(out["k_new"], out["v_new"], n)
+        return out["y"][0, :, 0, :n].T.contiguous()
 
 
 def attention_file(layer: int) -> str:
