@@ -66,8 +66,6 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
 
     Raises ValueError: a norm after the experts, or weights beyond fp16.
     """
-    if "wi.weight" in tensors:                                          # Switch: modules instead of banks
-        return Expert(half(tensors["wi.weight"]), half(tensors["wo.weight"]))
     if experts.has_post_expert_norm:
         raise ValueError(f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)")
     def matrix(name: str) -> Tensor:
@@ -90,19 +88,16 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
 def activation_of(experts: Any) -> str:
     """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name; ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
-    up, mixed = -0.9 * x, None
-    if "expert_0" in getattr(experts, "_modules", {}) or hasattr(experts, "_template"):
-        act = experts["expert_0"].act
-    elif not experts.has_gate:
-        act = experts.act_fn
+    if experts.has_gate:
+        up, concatenated = -0.9 * x, getattr(experts, "is_concatenated", True)
+        h = experts._apply_gate(torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten())
     else:
-        concatenated = getattr(experts, "is_concatenated", True)
-        mixed = experts._apply_gate(torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten())
+        up, h = torch.ones_like(x), experts.act_fn(x)
     for name, candidate in ACTIVATIONS.items():
-        if torch.allclose(act(x), candidate(x)) if mixed is None else torch.allclose(mixed, candidate(x) * up):
+        if torch.allclose(h, candidate(x) * up):
             return name
     gate = x.clamp(max=LIMIT)
-    if mixed is not None and torch.allclose(mixed, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)):
+    if experts.has_gate and torch.allclose(h, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)):
         return "clamped"
     raise ValueError(f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
                      f"one; its experts must stay on the CPU")
