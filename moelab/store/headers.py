@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -49,6 +50,13 @@ class Stored:
     def empty(self) -> torch.Tensor:
         """A new tensor to read it into."""
         return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+
+    def read(self, begin: int, size: int) -> np.ndarray:
+        """So many of its bytes from `begin` on, uint8, read and not mapped: mapped pages count as memory."""
+        raw = np.fromfile(self.file, np.uint8, size, offset=self.begin + begin)
+        if len(raw) != size:
+            raise ValueError(f"{self.file} became shorter while it was read")
+        return raw
 
     def slice(self, i: int) -> Stored:
         """Its part [i:i+1]."""
