@@ -21,6 +21,7 @@ from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
+from moelab.files import read_json
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
 
@@ -45,10 +46,7 @@ class ConvertedModel:
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
                                     f"conversion ends in .part; the same call resumes it)")
-        try:
-            self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged, it is no JSON ({error}): convert the model again") from error
+        self.manifest: dict[str, Any] = read_json(path)
         if not isinstance(self.manifest, dict) or self.manifest.get("format") != FORMAT:
             found = self.manifest.get("format") if isinstance(self.manifest, dict) else self.manifest
             raise ValueError(f"{path} is of format {str(found)[:40]!r}, not {FORMAT}: convert again")
