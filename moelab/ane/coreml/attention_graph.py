@@ -237,16 +237,3 @@ def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, 
     tables = {"q_cos": cos * scale, "q_sin": sin * scale, "k_cos": cos, "k_sin": sin}
     inputs = {"x": filled(x)[None, :, None], "mask": mask_of(shape, start, window).to(x.dtype)}
     return inputs | {name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()}
-
-
-class KVCache:
-    """The fixed-shape cache of one attention layer: keys and values (1, KV, D, P), `length` filled."""
-
-    def __init__(self, shape: AttentionShape, dtype: torch.dtype = torch.float64) -> None:
-        self.k, self.v, self.length = torch.zeros(shape.cache, dtype=dtype), torch.zeros(shape.cache, dtype=dtype), 0
-
-    def append(self, k_new: Tensor, v_new: Tensor, n: int) -> None:
-        """Keep the first n of a chunk's new keys and values (1, KV, D, S)."""
-        at = slice(self.length, self.length + n)
-        self.k[..., at], self.v[..., at] = k_new[..., :n], v_new[..., :n]
-        self.length += n

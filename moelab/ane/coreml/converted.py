@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention_inputs
+from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
@@ -144,17 +144,20 @@ class GroupGraph:
 
 @dataclass(eq=False)
 class AttentionGraph:
-    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual; the cache grows by n."""
+    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, and what its cache grows by."""
 
     shape: AttentionShape
     run: Any
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, window: int | None = None) -> Tensor:
-        """cos, sin [n, D]: the rotary embedding of the chunk's positions, which begin at cache.length."""
-        n, inputs = len(x), attention_inputs(self.shape, x, cache.length, cos, sin, window)
-        out = self.run(inputs | {"k_past": cache.k, "v_past": cache.v})
-        cache.append(out["k_new"], out["v_new"], n)
-        return out["y"][0, :, 0, :n].T.contiguous()
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, start: int,
+                 window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(y [n, H], the chunk's keys, its values (1, KV, D, n)) of the chunk that begins at position `start`.
+
+        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P), the first `start` filled.
+        """
+        out = self.run(attention_inputs(self.shape, x, start, cos, sin, window) | {"k_past": keys, "v_past": values})
+        n = len(x)
+        return out["y"][0, :, 0, :n].T.contiguous(), out["k_new"][..., :n], out["v_new"][..., :n]
 
 
 def attention_file(layer: int) -> str:

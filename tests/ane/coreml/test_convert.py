@@ -17,13 +17,13 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
-from moelab.ane.coreml.attention_graph import KVCache
 from moelab.ane.coreml.convert import ConversionSettings, Work, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.experts.tiers import Tiers
 from moelab.models import plug
+from tests.ane.coreml.test_graphs import in_chunks
 from tests.depth import depth
 from tests.models import tiny
 
@@ -89,10 +89,7 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
     for layer in range(2):
         x, cos, sin, expected = seen[layer]
         graph = converted.attention(layer, mode="double")
-        cache = KVCache(graph.shape)
-        parts = [slice(start, start + 16) for start in range(0, 50, 16)]
-        y = torch.cat([graph(x[part], cos[part], sin[part], cache) for part in parts])
-        assert cache.length == 50
+        y = in_chunks(graph.run, graph.shape, x, cos, sin)
         torch.testing.assert_close(y.float(), expected, atol=2e-3, rtol=2e-3)       # weights rounded to fp16
 
 

@@ -17,7 +17,8 @@ from coremltools.converters.mil.mil import types
 import moelab
 from moelab.ane.coreml import attention_graph, ffn_graph
 from moelab.ane.coreml.attention_graph import (
-    KVCache, attention_inputs, attention_shape, mask_of, powers, save_attention, shifted, with_ones)
+    attention_inputs, attention_shape, mask_of, powers, save_attention, shifted, with_ones)
+from moelab.ane.coreml.converted import AttentionGraph
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
     Expert, activation_of, expert_of, half, pack, save_ffn, save_program, unpack)
@@ -212,13 +213,12 @@ def plain_attention(weights, x, cos, sin, shape):
 
 
 def in_chunks(evaluate, shape, x, cos, sin):
-    cache, outs = KVCache(shape, x.dtype), []
+    """A sequence [T, H] chunk by chunk, with the keys and values of the chunks before."""
+    graph, (keys, values), outs = AttentionGraph(shape, evaluate), torch.zeros(2, *shape.cache, dtype=x.dtype), []
     for start in range(0, len(x), shape.chunk):
         part = slice(start, min(start + shape.chunk, len(x)))
-        inputs, n = attention_inputs(shape, x[part], start, cos[part], sin[part]), part.stop - part.start
-        out = evaluate(inputs | {"k_past": cache.k, "v_past": cache.v})
-        cache.append(out["k_new"], out["v_new"], n)
-        outs.append(out["y"][0, :, 0, :n].T.double())
+        y, keys[..., part], values[..., part] = graph(x[part], cos[part], sin[part], keys, values, start)
+        outs.append(y.double())
     return torch.cat(outs)
 
 
