@@ -144,7 +144,7 @@ class GroupGraph:
 
 @dataclass(eq=False)
 class AttentionGraph:
-    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, and what its cache grows by."""
+    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, with its keys and values."""
 
     shape: AttentionShape
     run: Any
@@ -153,7 +153,7 @@ class AttentionGraph:
                  window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(y [n, H], the chunk's keys, its values (1, KV, D, n)) of the chunk that begins at position `start`.
 
-        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P), the first `start` filled.
+        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P), `start` of P are filled.
         """
         out = self.run(attention_inputs(self.shape, x, start, cos, sin, window) | {"k_past": keys, "v_past": values})
         n = len(x)
