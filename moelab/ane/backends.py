@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.ane.coreml.attention_graph import KVCache
 from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
 from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import ANEPlan
@@ -79,10 +78,6 @@ class ConvertedBackend(Backend):
     def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
                  name: str = "evaluator") -> None:
         self.converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
-        if self.converted.manifest["settings"]["stateful"]:
-            raise ValueError(f"the attention of {self.converted.folder} keeps its cache inside, where decoding on the "
-                             f"CPU cannot read it, so whole prefills do not run through it: convert the model without "
-                             f"stateful=True (--stateful); `moelab ane lint` takes such packages")
         self.name, self.mode, self.runner, self.plan = name, mode, runner, self.converted.plan
         self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers}
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -125,34 +120,29 @@ class ConvertedBackend(Backend):
                            attention_mask=attention_mask, past_key_values=past_key_values, **options)
             if layer not in self._attention:
                 self._attention[layer] = self.converted.attention(layer, self.mode, self.runner)
-            graph = self._attention[layer]
-            cos, sin = position_embeddings
-            cache = ModelCache(graph, past_key_values, attention.layer_idx, hidden_states.dtype)
-            y = graph(hidden_states[0], cos[0], sin[0], cache, getattr(attention, "sliding_window", None))
+            graph, (cos, sin) = self._attention[layer], position_embeddings
+            y, *new = graph(hidden_states[0], cos[0], sin[0], *cached(graph, past_key_values, attention.layer_idx),
+                            getattr(attention, "sliding_window", None))
+            if past_key_values is not None:
+                past_key_values.update(*(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx)
             return y[None].to(hidden_states.dtype), None
         return forward
 
 
-class ModelCache(KVCache):
-    """transformers' cache of one layer as the fixed-shape cache of a graph; k, v (1, KV, D, P), `length` filled.
+def cached(graph: AttentionGraph, cache: Any, layer: int) -> tuple[Tensor, Tensor, int]:
+    """transformers' cache of one layer in a graph's fixed shape: keys, values (1, KV, D, P), how many are filled.
 
     Raises ValueError: more tokens than the graph's context holds, or a cache that has dropped some.
     """
-
-    def __init__(self, graph: AttentionGraph, cache: Any, layer: int, dtype: torch.dtype) -> None:
-        super().__init__(graph.shape, getattr(graph.run, "dtype", torch.float32))
-        self.cache, self.layer, self.dtype = cache, layer, dtype
-        self.length = 0 if cache is None else cache.get_seq_length(layer)
-        if self.length > graph.shape.context:
-            raise ValueError(f"{self.length} tokens are in the cache, and this attention was converted for a context "
-                             f"of {graph.shape.context}: convert it for a longer one")
-        if self.length:
-            keys, values = cache.layers[layer].keys, cache.layers[layer].values             # [1, KV, length, D]
-            if keys.shape[2] != self.length:
-                raise ValueError(f"the cache of layer {layer} holds {keys.shape[2]} of {self.length} tokens (a sliding "
-                                 f"window); a graph with a fixed-shape cache needs all")
-            self.k[..., :self.length], self.v[..., :self.length] = keys.mT, values.mT
-
-    def append(self, k_new: Tensor, v_new: Tensor, n: int) -> None:
-        if self.cache is not None:
-            self.cache.update(*(new[..., :n].mT.to(self.dtype) for new in (k_new, v_new)), self.layer)
+    k, v = torch.zeros(2, *graph.shape.cache, dtype=getattr(graph.run, "dtype", torch.float32))
+    length = 0 if cache is None else cache.get_seq_length(layer)
+    if length > graph.shape.context:
+        raise ValueError(f"{length} tokens are in the cache, and this attention was converted for a context of "
+                         f"{graph.shape.context}: convert it for a longer one")
+    if length:
+        keys, values = cache.layers[layer].keys, cache.layers[layer].values                 # [1, KV, length, D]
+        if keys.shape[2] != length:
+            raise ValueError(f"the cache of layer {layer} holds {keys.shape[2]} of {length} tokens (a sliding window); "
+                             f"a graph with a fixed-shape cache needs all")
+        k[..., :length], v[..., :length] = keys.mT, values.mT
+    return k, v, length

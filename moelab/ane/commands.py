@@ -91,8 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--layout", default="bc1s", help="bc1s or paper (%(default)s)")
     one.add_argument("--units", default="cpuAndNeuralEngine",
                      help="what a Mac is asked for: cpuAndNeuralEngine, cpuOnly, cpuAndGPU or all (%(default)s)")
-    one.add_argument("--stateful", action="store_true", help="attention keeps its KV cache as a state (MLState); to "
-                                                             "lint and evaluate, prefills do not run through it")
     one.add_argument("--every-tier", action="store_true",
                      help="each package has a function for each capacity, and the smallest that fits is run")
     one.add_argument("--no-validation", action="store_true", help="do not evaluate each saved graph")
@@ -170,7 +168,7 @@ def convert(args: argparse.Namespace) -> int:
     if args.plan and given:
         raise ValueError(f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or the other")
     made = ANEPlan.load(args.plan) if args.plan else _plan(*_spec(name, "calibration" in args), args)
-    settings = ConversionSettings(args.context, args.layout, args.weights, args.stateful, args.every_tier, args.units)
+    settings = ConversionSettings(args.context, args.layout, args.weights, args.every_tier, args.units)
     converted = convert_model(name, args.destination, made, settings, validate=not args.no_validation)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)

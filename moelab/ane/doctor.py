@@ -95,9 +95,8 @@ def diagnose(converted: ConvertedModel | str | Path, timeout: float = 300.0) -> 
 
 def difference(path: Path, function: str, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> float:
     """The largest relative RMS difference of an output from the evaluator's in fp16; nan where a device made one."""
-    evaluator = Evaluator(path, function, mode="fp16")
     errors = []
-    for name, wanted in evaluator(inputs, evaluator.make_state() if evaluator.function.states else None).items():
+    for name, wanted in Evaluator(path, function, mode="fp16")(inputs).items():
         got, wanted = torch.as_tensor(outputs[name]).double(), wanted.double()
         errors.append(float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp_min(1e-30)))
     return max(errors, key=lambda e: np.inf if np.isnan(e) else e)

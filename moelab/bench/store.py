@@ -100,7 +100,7 @@ def _check(name: str, found: np.ndarray, weights: torch.Tensor) -> None:
 def copies(weights: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """Two arms for comparison: memcpy of the expert, and recovery alone, which writes as many bytes."""
     source, out = bits.as_bytes(weights), np.zeros(weights.numel() * 2, np.uint8)
-    exponents, rest = bits.split(weights)
+    exponents, rest = bits.split(source.view(np.uint16))
     words = out.view(np.uint16)
     return {"memcpy": lambda: np.copyto(out, source), "recovery": lambda: bits.join(exponents, rest, words)}
 

@@ -13,7 +13,6 @@ import gc
 import importlib
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 #: what takes seconds to import: ranks are forked from a process that has imported those of them that this one has
 HEAVY = ("torch.distributed", "numba", "transformers.modeling_utils", "transformers.generation.utils")
@@ -86,75 +86,44 @@ def launch(function: Callable[..., Any], n: int, *arguments: Any, threads: int |
         raise ValueError(f"{function!r} and its arguments cannot be sent to other processes ({error}); put the "
                          f"function into a .py file") from error
     # elsewhere than on Linux a process that was forked may not use the system's libraries
-    context = get_context("forkserver" if sys.platform == "linux" else "spawn")
-    if sys.platform == "linux":
-        context.set_forkserver_preload([name for name in HEAVY if name in sys.modules])
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    if method == "forkserver":
+        get_context(method).set_forkserver_preload([name for name in HEAVY if name in sys.modules])
     with tempfile.TemporaryDirectory(prefix="moelab-", ignore_cleanup_errors=True) as folder:
-        ranks, pipes = [], []
-        for rank in range(n):
-            ours, theirs = context.Pipe(duplex=False)
-            ranks.append(context.Process(
-                target=_rank, args=(function, arguments, rank, n, Path(folder) / "rendezvous",
-                                    threads or max(1, (os.cpu_count() or 1) // n), dict(os.environ), theirs),
-                daemon=True))
-            pipes.append(ours)
-            ranks[-1].start()
-            theirs.close()              # so that the pipe ends when the rank does
+        given = (function, arguments, n, Path(folder), threads or max(1, (os.cpu_count() or 1) // n), dict(os.environ))
+        ranks = start_processes(_rank, given, n, join=False, daemon=True, start_method=method)
         try:
-            return _collect(ranks, pipes)
+            while not ranks.join():
+                pass
+            return [pickle.loads(_result(Path(folder), rank).read_bytes()) for rank in range(n)]
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            what = (f"raised {str(error).strip().splitlines()[-1]}" if isinstance(error, ProcessRaisedException) else
+                    f"ended with exit status {error.exit_code} before it had a result" if error.exit_code >= 0 else
+                    f"was killed by {error.signal_name}" + "; the system does that when memory runs out"
+                    * (error.signal_name == "SIGKILL"))
+            raise RuntimeError(f"rank {error.error_index} of {n} {what}; the other ranks were ended") from error
         finally:
-            for process in ranks:
+            for process in ranks.processes:
                 process.kill()
-            for process in ranks:
-                process.join()
 
 
-def _collect(ranks: list[Any], pipes: list[Any]) -> list[Any]:
-    results: dict[int, Any] = {}
-    errors: dict[int, tuple[int, str]] = {}     # rank → (how sure it is the cause, what happened)
-    waiting, until = dict(enumerate(pipes)), None
-    while waiting and (until is None or time.monotonic() < until):
-        ready = connection.wait(waiting.values(), None if until is None else max(0.0, until - time.monotonic()))
-        for rank in [r for r, pipe in waiting.items() if pipe in ready]:
-            try:
-                ok, value = pickle.loads(waiting[rank].recv_bytes())
-            except EOFError:
-                ranks[rank].join()
-                ok, value = False, (2, _death(ranks[rank].exitcode))
-            (results if ok else errors)[rank] = value
-            del waiting[rank]
-        if errors and until is None:
-            until = time.monotonic() + 1.0      # others that fail now may name the cause
-    if errors:
-        rank, (_, what) = max(errors.items(), key=lambda item: item[1][0])
-        raise RuntimeError(f"rank {rank} of {len(ranks)} {what}; the other ranks were ended")
-    return [results[rank] for rank in range(len(ranks))]
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.pickle"
 
 
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit status {code} before it had a result"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + ("; the system does that when memory runs out" if name == "SIGKILL" else "")
-
-
-def _rank(function: Callable[..., Any], arguments: tuple, rank: int, n: int, rendezvous: Path, threads: int,
-          environment: dict[str, str], pipe: Any) -> None:
+def _rank(rank: int, function: Callable[..., Any], arguments: tuple, n: int, folder: Path, threads: int,
+          environment: dict[str, str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(threads)
     try:
-        with connect(init_method=rendezvous.as_uri()):
-            result = True, function(*arguments)
-        message = pickle.dumps(result)
-    except BaseException as error:
-        lost = isinstance(error, PeerLost)
-        message = pickle.dumps((False, (0 if lost else 1, f"raised {type(error).__name__}: {error}")))
-        if not lost:
-            traceback.print_exc()
-    pipe.send_bytes(message)
-    pipe.close()
+        with connect(init_method=(folder / "rendezvous").as_uri()):
+            result = function(*arguments)
+    except PeerLost:
+        time.sleep(1)                   # the rank that is the cause is to be the first to end
+        raise
+    _result(folder, rank).write_bytes(pickle.dumps(result))
 
 
 def _end_with_parent() -> None:

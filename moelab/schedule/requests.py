@@ -167,14 +167,8 @@ class Delays:
         n, seconds = self.together
         return max(alone[0] + (seconds - alone[0]) * (len(alone) - 1) / (n - 1), 0.0)
 
-    def tasks(self, request: Any) -> list[Task]:
-        """The N tasks of a request, which has `.key.expert`, `.tokens` and `.state`, in the paper's terms; recovery is
-        free there, as it is no thread's work."""
-        N, K, p = self.N, self.K, self.expert(request.tokens)
-        return [Task(request.key.expert, tensor, request.state, self.sm_read / N, self.e_read / (N * K),
-                     self.decompress / (N * K), K, p) for tensor in range(N)]
-
     def whole(self, request: Any) -> Task:
-        """A request as one task of one chunk, which is what the engine's threads handle; recovery is a worker's."""
+        """A request, which has `.key.expert`, `.tokens` and `.state`, as one task of one chunk, which is what the
+        engine's threads handle; recovery is a worker's."""
         return Task(request.key.expert, 0, request.state, self.sm_read, self.e_read, self.decompress + self.recover, 1,
                     self.expert(request.tokens))

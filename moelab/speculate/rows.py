@@ -108,12 +108,8 @@ class FileRows:
         self.row = self.stored.slice(0).nbytes
 
     def __getitem__(self, rows: slice) -> Tensor:
-        wanted = bytearray((rows.stop - rows.start) * self.row)
-        with open(self.stored.file, "rb") as file:
-            file.seek(self.stored.begin + rows.start * self.row)
-            if file.readinto(wanted) != len(wanted):
-                raise ValueError(f"{self.stored.file} ends early; record the trace again")
-        return torch.frombuffer(wanted, dtype=DTYPES[self.stored.dtype]).view(-1, *self.stored.shape[1:])
+        raw = torch.from_numpy(self.stored.read(rows.start * self.row, (rows.stop - rows.start) * self.row))
+        return raw.view(DTYPES[self.stored.dtype]).view(-1, *self.stored.shape[1:])
 
 
 def seed_of(*parts: Any) -> int:

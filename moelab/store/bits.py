@@ -6,7 +6,7 @@ weight is rotated left by one bit, which puts the 8 exponent bits of bf16 into t
 faster than memcpy moves the same bytes; the paper's layout (sign above the mantissa) needs two masks more. The same
 rotation serves every float type: fp16 gets 5 exponent and 3 mantissa bits into its upper byte, fp32 8 exponent bits.
 
-Shapes: weights of any shape with N entries ↔ exponents uint8 [N] and sign-mantissa uint8 [N].
+Shapes: N weights as uint16 [N] ↔ exponents uint8 [N] and sign-mantissa uint8 [N].
 """
 
 from __future__ import annotations
@@ -22,48 +22,26 @@ from moelab.kernels.compile import kernel
 LAYOUT = "rotated"
 
 
-def split(weights: Any, exponents: Any = None, sign_mantissa: Any = None) -> tuple[Any, Any]:
-    """Split 16-bit weights into their exponent bytes and their sign-mantissa bytes.
+def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(exponents, sign-mantissa), uint8 [N] each, of weights uint16 [N]; `exponents` is written into if it is given."""
+    exponents = np.empty(len(words), np.uint8) if exponents is None else exponents
+    sign_mantissa = np.empty(len(words), np.uint8)
+    _check_sizes(len(words), exponents, sign_mantissa)
+    _split(words, exponents, sign_mantissa)
+    return exponents, sign_mantissa
 
-    weights : contiguous tensor (CPU or CUDA) or array of any 2-byte dtype and any shape, N entries.
-    exponents, sign_mantissa : buffers of N bytes to write into; by default new ones, uint8 [N], arrays for an array
-        and tensors, on the same device, for a tensor.
 
-    Returns the two buffers. Raises ValueError for weights that are not contiguous or not 2 bytes wide, and a buffer of
-    another size or read-only.
+def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
+    """Join exponents and sign-mantissa bytes in `out`, which is returned: ZipMoE's recovery.
+
+    exponents, sign_mantissa, out : arrays uint8 [N] twice and uint16 [N]; or tensors on one GPU, `out` of any shape and
+        two-byte dtype. ValueError if their sizes differ.
     """
-    if _on_gpu(weights):
-        from moelab.store import bits_triton
-        return bits_triton.split(weights, exponents, sign_mantissa)
-    words = _as_words(weights)
-    new = torch.empty if isinstance(weights, torch.Tensor) else np.empty
-    dtype = torch.uint8 if isinstance(weights, torch.Tensor) else np.uint8
-    buffers = [new(len(words), dtype=dtype) if given is None else given for given in (exponents, sign_mantissa)]
-    first, second = (as_bytes(buffer, writable=True) for buffer in buffers)
-    _check_sizes(len(words), first, second)
-    _split(words, first, second)
-    return buffers[0], buffers[1]
-
-
-def join(exponents: Any, sign_mantissa: Any, out: Any = None) -> Any:
-    """Join exponent bytes and sign-mantissa bytes to 16-bit weights: ZipMoE's recovery.
-
-    exponents, sign_mantissa : N bytes each: uint8 tensors (CPU or CUDA) or arrays, or bytes-like objects.
-    out : contiguous tensor or array of a 2-byte dtype with N entries to write into; by default a new bf16 tensor
-        [N], on the same device, for tensors and a new uint16 array [N] for anything else.
-
-    ValueError for buffers of different sizes, and an `out` that is not contiguous, not 2 bytes wide or read-only.
-    """
-    if _on_gpu(exponents):
+    if isinstance(out, torch.Tensor):
         from moelab.store import bits_triton
         return bits_triton.join(exponents, sign_mantissa, out)
-    first, second = as_bytes(exponents), as_bytes(sign_mantissa)
-    if out is None:
-        tensor = isinstance(exponents, torch.Tensor)
-        out = torch.empty(len(first), dtype=torch.bfloat16) if tensor else np.empty(len(first), np.uint16)
-    words = _as_words(out, writable=True)
-    _check_sizes(len(words), first, second)
-    join_words(first, second, words)
+    _check_sizes(len(out), exponents, sign_mantissa)
+    join_words(exponents, sign_mantissa, out)
     return out
 
 
@@ -87,23 +65,10 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
     return buffer
 
 
-def _as_words(weights: Any, writable: bool = False) -> np.ndarray:
-    """A uint16 [N] view of weights that are 2 bytes wide."""
-    size = weights.element_size() if isinstance(weights, torch.Tensor) else np.asarray(weights).itemsize
-    if size != 2:
-        raise ValueError(f"weights of {weights.dtype} are {size} bytes wide; this splits and joins 2-byte weights: "
-                         f"bfloat16, float16 or their bits as uint16")
-    return as_bytes(weights, writable).view(np.uint16)
-
-
 def _check_sizes(n: int, exponents: np.ndarray, sign_mantissa: np.ndarray) -> None:
     if not len(exponents) == len(sign_mantissa) == n:
         raise ValueError(f"{n} weights need {n} exponent bytes and {n} sign-mantissa bytes; the buffers have "
                          f"{len(exponents)} and {len(sign_mantissa)}")
-
-
-def _on_gpu(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "cuda"
 
 
 @kernel

@@ -2,7 +2,7 @@
 
 Source: ZipMoE §2.2 and Fig. 2 (exponents of MoE weights have 2.55–2.65 bits of entropy and use 11–15 % of the 256
 symbols), Fig. 3 (the bound). The histograms of the three fields are sums of that of the 65,536 values of a 16-bit
-weight. Files are read in slices of at most 64 MB into one buffer.
+weight. Files are read in slices of at most 64 MB.
 
 Shapes: counts int64 [65536], as [2, 2^e, 2^m] for a type of e exponent and m mantissa bits. Of fp32 the upper 16 bits
 are counted, so its `mantissa` and `joint` are those of the leading 7 mantissa bits. Integer tensors are left out.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import numpy as np
 from moelab.kernels.compile import kernel
 from moelab.progress import progress
 from moelab.store.bits import as_bytes
-from moelab.store.headers import Stored, read_folder, read_header
+from moelab.store.headers import read_folder, read_header
 
 SLICE = 64 << 20                # bytes read at a time
 
@@ -124,13 +123,12 @@ def analyse(checkpoint: str | Path) -> list[EntropyRow]:
         raise ValueError(f"{checkpoint} has no float tensor; nothing to analyse")
     rows: list[EntropyRow] = []
     groups: dict[tuple, np.ndarray] = {}        # (scope, name, layer, kind, dtype) → joint counts
-    sizes = [tensor.nbytes for _, tensor in found]
-    buffer = bytearray(max(1, min(SLICE, max(sizes))))
-    with progress(total=sum(sizes), desc="entropy", unit="B") as bar:
+    with progress(total=sum(tensor.nbytes for _, tensor in found), desc="entropy", unit="B") as bar:
         for name, tensor in found:
             prefix, layer, kind = _place(name)
             counts = np.zeros(1 << 16, np.int64)
-            for piece in _slices(tensor, buffer):
+            for begin in range(0, tensor.nbytes, SLICE):
+                piece = tensor.read(begin, min(SLICE, tensor.nbytes - begin))
                 joint_counts(piece, tensor.dtype, counts)
                 bar.update(len(piece))
             rows.append(describe(counts, tensor.dtype, name=name, layer=layer, kind=kind))
@@ -142,17 +140,6 @@ def analyse(checkpoint: str | Path) -> list[EntropyRow]:
         scope, name, layer, kind, dtype = key
         rows.append(describe(groups[key], dtype, scope=scope, name=name, layer=layer, kind=kind))
     return rows
-
-
-def _slices(tensor: Stored, buffer: bytearray) -> Iterator[memoryview]:
-    """The tensor's bytes, read piece by piece into `buffer`."""
-    with open(tensor.file, "rb") as f:
-        f.seek(tensor.begin)
-        for begin in range(0, tensor.nbytes, len(buffer)):
-            piece = memoryview(buffer)[:tensor.nbytes - begin]
-            if f.readinto(piece) != len(piece):
-                raise ValueError(f"{tensor.file} became shorter while it was read")
-            yield piece
 
 
 def _place(name: str) -> tuple[str, int | None, str]:

@@ -79,19 +79,12 @@ def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
     if not stored.nbytes:
         return torch.empty(0, n, dtype=dtype)
     if rows < 2:
-        return _read(stored, 0, min(stored.nbytes, most // 64 * 64)).view(dtype)[None]
+        return torch.from_numpy(stored.read(0, min(stored.nbytes, most // 64 * 64))).view(dtype)[None]
     if stored.nbytes <= most:
-        return _read(stored, 0, stored.nbytes).view(dtype).view(rows, n)
+        return torch.from_numpy(stored.read(0, stored.nbytes)).view(dtype).view(rows, n)
     run = min(max(1, most // row // PLACES), max(1, rows // PLACES))
     first = np.linspace(0, rows - run, min(PLACES, rows)).astype(int).tolist()
-    return torch.cat([_read(stored, at * row, run * row) for at in first]).view(dtype).view(-1, n)
-
-
-def _read(stored: Stored, begin: int, size: int) -> torch.Tensor:
-    raw = np.fromfile(stored.file, np.uint8, size, offset=stored.begin + begin)
-    if len(raw) != size:
-        raise ValueError(f"{stored.file} became shorter while it was read")
-    return torch.from_numpy(raw)
+    return torch.from_numpy(np.concatenate([stored.read(at * row, run * row) for at in first])).view(dtype).view(-1, n)
 
 
 def bound(part: Part, most: int = SAMPLE) -> float | None:

@@ -31,17 +31,14 @@ class Model(ct.models.MLModel):
             assert isinstance(model, str) and compute_units is ct.ComputeUnit.CPU_AND_NE
             self.evaluator = Evaluator(model, function_name, "fp16")
 
-    def predict(self, data, state=None):
+    def predict(self, data):
         if behaviour == "crash":
             os.kill(os.getpid(), 11)
         if behaviour == "hang":
             time.sleep(60)
         assert all(value.dtype == np.float32 for value in data.values())
-        out = self.evaluator(data, state)
+        out = self.evaluator(data)
         return {name: (1.2 if behaviour == "wrong" else 1.0) * value.numpy() for name, value in out.items()}
-
-    def make_state(self):
-        return self.evaluator.make_state()
 
     def get_compiled_model_path(self):
         return str(self.package_path)

@@ -1,6 +1,5 @@
 """A converted model's packages run whole prefills: what they compute, share with decoding, and refuse."""
 
-import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import moelab
 from moelab.ane import commands, doctor
 from moelab.ane.backends import ConvertedBackend, TorchBackend
 from moelab.ane.coreml.convert import ConversionSettings, convert_model
-from moelab.ane.coreml.converted import ConvertedModel, sealed
+from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.ane.popularity import loads_of_ids
@@ -126,17 +125,10 @@ def test_parity_measures_differences_and_judges_them(folder, halves, model):
 
 
 @torch.no_grad()
-def test_what_graphs_cannot_do_is_refused(folder, halves, tmp_path):
+def test_what_graphs_cannot_do_is_refused(folder, halves):
     with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
         with pytest.raises(ValueError, match="context"):
             halves(prompt(CONTEXT + 5))
-    stateful = tmp_path / "stateful"
-    shutil.copytree(folder, stateful)
-    manifest = json.loads((stateful / "manifest.json").read_text())
-    manifest["settings"]["stateful"] = True
-    (stateful / "manifest.json").write_text(json.dumps(sealed(manifest)))
-    with pytest.raises(ValueError, match="stateful"):
-        ConvertedBackend(stateful)
     with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
         with pytest.raises(ValueError, match="StaticCache"):
             halves.generate(prompt(20), max_new_tokens=2, cache_implementation="static")

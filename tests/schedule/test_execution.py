@@ -179,7 +179,7 @@ def test_execute_and_makespan_agree_where_they_model_the_same(asked, machine, wo
         return
     if any(not r.state.has_sm for r in asked):
         workers = 2 * len(asked)
-    task = {r.key.expert: machine.tasks(r)[0] for r in asked}
+    task = {r.key.expert: machine.whole(r) for r in asked}
     blocks = [[task[expert] for expert in block] for block in plan.blocks]
     assert execute(asked, plan, machine, workers)[1] == pytest.approx(makespan(blocks, workers))
 

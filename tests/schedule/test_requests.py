@@ -50,14 +50,8 @@ def test_reading_left_to_do_is_that_of_the_graph(state):
     assert task.io == sum(cost.get(operation.kind, 0.0) for operation in operations(task))
 
 
-def test_delays_of_a_tensor_add_up_to_those_of_the_expert():
+def test_an_expert_as_one_task():
     request = Request(ExpertKey(0, 5), 4, State.MISSED, State.MISSED)
-    tasks = DELAYS.tasks(request)
-    assert [task.tensor for task in tasks] == [0, 1, 2] and {task.expert for task in tasks} == {5}
-    assert sum(task.u for task in tasks) == 9.0
-    assert sum(task.K * task.v for task in tasks) == 12.0
-    assert sum(task.K * task.c for task in tasks) == 24.0
-    assert {task.p for task in tasks} == {7.0}
     assert DELAYS.whole(request) == Task(5, 0, State.MISSED, u=9.0, v=12.0, c=25.0, K=1, p=7.0)
 
 

@@ -4,11 +4,10 @@ Source: NPUMoE §3.2, §A.4. Tensors are (1, heads, D, S), positions on the long
 transpose. What depends on the position in the prompt is an input, so one graph serves all chunks:
 
     x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 2, D, S)   mask (1, 1, S, keys), 0 or MASKED
-    stateless   k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
-    stateful    write (1, 1, S, P), keep (1, 1, 1, P), two states (1, KV, D, P)     → y
+    k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
 
-P is the context length. Stateless, a chunk sees P + S keys, and the caller puts k_new and v_new into its cache;
-stateful, `cache · keep + new · write` does it inside, with P keys. Left out: MLA, attention sinks, partial rotary.
+P is the context length. A chunk sees P + S keys, and the caller puts k_new and v_new into its cache. Left out: a cache
+that the graph keeps as its state, which decoding on the CPU could not read; MLA, attention sinks, partial rotary.
 
 Rotation, the norms of q and k (Qwen3, OLMoE) and scores are written so that fp16, which rounds a result by up to 2^-11
 of its size, rounds little: large terms are exact, and what is rounded is small and added first. Three identities, our
@@ -53,7 +52,6 @@ class AttentionShape:
     context: int                    # P
     norm: str | None = None         # of q and k: "head" (over each head's D, Qwen3) or "full" (over all heads, OLMoE)
     eps: float = 1e-6
-    stateful: bool = False          # whether the cache is the model's state
 
     def __post_init__(self) -> None:
         if self.norm and float(torch.tensor(self.eps).half()) == 0:
@@ -62,7 +60,7 @@ class AttentionShape:
     @property
     def keys(self) -> int:
         """Key positions that the mask covers."""
-        return self.context if self.stateful else self.context + self.chunk
+        return self.context + self.chunk
 
     @property
     def cache(self) -> tuple[int, int, int, int]:
@@ -70,7 +68,7 @@ class AttentionShape:
         return 1, self.kv_heads, self.head_dim, self.context
 
 
-def attention_shape(config: Any, chunk: int, context: int, stateful: bool = False) -> AttentionShape:
+def attention_shape(config: Any, chunk: int, context: int) -> AttentionShape:
     """The sizes of a model's attention; ValueError for an architecture whose attention stays on the CPU."""
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
     if reason := why_no_graph("attention", kind):
@@ -81,7 +79,7 @@ def attention_shape(config: Any, chunk: int, context: int, stateful: bool = Fals
     return AttentionShape(config.hidden_size, heads, config.num_key_value_heads,
                           getattr(config, "head_dim", None) or config.hidden_size // heads, chunk, context,
                           {"qwen3_moe": "head", "olmoe": "full"}.get(kind),
-                          float(getattr(config, "rms_norm_eps", 1e-6)), stateful)
+                          float(getattr(config, "rms_norm_eps", 1e-6)))
 
 
 def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
@@ -113,43 +111,23 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
         weight = weights[f"{name}_norm.weight"].reshape(1, -1, D, 1) if shape.norm else None
         return rotated(mb, x, repair, cos, sin, weight, name=out)
 
-    def body(x, q_cos, q_sin, k_cos, k_sin, mask, *cache):
+    def tensor(*dims: int) -> Any:
+        return mb.TensorSpec(shape=dims, dtype=types.fp16)
+    specs = [tensor(1, H, 1, S), *(tensor(1, 2, D, S) for _ in range(4)), tensor(1, 1, S, shape.keys),
+             *(tensor(*shape.cache) for _ in range(2))]
+    @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
+    def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
         q = positioned(x, "q", shape.heads, q_cos, q_sin, "q")
         k = positioned(x, "k", shape.kv_heads, k_cos, k_sin, "k_new")
         v = mb.reshape(x=project(x, "v_proj"), shape=(1, shape.kv_heads, D, S), name="v_new")
-        if shape.stateful:
-            write, keep, *states = cache
-            keys, values = (_updated(mb, state, new, write, keep) for state, new in zip(states, (k, v)))
-        else:
-            keys, values = (mb.concat(values=[past, new], axis=3) for past, new in zip(cache, (k, v)))
+        keys, values = (mb.concat(values=[past, new], axis=3) for past, new in ((k_past, k), (v_past, v)))
         repeats = shape.heads // shape.kv_heads
         keys, values, own = (_repeated(mb, each, repeats) for each in (with_ones(mb, keys), values, k))
         scores = shifted(mb, q, keys, own)                                          # (1, heads, S, keys)
         shares = mb.softmax(x=mb.add(x=scores, y=mask), axis=-1, name="shares")
         mixed = mb.matmul(x=values, y=shares, transpose_y=True, name="mixed")       # (1, heads, D, S)
-        y = project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y")
-        return (y,) if shape.stateful else (y, k, v)
-
-    def tensor(*dims: int) -> Any:
-        return mb.TensorSpec(shape=dims, dtype=types.fp16)
-    specs = [tensor(1, H, 1, S), *(tensor(1, 2, D, S) for _ in range(4)), tensor(1, 1, S, shape.keys)]
-    if shape.stateful:
-        specs += [tensor(1, 1, S, shape.context), tensor(1, 1, 1, shape.context)]
-        specs += [mb.StateTensorSpec(shape=shape.cache, dtype=types.fp16) for _ in range(2)]
-
-        def program(x, q_cos, q_sin, k_cos, k_sin, mask, write, keep, k_cache, v_cache):
-            return body(x, q_cos, q_sin, k_cos, k_sin, mask, write, keep, k_cache, v_cache)
-    else:
-        specs += [tensor(*shape.cache), tensor(*shape.cache)]
-
-        def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
-            return body(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past)
-    return mb.program(input_specs=specs, opset_version=ct.target.iOS18)(program)
-
-
-def _updated(mb: Any, state: Any, new: Any, write: Any, keep: Any) -> Any:
-    kept = mb.mul(x=mb.read_state(input=state), y=keep)
-    return mb.coreml_update_state(state=state, value=mb.add(x=kept, y=mb.matmul(x=new, y=write)))
+        return project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y"), k, v
+    return program
 
 
 def _repeated(mb: Any, x: Any, times: int) -> Any:
@@ -230,16 +208,13 @@ def shifted(mb: Any, q: Any, keys: Any, some: Any) -> Any:
 def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Tensor:
     """The additive mask (1, 1, S, keys) of the chunk that begins at position `start`.
 
-    A query sees the keys up to its own position, with a sliding window the last `window` of these. Stateless, key
-    j < P is position j of the cache, of which the first `start` are filled, and key P + i is the chunk's token i.
+    A query sees the keys up to its own position, with a sliding window the last `window` of these. Key j < P is
+    position j of the cache, of which the first `start` are filled, and key P + i is the chunk's token i.
     """
     keys, query = torch.arange(shape.keys), start + torch.arange(shape.chunk)[:, None]
-    position, in_chunk = keys, keys >= shape.context
-    if not shape.stateful:
-        position = torch.where(in_chunk, keys - shape.context + start, keys)
-    seen = position <= query
-    if not shape.stateful:
-        seen &= in_chunk | (keys < start)
+    in_chunk = keys >= shape.context
+    position = torch.where(in_chunk, keys - shape.context + start, keys)
+    seen = (position <= query) & (in_chunk | (keys < start))
     if window is not None:
         seen &= position > query - window
     return torch.where(seen, 0.0, MASKED)[None, None]
@@ -261,22 +236,4 @@ def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, 
     scale = shape.head_dim ** -0.5
     tables = {"q_cos": cos * scale, "q_sin": sin * scale, "k_cos": cos, "k_sin": sin}
     inputs = {"x": filled(x)[None, :, None], "mask": mask_of(shape, start, window).to(x.dtype)}
-    inputs |= {name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()}
-    if shape.stateful:
-        write = torch.zeros(S, shape.context, dtype=x.dtype)
-        write[torch.arange(n), start + torch.arange(n)] = 1
-        inputs |= {"write": write[None, None], "keep": 1 - write.sum(0)[None, None, None]}
-    return inputs
-
-
-class KVCache:
-    """The fixed-shape cache of one stateless attention layer: keys and values (1, KV, D, P), `length` filled."""
-
-    def __init__(self, shape: AttentionShape, dtype: torch.dtype = torch.float64) -> None:
-        self.k, self.v, self.length = torch.zeros(shape.cache, dtype=dtype), torch.zeros(shape.cache, dtype=dtype), 0
-
-    def append(self, k_new: Tensor, v_new: Tensor, n: int) -> None:
-        """Keep the first n of a chunk's new keys and values (1, KV, D, S)."""
-        at = slice(self.length, self.length + n)
-        self.k[..., at], self.v[..., at] = k_new[..., :n], v_new[..., :n]
-        self.length += n
+    return inputs | {name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()}

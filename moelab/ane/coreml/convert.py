@@ -57,8 +57,6 @@ OWN_TOLERANCE = 1e-3
 class ConversionSettings:
     """How a model is converted.
 
-    stateful : whether attention keeps its cache as the model's state instead of taking and returning it. Such packages
-        can be linted and evaluated; the runtime does not run them, as decoding on the CPU could not read that cache.
     every_tier : each expert package has a function for each of its layer's capacities, sharing the weights; the
         runtime takes the smallest that has room for a chunk's fullest expert.
     compute_units : what a Mac is asked to load the packages for.
@@ -67,7 +65,6 @@ class ConversionSettings:
     context: int = 2048         # P, positions of the KV caches
     layout: str = "bc1s"        # of the expert graphs, see `ffn_graph`
     weights: str = "fp16"       # of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16
-    stateful: bool = False
     every_tier: bool = False
     compute_units: str = "cpuAndNeuralEngine"
 
@@ -135,7 +132,7 @@ def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPla
     if not any(layer.attention == "ane" for layer in plan.layers):
         return plan
     try:
-        attention_shape(config, plan.chunk, settings.context, settings.stateful)
+        attention_shape(config, plan.chunk, settings.context)
     except ValueError as reason:
         return replace(plan, layers=tuple(replace(layer, attention="cpu") for layer in plan.layers),
                        problems=(*plan.problems, f"attention stays on the CPU: {reason}"))
@@ -157,7 +154,7 @@ class _Source:
         self.activation = activation_of(self.modules[0]) if plan.graphs else None
         self.shape = None
         if any(layer.attention == "ane" for layer in plan.layers):
-            self.shape = attention_shape(config, plan.chunk, settings.context, settings.stateful)
+            self.shape = attention_shape(config, plan.chunk, settings.context)
 
     def layer(self, layer: int) -> tuple[dict[str, Any], list[Task]]:
         """A decoder layer's entry of the manifest, and the tasks that complete it."""

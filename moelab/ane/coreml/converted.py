@@ -17,14 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from moelab.ane.coreml.attention_graph import AttentionShape, KVCache, attention_inputs
+from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
+from moelab.files import read_json
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
 
-FORMAT, MANIFEST = "moelab.ane.converted/3", "manifest.json"
+FORMAT, MANIFEST = "moelab.ane.converted/4", "manifest.json"
 
 #: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
 Runner = Callable[[Path, str | None], Any]
@@ -45,10 +46,7 @@ class ConvertedModel:
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
                                     f"conversion ends in .part; the same call resumes it)")
-        try:
-            self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged, it is no JSON ({error}): convert the model again") from error
+        self.manifest: dict[str, Any] = read_json(path)
         if not isinstance(self.manifest, dict) or self.manifest.get("format") != FORMAT:
             found = self.manifest.get("format") if isinstance(self.manifest, dict) else self.manifest
             raise ValueError(f"{path} is of format {str(found)[:40]!r}, not {FORMAT}: convert again")
@@ -119,14 +117,11 @@ class ConvertedModel:
         return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
 
     def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
-        """The attention graph of decoder layer `layer`; ValueError for a stateful one with a `runner`."""
+        """The attention graph of decoder layer `layer`."""
         entry = self.layers[layer]["attention"]
         if "file" not in entry:
             raise ValueError(f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package")
         shape = AttentionShape(**self.layers[layer]["attention_shape"])
-        if shape.stateful and runner is not None:
-            raise ValueError(f"the attention of {self.folder} is stateful, and only the evaluator runs that here; "
-                             f"convert without stateful=True to run it elsewhere")
         return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))
 
 
@@ -149,23 +144,20 @@ class GroupGraph:
 
 @dataclass(eq=False)
 class AttentionGraph:
-    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual; the cache grows by n."""
+    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, with its keys and values."""
 
     shape: AttentionShape
     run: Any
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, window: int | None = None) -> Tensor:
-        """cos, sin [n, D]: the rotary embedding of the chunk's positions, which begin at cache.length."""
-        n, inputs = len(x), attention_inputs(self.shape, x, cache.length, cos, sin, window)
-        if self.shape.stateful:
-            state = {"k_cache": cache.k, "v_cache": cache.v}
-            y = self.run(inputs, state)["y"]
-            cache.k, cache.v, cache.length = state["k_cache"], state["v_cache"], cache.length + n
-        else:
-            out = self.run(inputs | {"k_past": cache.k, "v_past": cache.v})
-            cache.append(out["k_new"], out["v_new"], n)
-            y = out["y"]
-        return y[0, :, 0, :n].T.contiguous()
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, start: int,
+                 window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(y [n, H], the chunk's keys, its values (1, KV, D, n)) of the chunk that begins at position `start`.
+
+        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P), `start` of P are filled.
+        """
+        out = self.run(attention_inputs(self.shape, x, start, cos, sin, window) | {"k_past": keys, "v_past": values})
+        n = len(x)
+        return out["y"][0, :, 0, :n].T.contiguous(), out["k_new"][..., :n], out["v_new"][..., :n]
 
 
 def attention_file(layer: int) -> str:

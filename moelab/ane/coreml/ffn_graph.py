@@ -6,8 +6,8 @@ splits its input into G slices, runs each through its own expert and joins them.
     "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
     "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
 
-One expert (G = 1) may also have a flexible capacity, enumerated or a range. Several static capacities share one
-package's weights as functions c16, c32 … Routing weights are applied on the CPU (§4.2 step 6).
+Several capacities share one package's weights as functions c16, c32 … Routing weights are applied on the CPU (§4.2
+step 6).
 """
 
 from __future__ import annotations
@@ -40,21 +40,6 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, 
 _SCRATCH = threading.RLock()
 
 
-@dataclass(frozen=True)
-class Enumerated:
-    """Capacities of a single expert's graph, one of which each call has; the first is the default."""
-
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Range:
-    """Every capacity of a single expert's graph from `low` to `high`."""
-
-    low: int
-    high: int
-
-
 @dataclass(frozen=True, eq=False)
 class Expert:
     """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [I], [H]; None where it has none."""
@@ -81,8 +66,6 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
 
     Raises ValueError: a norm after the experts, or weights beyond fp16.
     """
-    if "wi.weight" in tensors:                                          # Switch: modules instead of banks
-        return Expert(half(tensors["wi.weight"]), half(tensors["wo.weight"]))
     if experts.has_post_expert_norm:
         raise ValueError(f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)")
     def matrix(name: str) -> Tensor:
@@ -105,19 +88,16 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
 def activation_of(experts: Any) -> str:
     """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name; ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
-    up, mixed = -0.9 * x, None
-    if "expert_0" in getattr(experts, "_modules", {}) or hasattr(experts, "_template"):
-        act = experts["expert_0"].act
-    elif not experts.has_gate:
-        act = experts.act_fn
+    if experts.has_gate:
+        up, concatenated = -0.9 * x, getattr(experts, "is_concatenated", True)
+        h = experts._apply_gate(torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten())
     else:
-        concatenated = getattr(experts, "is_concatenated", True)
-        mixed = experts._apply_gate(torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten())
+        up, h = torch.ones_like(x), experts.act_fn(x)
     for name, candidate in ACTIVATIONS.items():
-        if torch.allclose(act(x), candidate(x)) if mixed is None else torch.allclose(mixed, candidate(x) * up):
+        if torch.allclose(h, candidate(x) * up):
             return name
     gate = x.clamp(max=LIMIT)
-    if mixed is not None and torch.allclose(mixed, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)):
+    if experts.has_gate and torch.allclose(h, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)):
         return "clamped"
     raise ValueError(f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
                      f"one; its experts must stay on the CPU")
@@ -152,26 +132,22 @@ def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
     return y[0, :, 0].T.contiguous() if layout == "bc1s" else y[:, :, 0, 0]
 
 
-def ffn_program(experts: Sequence[Expert], capacity: int | Enumerated | Range, activation: str = "silu",
-                layout: str = "bc1s") -> Any:
+def ffn_program(experts: Sequence[Expert], capacity: int, activation: str = "silu", layout: str = "bc1s") -> Any:
     """The MIL program of a group: input x and output y, fp16, in `layout`."""
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
-    from coremltools.converters.mil.mil import get_new_symbol, types
+    from coremltools.converters.mil.mil import types
     require("layout", layout, LAYOUTS)
     require("activation", activation, (*ACTIVATIONS, "clamped"))
     if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
         raise ValueError("a group needs at least one expert, and all of them of one shape")
-    G, static = len(experts), isinstance(capacity, int)
-    if G > 1 and not static:
-        raise ValueError(f"a group of {G} experts needs one static capacity: coremltools cannot split an axis of "
-                         f"flexible size. Give an int, or convert the experts one by one (G = 1)")
-    slots, axis = G * capacity if static else get_new_symbol(), 3 if layout == "bc1s" else 0
-    spec = mb.TensorSpec(shape=_input_shape(experts[0], slots, layout), dtype=types.fp16)
+    G, H, axis = len(experts), experts[0].up.shape[1], 3 if layout == "bc1s" else 0
+    shape = (1, H, 1, G * capacity) if layout == "bc1s" else (G * capacity, H, 1, 1)
+    spec = mb.TensorSpec(shape=shape, dtype=types.fp16)
     @mb.program(input_specs=[spec], opset_version=ct.target.iOS18)
     def program(x):
         slices = mb.split(x=x, num_splits=G, axis=axis) if G > 1 else [x]
-        outs = [_expert(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
+        outs = [ffn(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
                 for g, (part, expert) in enumerate(zip(slices, experts))]
         return mb.concat(values=outs, axis=axis, name="y") if G > 1 else outs[0]
     return program
@@ -182,7 +158,8 @@ def conv(mb: Any, x: Any, weight: np.ndarray, bias: np.ndarray | None, name: str
     return mb.conv(x=x, weight=weight[:, :, None, None], name=name, **({} if bias is None else {"bias": bias}))
 
 
-def _expert(mb: Any, x: Any, expert: Expert, activation: str, name: str) -> Any:
+def ffn(mb: Any, x: Any, expert: Expert, activation: str = "silu", name: str = "y") -> Any:
+    """One expert on the slots x."""
     def activate(x: Any) -> Any:
         if activation.startswith("gelu"):
             return mb.gelu(x=x, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
@@ -201,24 +178,16 @@ def _expert(mb: Any, x: Any, expert: Expert, activation: str, name: str) -> Any:
     return conv(mb, h, expert.down, expert.down_bias, name)
 
 
-def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequence[int] | Enumerated | Range,
-             activation: str = "silu", layout: str = "bc1s", weights: str = "fp16") -> Path:
+def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequence[int], activation: str = "silu",
+             layout: str = "bc1s", weights: str = "fp16") -> Path:
     """Write the package of a group of experts; returns its path.
 
-    capacity : one C; several for a function c16, c32 … each; or, for one expert, `Enumerated` or `Range`.
+    capacity : one C, or several for a function c16, c32 … each.
     weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a matrix, slow to find.
     """
     ct, path = coremltools(), Path(path)
     if isinstance(capacity, Integral):                          # also numpy's
         return save_program(path, ffn_program(experts, int(capacity), activation, layout), weights)
-    if isinstance(capacity, (Enumerated, Range)):
-        program = ffn_program(experts, capacity, activation, layout)
-        if isinstance(capacity, Enumerated):
-            shapes = ct.EnumeratedShapes([_input_shape(experts[0], C, layout) for C in capacity.sizes])
-        else:
-            slots = ct.RangeDim(capacity.low, capacity.high, default=capacity.low)
-            shapes = ct.Shape(_input_shape(experts[0], slots, layout))
-        return save_program(path, program, weights, [ct.TensorType(name="x", shape=shapes, dtype=np.float16)])
     if not len(capacity):
         raise ValueError("there is no capacity; give one C, or several for a package with a function each")
     with scratch(path) as folder:
@@ -268,8 +237,3 @@ def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: 
             model = cto.palettize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
         model.save(str(path))
     return path
-
-
-def _input_shape(expert: Expert, slots: Any, layout: str) -> tuple:
-    H = expert.up.shape[1]
-    return (1, H, 1, slots) if layout == "bc1s" else (slots, H, 1, 1)

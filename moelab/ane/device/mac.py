@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.ane.coreml.package import COMPUTE_UNITS, Function, coremltools, read_package
+from moelab.ane.coreml.package import COMPUTE_UNITS, Function, coremltools
 
 #: class of a compute device in coremltools → what it is called here
 DEVICES = {"MLNeuralEngineComputeDevice": "ane", "MLCPUComputeDevice": "cpu", "MLGPUComputeDevice": "gpu"}
@@ -57,12 +57,9 @@ class CoreMLRunner:
         self.path, self.function, self.units = Path(path), function, ct.ComputeUnit[COMPUTE_UNITS[units]]
         self.model = ct.models.MLModel(str(path), compute_units=self.units, function_name=function)
 
-    def make_state(self) -> Any:
-        return self.model.make_state()
-
-    def __call__(self, inputs: Mapping[str, Any], state: Any = None) -> dict[str, Tensor]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         arrays = {name: np.ascontiguousarray(np.asarray(value, dtype=np.float32)) for name, value in inputs.items()}
-        out = self.model.predict(arrays, state)
+        out = self.model.predict(arrays)
         return {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in out.items()}
 
 
@@ -157,9 +154,8 @@ def main(arguments: Sequence[str]) -> None:
     loaded = time.perf_counter()
     with np.load(given) as file:
         inputs = dict(file)
-    state = runner.make_state() if read_package(package).function(function or None).states else None
     predicting = time.perf_counter()
-    outputs = runner(inputs, state)
+    outputs = runner(inputs)
     predicted = time.perf_counter()
     np.savez(taken, **{name: value.numpy() for name, value in outputs.items()})
     print(json.dumps({"load_s": loaded - start, "predict_s": predicted - predicting,

@@ -17,13 +17,13 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
-from moelab.ane.coreml.attention_graph import KVCache
 from moelab.ane.coreml.convert import ConversionSettings, Work, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.experts.tiers import Tiers
 from moelab.models import plug
+from tests.ane.coreml.test_graphs import in_chunks
 from tests.depth import depth
 from tests.models import tiny
 
@@ -89,10 +89,7 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
     for layer in range(2):
         x, cos, sin, expected = seen[layer]
         graph = converted.attention(layer, mode="double")
-        cache = KVCache(graph.shape)
-        parts = [slice(start, start + 16) for start in range(0, 50, 16)]
-        y = torch.cat([graph(x[part], cos[part], sin[part], cache) for part in parts])
-        assert cache.length == 50
+        y = in_chunks(graph.run, graph.shape, x, cos, sin)
         torch.testing.assert_close(y.float(), expected, atol=2e-3, rtol=2e-3)       # weights rounded to fp16
 
 
@@ -258,18 +255,12 @@ def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
             ConvertedModel(folder)
 
 
-def test_every_tier_and_state(checkpoint, model, tmp_path):
-    settings = ConversionSettings(context=64, every_tier=True, stateful=True, layout="paper", weights="int8")
+def test_every_tier(checkpoint, model, tmp_path):
+    settings = ConversionSettings(context=64, every_tier=True, layout="paper", weights="int8")
     result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
     small, large = result.group(1, 1, capacity=16), result.group(1, 1, capacity=32)
     slots = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(small(slots[:16]), large(slots)[:16])
-    stateful = ConvertedModel(result.folder).attention(0, "double")
-    cache, rows = KVCache(stateful.shape), torch.randn(20, 32, dtype=torch.float64)
-    cos, sin = torch.ones(20, 8, dtype=torch.float64), torch.zeros(20, 8, dtype=torch.float64)
-    y = torch.cat([stateful(rows[:16], cos[:16], sin[:16], cache), stateful(rows[16:], cos[16:], sin[16:], cache)])
-    assert y.shape == (20, 32) and cache.length == 20 and bool((cache.k[..., :20] != 0).any())
-    assert not cache.k[..., 20:].any()
 
 
 @pytest.mark.parametrize("kind, says", [("llama4_text", "scale the experts' input"),

@@ -17,10 +17,11 @@ from coremltools.converters.mil.mil import types
 import moelab
 from moelab.ane.coreml import attention_graph, ffn_graph
 from moelab.ane.coreml.attention_graph import (
-    KVCache, attention_inputs, attention_shape, mask_of, powers, save_attention, shifted, with_ones)
+    attention_inputs, attention_shape, mask_of, powers, save_attention, shifted, with_ones)
+from moelab.ane.coreml.converted import AttentionGraph
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
-    Enumerated, Expert, Range, activation_of, expert_of, half, pack, save_ffn, save_program, unpack)
+    Expert, activation_of, expert_of, half, pack, save_ffn, save_program, unpack)
 from moelab.ane.coreml.package import coremltools, read_package
 from moelab.datasets import prompts
 from moelab.models import compat
@@ -122,20 +123,7 @@ def test_several_capacities_share_one_package(tmp_path):
         assert torch.equal(y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(experts, x.split(C))]))
 
 
-@pytest.mark.parametrize("capacity, good, bad", [(Enumerated((16, 48)), (16, 48), 32), (Range(16, 64), (16, 40), 80)])
-def test_flexible_capacity_of_a_single_expert(capacity, good, bad, tmp_path):
-    experts = make_experts(1)
-    evaluate = Evaluator(save_ffn(tmp_path / "g.mlpackage", experts, capacity))
-    for C in good:
-        x = make_slots(C)
-        assert torch.equal(unpack(evaluate({"x": pack(x)})["y"]), oracle(experts[0], x, "silu"))
-    with pytest.raises(ValueError, match="must be"):
-        evaluate({"x": pack(make_slots(bad))})
-
-
 def test_what_has_no_graph_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="one static capacity"):
-        save_ffn(tmp_path / "g.mlpackage", make_experts(2), Enumerated((16, 32)))
     with pytest.raises(ValueError, match="one shape"):
         save_ffn(tmp_path / "g.mlpackage", [], 16)
     with pytest.raises(ValueError, match="activation"):
@@ -225,25 +213,21 @@ def plain_attention(weights, x, cos, sin, shape):
 
 
 def in_chunks(evaluate, shape, x, cos, sin):
-    cache, state, outs = KVCache(shape, x.dtype), evaluate.make_state(), []
+    """A sequence [T, H] chunk by chunk, with the keys and values of the chunks before."""
+    graph, (keys, values), outs = AttentionGraph(shape, evaluate), torch.zeros(2, *shape.cache, dtype=x.dtype), []
     for start in range(0, len(x), shape.chunk):
         part = slice(start, min(start + shape.chunk, len(x)))
-        inputs, n = attention_inputs(shape, x[part], start, cos[part], sin[part]), part.stop - part.start
-        if shape.stateful:
-            out = evaluate(inputs, state)
-        else:
-            out = evaluate(inputs | {"k_past": cache.k, "v_past": cache.v})
-            cache.append(out["k_new"], out["v_new"], n)
-        outs.append(out["y"][0, :, 0, :n].T.double())
+        y, keys[..., part], values[..., part] = graph(x[part], cos[part], sin[part], keys, values, start)
+        outs.append(y.double())
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("name, stateful, changes", [
-    ("qwen3_moe", False, {}), ("qwen3_moe", True, {}), ("olmoe", False, {}), ("qwen2_moe", False, {}),
-    ("mixtral", True, {"num_key_value_heads": 4}), ("phimoe", False, {"attention_bias": True})])
-def test_attention_over_four_chunks(name, stateful, changes, tmp_path):
+@pytest.mark.parametrize("name, changes", [
+    ("qwen3_moe", {}), ("olmoe", {}), ("qwen2_moe", {}), ("mixtral", {"num_key_value_heads": 4}),
+    ("phimoe", {"attention_bias": True})])
+def test_attention_over_four_chunks(name, changes, tmp_path):
     config, attention, model = attention_case(name, **changes)
-    shape, T = attention_shape(config, 16, 64, stateful), 60               # the last chunk is short
+    shape, T = attention_shape(config, 16, 64), 60                         # the last chunk is short
     weights = dict(attention.named_parameters())
     package = read_package(save_attention(tmp_path / "a.mlpackage", shape, weights))
     x = torch.randn(T, shape.hidden, generator=torch.Generator().manual_seed(1)).half().double()
@@ -260,10 +244,10 @@ def test_attention_over_four_chunks(name, stateful, changes, tmp_path):
     assert relative_rms(in_chunks(fp16, shape, x, cos, sin), expected) < 1e-3 and not fp16.alarms
 
 
-def saved_and_expected(name, folder, seed, chunk=16, T=60, scale=1.0, stateful=False, **changes):
+def saved_and_expected(name, folder, seed, chunk=16, T=60, scale=1.0, **changes):
     """(package, shape, (x, cos, sin), expected [T, H]) of a random model's attention of T random tokens."""
     config, attention, model = attention_case(name, seed, **changes)
-    shape, weights = attention_shape(config, chunk, 64, stateful), dict(attention.named_parameters())
+    shape, weights = attention_shape(config, chunk, 64), dict(attention.named_parameters())
     x = (scale * torch.randn(T, shape.hidden)).half().double()
     with torch.no_grad():
         cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
@@ -332,17 +316,17 @@ def test_a_power_of_two_and_a_rest(value):
     assert power == 0 == value or math.frexp(abs(power))[0] == 0.5
 
 
-@given(st.integers(1, 6), st.integers(1, 3), st.booleans(), st.one_of(st.none(), st.integers(1, 9)), st.data())
+@given(st.integers(1, 6), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 9)), st.data())
 @settings(max_examples=40, deadline=None)
-def test_mask_lets_a_query_see_what_it_may(S, chunks, stateful, window, data):
+def test_mask_lets_a_query_see_what_it_may(S, chunks, window, data):
     P = S * chunks
-    shape = attention_graph.AttentionShape(8, 1, 1, 4, S, P, stateful=stateful)
+    shape = attention_graph.AttentionShape(8, 1, 1, 4, S, P)
     start = data.draw(st.integers(0, P - S))
     mask = mask_of(shape, start, window)[0, 0]
     for i in range(S):
         seen = {int(j) for j in torch.nonzero(mask[i] == 0)}
         positions = range(max(0, start + i + 1 - window) if window else 0, start + i + 1)
-        expected = {p if stateful or p < start else P + p - start for p in positions}
+        expected = {p if p < start else P + p - start for p in positions}
         assert seen == expected
     assert set(mask.unique().tolist()) <= {0.0, -1e4}
 

@@ -15,7 +15,7 @@ from coremltools.converters.mil.mil import types
 
 from moelab.ane.coreml import lint_rules
 from moelab.ane.coreml.attention_graph import AttentionShape, save_attention
-from moelab.ane.coreml.ffn_graph import Enumerated, Expert, save_ffn
+from moelab.ane.coreml.ffn_graph import Expert, save_ffn
 from moelab.ane.coreml.linter import lint, lint_examples
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.ane.plan import make_plan
@@ -149,18 +149,6 @@ def clean_graph(tmp_path_factory):
     return read_package(build(conv, path=tmp_path_factory.mktemp("clean") / "p.mlpackage"))
 
 
-def test_flexible_shapes_quantised_weights_and_the_papers_layout(tmp_path):
-    report = lint(save_ffn(tmp_path / "flexible.mlpackage", make_experts(1), Enumerated((64, 128))))
-    assert {f.rule for f in report.findings} == {"fig4-dynamic-shape"}
-    report = lint(save_ffn(tmp_path / "int8.mlpackage", make_experts(2), 32, weights="int8"))
-    assert {f.rule for f in report.findings} == {"quantised-conv"}
-    report = lint(save_ffn(tmp_path / "paper.mlpackage", make_experts(2), 32, layout="paper"))
-    assert {f.rule for f in report.findings} == {"row-padding"}
-    assert "32 times" in next(f.text for f in report.findings if f.where == "x")
-    report = lint(save_ffn(tmp_path / "odd.mlpackage", make_experts(2), 40))
-    assert {f.rule for f in report.findings} == {"align-16"}
-
-
 def test_what_is_too_large(tmp_path):
     package = read_package(save_ffn(tmp_path / "g.mlpackage", make_experts(2), 32))
     for size, rules in ((1.2e9, set()), (1.4e9, {"weight-size"}), (2.2e9, {"weight-limit"})):
@@ -180,15 +168,13 @@ def test_good_graphs_are_clean_and_every_operation_has_a_verdict(tmp_path):
     weights = {f"{name}.weight": torch.randn(size, generator=rng) for name, size in sizes.items()}
     weights |= {"q_norm.weight": torch.ones(32), "k_norm.weight": torch.ones(32)}
     for path in (save_attention(tmp_path / "a.mlpackage", shape, weights),
-                 save_attention(tmp_path / "s.mlpackage", replace(shape, stateful=True), weights),
                  save_ffn(tmp_path / "g.mlpackage", make_experts(2), (16, 32)),
                  save_ffn(tmp_path / "p.mlpackage", make_experts(2), 16, weights="palette4")):
         report, package = lint(path), read_package(path)
-        stateful = path.name == "s.mlpackage"
-        assert report.clean != stateful and {f.rule for f in report.findings} == ({"state"} if stateful else set())
+        assert report.clean and not report.findings
         assert {(op.function, op.type) for op in report.ops} == {
             (name, op.type) for name, f in package.functions.items() for op in f.ops if op.type != "const"}
-        assert {op.verdict for op in report.ops} <= ({"supported", "risky"} if "s.ml" in str(path) else {"supported"})
+        assert {op.verdict for op in report.ops} == {"supported"}
 
 
 def test_the_default_plan_of_the_shipped_model_is_clean(tmp_path):
@@ -224,4 +210,5 @@ def test_each_mistake_is_found_by_its_own_rule(tmp_path):
     assert good.clean and not good.findings
     assert {name: {finding.rule for finding in report.findings} for name, report in bad.items()} == EXAMPLES
     assert not any(report.clean for report in bad.values())
+    assert "32 times" in next(f.text for f in bad["the paper's layout"].findings if f.where == "x")
     assert len(list(tmp_path.glob("*.mlpackage"))) == len(bad) + 1

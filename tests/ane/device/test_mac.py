@@ -57,8 +57,7 @@ def fakes(monkeypatch, on_mac):
     def probed(package, inputs, function=None, units="cpuAndNeuralEngine", timeout=300.0):
         runner = mac.CoreMLRunner(package, function, units)
         return mac.PackageProbe(Path(package), "", 0.5, 0.01, tuple(mac.placements(runner)),
-                         {name: value.numpy() for name, value in runner(
-                             inputs, runner.make_state() if runner.model.evaluator.function.states else None).items()})
+                                {name: value.numpy() for name, value in runner(inputs).items()})
     monkeypatch.setattr(doctor, "probe", probed)
 
 
@@ -92,21 +91,20 @@ def test_a_probe_runs_in_a_process_of_its_own(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory, folder):
-    """Packages with several functions, and attention that keeps a state."""
+    """Packages with several functions."""
     from moelab.ane.coreml.converted import ConvertedModel
     converted = ConvertedModel(folder)
-    settings = ConversionSettings(context=CONTEXT, every_tier=True, stateful=True)
+    settings = ConversionSettings(context=CONTEXT, every_tier=True)
     return convert_model(converted.checkpoint(), tmp_path_factory.mktemp("several") / "ane", converted.plan, settings,
                          validate=False)
 
 
 @pytest.mark.parametrize("file, function", [("group00", "c4"), ("group00", "c16"), ("attention", None)])
-def test_probes_of_packages_with_functions_and_states(several, file, function):
+def test_probes_of_packages_with_functions(several, file, function):
     path = several.folder / f"layers/000/{file}.mlpackage"
     inputs = mac.sample_inputs(read_package(path).function(function))
     found = mac.probe(path, inputs, function, command=COMMAND)
-    evaluator = Evaluator(path, function, mode="fp16")
-    expected = evaluator(inputs, evaluator.make_state() if evaluator.function.states else None)
+    expected = Evaluator(path, function, mode="fp16")(inputs)
     assert found.error == "" and found.on_ane
     assert all(np.array_equal(found.outputs[name], value.numpy()) for name, value in expected.items())
 
@@ -115,8 +113,6 @@ def test_every_function_is_examined(several, fakes):
     names = [checkup.package.removeprefix("layers/000/") for checkup in doctor.diagnose(several).checkups]
     assert sorted(names) == ["attention.mlpackage", "group00.mlpackage c16", "group00.mlpackage c4",
                              "group01.mlpackage c16", "group01.mlpackage c4"]
-    with pytest.raises(ValueError, match="only the evaluator runs"):
-        several.attention(0, runner=mac.CoreMLRunner)
 
 
 @pytest.mark.parametrize("script, timeout, says", [
