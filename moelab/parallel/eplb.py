@@ -2,7 +2,8 @@
 
 Source: DeepSeek's Expert Parallelism Load Balancer, as published with DeepSeek-V3 and announced in AWS Neuron's MoE
 guide, "Future Optimizations". Spare places go to replicas (`replicate`), then replicas are packed onto devices
-(`pack`). Left out: keeping groups of experts on a node (group-limited routing), moving replicas while a model runs.
+(`pack`); with expert groups on several nodes (group-limited routing), first groups onto nodes. Left out: moving
+replicas while a model runs.
 
     load [E], tokens or shares of them     devices · places = E + spare
 """
@@ -37,10 +38,12 @@ def measure(load: Sequence[float], placement: Placement) -> Balance:
     return Balance(placement, tuple(replicas), tuple(sum(share[e] for e in held) for held in placement.devices))
 
 
-def balance(load: Sequence[float], devices: int, spare: int = 0) -> Balance:
+def balance(load: Sequence[float], devices: int, spare: int = 0, nodes: int = 1, groups: int = 1) -> Balance:
     """Place E experts and `spare` replicas on devices, as many on each.
 
     load : tokens of each expert [E], as a calibration counted them; devices must divide E + spare.
+    nodes, groups : with more than one node, experts come in `groups` of consecutive ones that stay on a node; where
+        the nodes do not divide the groups, all devices are balanced as one.
     """
     E = len(load)
     if not E or not all(0 <= value < inf for value in load):
@@ -48,10 +51,21 @@ def balance(load: Sequence[float], devices: int, spare: int = 0) -> Balance:
     if devices < 1 or spare < 0 or (E + spare) % devices:
         raise ValueError(f"{E} experts and {spare} spare places do not fill {devices} devices equally: "
                          f"{-E % max(devices, 1)} spare places do")
-    replicas = replicate(load, E + spare)
-    copies = [e for e, n in enumerate(replicas) for _ in range(n)]
-    held = pack([load[e] / replicas[e] for e in copies], devices)
-    return measure(load, Placement(tuple(tuple(sorted(copies[i] for i in items)) for items in held), E))
+    if nodes < 1 or devices % nodes or groups < 1 or E % groups:
+        raise ValueError(f"nodes must divide the {devices} devices and groups the {E} experts; they are {nodes} and "
+                         f"{groups}")
+    if groups % nodes:
+        nodes = groups = 1
+    size = E // groups
+    group_load = [sum(load[g * size:(g + 1) * size]) for g in range(groups)]
+    held: list[tuple[int, ...]] = []
+    for on_node in pack(group_load, nodes):
+        experts = [e for g in on_node for e in range(g * size, (g + 1) * size)]
+        replicas = replicate([load[e] for e in experts], (E + spare) // nodes)
+        copies = [e for e, n in zip(experts, replicas) for _ in range(n)]
+        weight = [load[e] / n for e, n in zip(experts, replicas) for _ in range(n)]
+        held += [tuple(sorted(copies[i] for i in items)) for items in pack(weight, devices // nodes)]
+    return measure(load, Placement(tuple(held), E))
 
 
 def replicate(load: Sequence[float], places: int) -> list[int]:

@@ -40,6 +40,19 @@ def test_every_expert_has_a_place_and_devices_hold_equally_many(load, devices, m
     assert made.ratio >= 1 - 1e-9
 
 
+@given(st.lists(st.integers(0, 100), min_size=4, max_size=4), st.integers(1, 3))
+def test_groups_stay_on_their_node(group_load, spare):
+    load = [value + i for value in group_load for i in range(4)]            # 4 groups of 4 experts
+    made = balance(load, devices=4, spare=4 * spare, nodes=2, groups=4)
+    for node in (made.placement.devices[:2], made.placement.devices[2:]):
+        assert len({e // 4 for experts in node for e in experts}) == 2
+
+
+def test_groups_that_nodes_do_not_divide_are_balanced_as_one():
+    load = zipf(12, 1.0)
+    assert balance(load, 4, nodes=4, groups=3) == balance(load, 4)
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=4), st.integers(0, 4))
 def test_replicas_are_the_best_there_are(load, spare):
     """The largest load per replica is the least possible."""
@@ -78,7 +91,8 @@ def test_choices_go_where_their_expert_is_and_replicas_take_turns(devices, more,
 
 @pytest.mark.parametrize("wrong", [dict(load=[], devices=1), dict(load=[1, -1], devices=1),
                                    dict(load=[float("nan")], devices=1), dict(load=[1, float("inf")], devices=1),
-                                   dict(load=[1] * 8, devices=3)])
+                                   dict(load=[1] * 8, devices=3), dict(load=[1] * 8, devices=4, nodes=3),
+                                   dict(load=[1] * 8, devices=4, groups=3)])
 def test_what_cannot_be_placed_is_refused(wrong):
     with pytest.raises(ValueError):
         balance(**wrong)
