@@ -13,7 +13,7 @@ from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
 from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.offloading.simulator import MachineRates, delays_of, flat, overheads, replay, simulate, steps_of
+from moelab.offloading.simulator import MachineRates, delays_of, flat, replay, simulate, steps_of
 from moelab.schedule.affinity import naive_order
 from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
@@ -256,16 +256,3 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
         replay(run, scheduler="niave")
     with pytest.raises(TypeError, match="ForCausalLM; what is simulated is a run, such as lm.moelab.run"):
         replay(model)
-
-
-def test_what_is_measured_besides_experts_is_fitted():
-    """(base, per token) before a layer's experts, from forwards of 1 and 5 tokens; after the last, from one only."""
-    residency = Residency(1, 2, Pools())
-    made = EngineRun(EngineSettings(SPEC, Pools(), "lru", "model", None, 1, 1, 0, DELAYS, 0), residency)
-    for start, tokens, other in ((0.0, 5, 3.0), (10.0, 1, 1.0), (20.0, 1, 1.0)):
-        made.begin_forward()
-        made.timeline.add(Event("compute", "other", 0, -1, start, start + other))
-        made.timeline.add(Event("compute", "other", -1, -1, start + 5, start + 7))
-        made.end_forward(Forward(start, start + 7, tokens, "decode"))
-    other, head = overheads(made)
-    assert other == pytest.approx((0.5, 0.5)) and head == pytest.approx((2.0, 0.0))
