@@ -157,9 +157,8 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Ca
         own, seen = costs(look.itself, model, True), Observed(*look.ran["observed"])
         if executor != "fast":                                  # of which no run has told more than that
             return found and replace(found, around=partial(replace, decide=seen.decide, handover=seen.handover))
-        predict, (base, token) = look.ran["predicting"], seen.other
         found = replace(own, resident=found and found.resident) if form == AS_IS else found
-        return replace(found, other=(max(base - predict, 0.0), token), head=seen.head, predict=predict,
+        return replace(found, other=seen.other, head=seen.head, predict=seen.predict,
                        around=partial(seen.around, own.delays))
     for form in progress(forms, "measuring this machine", unit="forms"):
         costs_of(form)

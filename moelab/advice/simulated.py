@@ -27,6 +27,8 @@ from moelab.offloading.simulator import flat
 from moelab.specs import DeviceSpec
 from moelab.table import span
 
+#: of what is kept of a look: another number where that would no longer do
+FORMAT = "moelab.look/2"
 #: ways that `verify` runs
 VERIFIED = 3
 
@@ -157,7 +159,7 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
     kept) or None, and why not.    within : memory, context and batch.    bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
-    if not (file.is_file() and profile.is_file() and "observed" in read_json(file)):      # an older one had not
+    if not (file.is_file() and profile.is_file() and read_json(file).get("format") == FORMAT):
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"
         options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}
@@ -167,7 +169,7 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
                                batch=within["batch"], profile=str(profile))
         except (RuntimeError, OSError) as error:
             return None, str(error)
-        write_json(file, found | within)
+        write_json(file, found | within | {"format": FORMAT})
     found = read_json(file)
     steps = [[(layer, dict(map(tuple, experts))) for layer, experts in step] for step in found["steps"]]
     tokens, shares = sum(n for n, _ in found["forwards"]), np.zeros((model.spec.L, model.spec.E))

@@ -51,7 +51,7 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak" (bytes), "steps",
     "forwards", "loss": nats a token of each window, and with a profile what took how long in this run: all that is
-    "observed", "predicting" a layer's experts, and how "late" a throttled read came.
+    "observed", and how "late" a throttled read came.
     """
     import torch
     from transformers import DynamicCache
@@ -91,7 +91,6 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
         store = this.store
         if profile is not None:
             report["observed"] = observed(this.run)
-            report["predicting"] = this.engine.gate.asking if this.engine else 0.0
             late = [event.end - event.start - event.bytes / options.get("bandwidth", math.inf)
                     for event in this.run.timeline if event.bytes]
             report["late"] = max(median(late), 0.0) if late else 0.0

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -21,20 +21,25 @@ from moelab.schedule.load_queue import USES
 from moelab.schedule.requests import Delays
 from moelab.specs import Event
 
+#: what takes longer than so many medians was disturbed, and counts as so long
+LONG = 3
 #: seconds as base + per token
 Linear = tuple[float, float]
 
 
 class Observed(NamedTuple):
-    """Medians, in seconds; (0.0, 0.0), 0.0, () or None of what did not happen.
+    """Means in seconds, of which what was disturbed counts as `LONG` medians; (0.0, 0.0), 0.0, () or None of what did
+    not happen.
 
     other, head : before a layer's experts are decided about, and after the last layer's: (base, per token).
+    predict : asking a predictor for a layer's experts, which is not in `other`.
     decide : until the first of a layer's experts is computed, or waited for, and handover: as in `Delays`.
     expert : an expert by itself: (base, per token).    together : as in `Delays`, of those n that came often.
     """
 
     other: Linear
     head: Linear
+    predict: float
     decide: tuple[tuple[int, float], ...]
     handover: float
     expert: Linear | None
@@ -59,9 +64,11 @@ class Observed(NamedTuple):
         found = replace(parts, expert_base=parts.expert_base + alone, decide=self.decide, handover=self.handover,
                         computed=tuple((n, seconds + alone) for n, seconds in parts.computed),
                         one_thread=None if parts.one_thread is None else parts.one_thread + alone)
-        if parts.together and self.together:
-            more = median(max(seconds / slowed - own.one_token(n), 0.0) for n, seconds in self.together)
-            found = replace(found, together=tuple((n, seconds + more) for n, seconds in parts.together))
+        if own.together and parts.together:                     # of all of a token's: then nothing is loaded
+            (most, _), ((K, _),) = own.together[-1], parts.together
+            more = [max(seconds / slowed - own.one_token(n), 0.0) for n, seconds in self.together if n < most]
+            some = ((n, parts.one_token(n) + median(more or [0.0])) for n in range(2, K))
+            found = replace(found, together=(*some, *parts.together))
         return found
 
 
@@ -71,11 +78,12 @@ def observed(run: EngineRun) -> Observed:
     for event in run.timeline:
         if (at := bisect_right(starts, event.start) - 1) >= 0 and event.end <= run.forwards[at].end:
             by_pass[at].append(event)
-    other, head, decide, alone, several = (defaultdict(list) for _ in range(5))
+    head, decide, alone, several = (defaultdict(list) for _ in range(4))
+    other: list[tuple[int, int, bool, float]] = []              # tokens, layer, whether a predictor was asked, seconds
     woken: list[float] = []
     for at, events in by_pass.items():
         events.sort(key=lambda event: event.start)
-        tokens, steps = run.forwards[at].tokens, dict(run.steps[at])
+        tokens, steps, asked = run.forwards[at].tokens, dict(run.steps[at]), dict(run.predictions[at])
         if run.forwards[at].phase == "decode":
             woken += _handovers(events)
         experts, loads = defaultdict(list), defaultdict(set)
@@ -87,7 +95,10 @@ def observed(run: EngineRun) -> Observed:
         compute = [event for event in events if event.resource == "compute"]
         for event, then in pairwise([*compute, None]):
             if event.kind == "other":
-                (head if event.layer < 0 else other)[tokens].append(event.end - event.start)
+                if event.layer < 0:
+                    head[tokens].append(event.end - event.start)
+                else:
+                    other.append((tokens, event.layer, event.layer + 1 in asked, event.end - event.start))
                 if then is not None and then.layer == event.layer in steps:
                     decide[len(loads[event.layer])].append(then.start - event.end)
         for layer, found in experts.items():
@@ -96,10 +107,28 @@ def observed(run: EngineRun) -> Observed:
                     alone[steps[layer][event.expert]].append(event.end - event.start)
                 elif max(steps[layer].values()) == 1:
                     several[len(steps[layer]) - len(found) + 1].append(event.end - event.start)
-    often = sum(map(len, several.values())) / 10
-    return Observed(_line(other), _line(head), tuple((n, median(decide[n])) for n in sorted(decide)),
-                    median(woken or [0.0]), _line(alone) if alone else None,
-                    tuple((n, median(several[n])) for n in sorted(several) if len(several[n]) >= often))
+    predict, often = _asking(other), sum(map(len, several.values())) / 10
+    before: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for tokens, layer, asked, seconds in other:
+        before[tokens][layer].append(seconds - predict * asked)
+    layers = {tokens: [fmean(map(_mean, of.values()))] * sum(map(len, of.values())) for tokens, of in before.items()}
+    return Observed(_line(layers), _line(head), predict, tuple((n, _mean(decide[n])) for n in sorted(decide)),
+                    _mean(woken), _line(alone) if alone else None,
+                    tuple((n, _mean(several[n])) for n in sorted(several) if len(several[n]) >= often))
+
+
+def _asking(other: Iterable[tuple[int, int, bool, float]]) -> float:
+    """How much longer a layer takes in a decode step that asks a predictor; the first, which embeds, is left out."""
+    least, found = min((tokens for tokens, *_ in other), default=0), ([], [])
+    for tokens, layer, asked, seconds in other:
+        if tokens == least and layer:
+            found[asked].append(seconds)
+    return max(_mean(found[True]) - _mean(found[False]), 0.0) if all(found) else 0.0
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    longest = LONG * median(seconds) if seconds else 0.0
+    return fmean(min(one, longest) for one in seconds) if seconds else 0.0
 
 
 def _handovers(events: Sequence[Event]) -> list[float]:
@@ -119,8 +148,8 @@ def _handovers(events: Sequence[Event]) -> list[float]:
 
 
 def _line(samples: Mapping[int, Sequence[float]]) -> Linear:
-    """(base, per unit) of seconds by a number, neither negative: through the median of the number that came most."""
-    points = {n: median(seconds) for n, seconds in samples.items()}
+    """(base, per unit) of seconds by a number, neither negative: through the mean of the number that came most."""
+    points = {n: _mean(seconds) for n, seconds in samples.items()}
     if not points:
         return 0.0, 0.0
     often, each = max(points, key=lambda n: len(samples[n])), 0.0

@@ -186,7 +186,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
                     predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
-                    across=CrossToken(settings.spec.E))
+                    across=CrossToken(settings.spec.E), predict=0.0 if device else observed(run).predict)
 
 
 def machine_of(run: EngineRun, device: str | Path | DeviceSpec | None = None, decompress_gbs: float | None = None

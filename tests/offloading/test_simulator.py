@@ -12,11 +12,10 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
-from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.simulator import MachineRates, delays_of, flat, replay, simulate, steps_of
 from moelab.schedule.affinity import naive_order
 from moelab.schedule.requests import Delays
-from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
+from moelab.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from tests.models import tiny
@@ -256,3 +255,14 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
         replay(run, scheduler="niave")
     with pytest.raises(TypeError, match="ForCausalLM; what is simulated is a run, such as lm.moelab.run"):
         replay(model)
+
+
+def test_a_run_of_an_executor_is_replayed_with_its_calls(qwen):
+    """All experts of a layer that are in memory are one call, in the run and in its replay."""
+    with offload(qwen[1], "10MB", plan=Pools(F=7), executor="fast") as model:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        run = model.moelab.run
+        calls, played = (Counter((event.layer, event.expert) for event in events if event.kind == "expert")
+                         for events in (run.timeline, replay(run).events))
+        assert calls == played and any(expert < 0 for _, expert in calls) and any(expert >= 0 for _, expert in calls)
