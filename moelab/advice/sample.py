@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
+from statistics import median
 
 from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
@@ -147,19 +148,27 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Ca
     look : at the model itself, as it is and fast; what is not of an expert took so long in that run, in every form.
     """
     @lru_cache(maxsize=None)
-    def costs_of(form: str, executor: str = "fast") -> Costs | None:
-        stored = form
+    def sampled(form: str, executor: str = "fast") -> Costs | None:
         if form == AS_IS:
-            stored = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
-        found = costs(measured(model.spec, stored, executor), model, False) if stored else None
+            form = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
+        return costs(measured(model.spec, form, executor), model, False) if form else None
+    # What is not of an expert is the same in all forms.
+    resident = [found.resident for form in progress(forms, "measuring this machine", unit="forms")
+                if (found := sampled(form))]
+
+    def costs_of(form: str, executor: str = "fast") -> Costs | None:
+        found = sampled(form, executor)
+        if executor == "fast" and resident and found:
+            found = replace(found, resident=median(resident))
         if look is None or found is None and form != AS_IS:
             return found
-        own, seen = costs(look.itself, model, True), Observed(*look.ran["observed"])
+        own, seen, L = costs(look.itself, model, True), Observed(*look.ran["observed"]), model.spec.L
         if executor != "fast":                                  # of which no run has told more than that
             return found and replace(found, around=partial(replace, decide=seen.decide, handover=seen.handover))
-        found = replace(own, resident=found and found.resident) if form == AS_IS else found
-        return replace(found, other=seen.other, head=seen.head, predict=seen.predict,
-                       around=partial(seen.around, own.delays))
-    for form in progress(forms, "measuring this machine", unit="forms"):
-        costs_of(form)
+        awake = None                                            # the run knows its head, and more layers than a sample
+        if found:
+            awake = max(found.resident + (found.head[0] - seen.head[0] + seen.first) / L
+                        - seen.first / sample_spec(model.spec).L, 0.0)
+        return replace(own if form == AS_IS else found, other=seen.other, head=seen.head, predict=seen.predict,
+                       resident=awake, around=partial(seen.around, own.delays))
     return costs_of

@@ -28,7 +28,7 @@ from moelab.specs import DeviceSpec
 from moelab.table import span
 
 #: of what is kept of a look: another number where that would no longer do
-FORMAT = "moelab.look/2"
+FORMAT = "moelab.look/3"
 #: ways that `verify` runs
 VERIFIED = 3
 

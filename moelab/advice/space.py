@@ -145,7 +145,8 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=(base, token),
                         head=costs.head, quiet=True, **({} if not ahead else {
                             "predictions": predictions, "ahead": ahead, "gate": gate, "across": across,
-                            "predict": costs.predict}))
+                            "predict": costs.predict}),
+                        awake=None if costs.around is None else costs.resident)
     tokens = seen.batch * context
     whole = [[(layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))}) for layer, f in
               enumerate(seen.shares)]]

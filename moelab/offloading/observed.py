@@ -32,6 +32,7 @@ class Observed(NamedTuple):
     not happen.
 
     other, head : before a layer's experts are decided about, and after the last layer's: (base, per token).
+    first : how much longer the first layer's `other` takes than the next ones' in a decode step.
     predict : asking a predictor for a layer's experts, which is not in `other`.
     decide : until the first of a layer's experts is computed, or waited for, and handover: as in `Delays`.
     expert : an expert by itself: (base, per token).    together : as in `Delays`, of those n that came often.
@@ -39,6 +40,7 @@ class Observed(NamedTuple):
 
     other: Linear
     head: Linear
+    first: float
     predict: float
     decide: tuple[tuple[int, float], ...]
     handover: float
@@ -112,9 +114,11 @@ def observed(run: EngineRun) -> Observed:
     for tokens, layer, asked, seconds in other:
         before[tokens][layer].append(seconds - predict * asked)
     layers = {tokens: [fmean(map(_mean, of.values()))] * sum(map(len, of.values())) for tokens, of in before.items()}
-    return Observed(_line(layers), _line(head), predict, tuple((n, _mean(decide[n])) for n in sorted(decide)),
-                    _mean(woken), _line(alone) if alone else None,
-                    tuple((n, _mean(several[n])) for n in sorted(several) if len(several[n]) >= often))
+    first, *rest = [_mean(of) for _, of in sorted(before[min(before)].items())] if before else [0.0]
+    return Observed(
+        _line(layers), _line(head), max(first - fmean(rest), 0.0) if rest else 0.0, predict,
+        tuple((n, _mean(decide[n])) for n in sorted(decide)), _mean(woken), _line(alone) if alone else None,
+        tuple((n, _mean(several[n])) for n in sorted(several) if len(several[n]) >= often))
 
 
 def _asking(other: Iterable[tuple[int, int, bool, float]]) -> float:

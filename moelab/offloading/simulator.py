@@ -78,7 +78,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
              scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order,
              predictions: Predictions | None = None, ahead: int = 0, distance: int = 1,
              gate: PrefetchGate | None = None, predict: float = 0.0, across: CrossToken | None = None,
-             quiet: bool = False) -> Simulation:
+             awake: float | None = None, quiet: bool = False) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : a run's, or those of a trace (`steps_of`).
@@ -95,6 +95,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     gate : throttles prefetching and learns; None for a new one.
     predict : seconds that a prediction takes.
     across : predicts the first layer's experts at the end of the token before; None: nobody does.
+    awake : seconds in place of `other`'s base where the layer before has loaded nothing: nobody reads, and no thread
+        has slept. None for the same.
     quiet : without a progress bar.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert that the residency
@@ -108,7 +110,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    gate, done, across_tokens = gate or PrefetchGate(), [], across is not None
+    gate, done, across_tokens, loads = gate or PrefetchGate(), [], across is not None, 1
     across = across or CrossToken(residency.E)
     ahead = ahead if predictions is not None else 0
     if staging is None:
@@ -125,7 +127,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         gate.begin(phase)
         across.begin(phase)
         for layer, experts in forward:
-            target, seconds = layer + distance, other[0] + other[1] * tokens
+            base = other[0] if loads or awake is None else min(awake, other[0])
+            target, seconds = layer + distance, base + other[1] * tokens
             likely = announced[target] if target in announced and gate.wants(target) else ()
             if likely:
                 gate.asked(target, predict)

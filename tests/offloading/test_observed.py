@@ -33,7 +33,7 @@ def test_what_is_measured_besides_experts_is_fitted():
     """(base, per token) before a layer's experts, from forwards of 1 and 5 tokens; after the last, from one only."""
     found = observed(run_of(*((tokens, {}, [("compute", "other", -1, 0, other), ("compute", "head", -1, 5, 7)])
                               for tokens, other in ((5, 3.0), (1, 1.0), (1, 1.0)))))
-    assert found == Observed(pytest.approx((0.5, 0.5)), pytest.approx((2.0, 0.0)), 0.0, (), 0.0, None, ())
+    assert found == Observed(pytest.approx((0.5, 0.5)), pytest.approx((2.0, 0.0)), 0.0, 0.0, (), 0.0, None, ())
     assert found.delays(DELAYS) == DELAYS
 
 
@@ -54,7 +54,7 @@ def test_deciding_waking_and_computing_by_hand():
 
 
 def test_layers_differ_and_those_that_predict_take_longer():
-    """The first layer takes 4 s, the second 2, a prediction 1 more, the last 2; a second that took 90 counts as 3 · 2."""
+    """The first layer takes 4 s, the second 2, a prediction 1 more, the last 2; what took 90 counts as three medians."""
     def of(first, second):
         return [("other", 0, 0, first), ("other", 1, 10, 10 + second), ("other", 2, 200, 202)]
     made = run_of(*[(1, {}, [])] * 4)
@@ -64,7 +64,11 @@ def test_layers_differ_and_those_that_predict_take_longer():
             made.timeline.add(Event("compute", kind, layer, -1, 1000 * i + start, 1000 * i + end))
     made.forwards = [Forward(1000.0 * i, 1000.0 * i + 999, 1, "decode") for i in range(4)]
     plain = [2.0] * 4 + [2.0, 6.0]                                  # of both later layers; asked: 3, 3
-    assert observed(made).predict == pytest.approx(3 - sum(plain) / 6)
+    found = observed(made)
+    assert found.predict == pytest.approx(predict := 3 - sum(plain) / 6)
+    layers = [(5 - predict + 4) / 2, (5 * (3 - predict) + 2) / 4, 2.0]
+    assert found.other[0] == pytest.approx(sum(layers) / 3)
+    assert found.first == pytest.approx(layers[0] - sum(layers[1:]) / 2)
 
 
 def test_what_runs_outside_forwards_is_left_out():

@@ -266,3 +266,11 @@ def test_a_run_of_an_executor_is_replayed_with_its_calls(qwen):
         calls, played = (Counter((event.layer, event.expert) for event in events if event.kind == "expert")
                          for events in (run.timeline, replay(run).events))
         assert calls == played and any(expert < 0 for _, expert in calls) and any(expert >= 0 for _, expert in calls)
+
+
+def test_what_comes_before_experts_is_shorter_after_a_layer_that_loaded_nothing():
+    """Two layers of an expert each, read in the first token: 3 s before each layer, then 3 and 1, then 1 and 1."""
+    steps = [[(0, {0: 1}), (1, {0: 1})]] * 3
+    played = simulate(steps, [(1, "decode")] * 3, Residency(2, 1, Pools(F=2)), Delays(1, 0, 0, 0, 5.0, 0), other=(3.0, 0.0),
+                      awake=1.0, quiet=True)
+    assert [forward.end - forward.start for forward in played.forwards] == [2 * (3 + 1 + 5), 3 + 5 + 1 + 5, 2 * (1 + 5)]
