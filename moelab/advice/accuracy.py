@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from itertools import product
 from math import inf
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from moelab.advice.machine import here
 from moelab.advice.model import Model, find_model
 from moelab.advice.sample import sample_costs
-from moelab.advice.simulated import as_run, identity_of, judged, looked, searched
-from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of
+from moelab.advice.simulated import identity_of, judged, looked, searched
+from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of, typical
 from moelab.advice.verify import Kept, options_of, run as run_way, stored
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
@@ -67,8 +67,8 @@ def contenders(ways: Sequence[Way]) -> list[Way]:
 
 
 def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str) -> dict[Way, float | str]:
-    """TPOT of each way, the mean of its tokens' medians over the rounds, in which they take turns; why, of those that
-    could not run."""
+    """TPOT of each way, `typical` of the tokens of its least disturbed round, in which all take turns; why, of those
+    that could not run."""
     seconds: dict[Way, list[list[float]]] = {way: [] for way in ways}
     failed: dict[Way, str] = {}
     turns = [way for i in range(rounds) for way in (ways[::-1] if i % 2 else ways)]
@@ -83,7 +83,7 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
             seconds[way] += [run_way(source, options, prompt=PROMPT, tokens=WARM + TIMED)["tpot"][-TIMED:]]
         except (RuntimeError, ValueError, OSError) as error:
             failed[way] = str(error)
-    return {way: failed[way] if way in failed else fmean(map(median, zip(*of))) for way, of in seconds.items()}
+    return {way: failed[way] if way in failed else min(map(typical, of)) for way, of in seconds.items()}
 
 
 def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: DeviceSpec, budget: float, rate: float,
@@ -173,13 +173,12 @@ def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Cal
     look, why = looked(model, Kept(identity_of(model)), rate, memory=memory, context=CONTEXT, batch=1)
     if look is None:
         raise RuntimeError(f"{spec.name} could not be run: {why}")
-    costs_of = at_rate(sample_costs(model, forms_of(model), *look[1:]), rate)
-    return model, look[0], as_run(costs_of, model, look, CONTEXT)
+    return model, look.seen, at_rate(sample_costs(model, forms_of(model), look), rate, look.ran["late"])
 
 
 OPTIONS = {
     "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take in bf16"),
     "rates": (several(number(above=0)), "of the disk, MB/s, by throttling our reader"),
-    "rounds": (whole(1), "of every way; the medians of three are hardly disturbed"),
+    "rounds": (whole(1), "of every way; the fastest counts, as others only disturb it"),
     "folder": (None, "where models and their forms are kept, 5 GB, for the next time; else they are temporary"),
     "quick": ({"action": "store_true"}, "one shape, budget, rate and round: whether all of it runs")}

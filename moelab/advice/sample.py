@@ -15,19 +15,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
-from moelab.advice.space import Costs
+from moelab.advice.space import Costs, Look
 from moelab.bench.measure import load_average
 from moelab.cache.residency import Pools, Residency
 from moelab.files import cache_root
 from moelab.models import opening
 from moelab.models.synthesize import VOCABULARY, synthesize
+from moelab.offloading.observed import Observed
 from moelab.offloading.profile import FORMAT, Profile, profile
 from moelab.offloading.simulator import simulate
 from moelab.offloading.slots import Sizes
@@ -37,6 +38,8 @@ from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
 
+#: of what is measured of a sample: another number where what is kept would no longer do
+VERSION = "moelab.sample/2"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE, SECONDS = 128 << 20, 1.5
 #: cores that others keep busy, above which what is measured meanwhile is measured again the next time
@@ -66,7 +69,7 @@ def measured(spec: MoESpec, form: str, executor: str) -> Profile:
     """The profile of a sample in a form, kept from an earlier time or measured now, in a few seconds; of one that was
     disturbed and is measured again, the less disturbed."""
     sample = sample_spec(spec)
-    key = "\n".join(map(str, (FORMAT, "resident", machine(), sample, form, executor)))
+    key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, form, executor)))
     file = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
     earlier = Profile.load(file) if file.is_file() else None
     if earlier is not None and not disturbed(earlier):
@@ -139,30 +142,33 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
                  Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm, resident)
 
 
-def sample_costs(model: Model, forms: list[str], itself: Profile | None = None, ran: dict[str, Any] | None = None
-                 ) -> Callable[..., Costs | None]:
+def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Callable[..., Costs | None]:
     """What each form costs here, measured for those of `forms`, fast, and whatever is asked for later.
 
-    itself, ran : the profile of the model, as it is and fast, and what its run reported; what is not of an expert took
-        so long in that run, in every form.
+    look : at the model itself, as it is and fast; what is not of an expert took so long in that run, in every form.
     """
     @lru_cache(maxsize=None)
-    def costs_of(form: str, executor: str = "fast") -> Costs | None:
-        stored = form
+    def sampled(form: str, executor: str = "fast") -> Costs | None:
         if form == AS_IS:
-            stored = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
-        found = costs(measured(model.spec, stored, executor), model, False) if stored else None
-        if itself is None or executor != "fast":
+            form = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
+        return costs(measured(model.spec, form, executor), model, False) if form else None
+    # What is not of an expert is the same in all forms.
+    resident = [found.resident for form in progress(forms, "measuring this machine", unit="forms")
+                if (found := sampled(form))]
+
+    def costs_of(form: str, executor: str = "fast") -> Costs | None:
+        found = sampled(form, executor)
+        if executor == "fast" and resident and found:
+            found = replace(found, resident=median(resident))
+        if look is None or found is None and form != AS_IS:
             return found
-        own, (base, token) = costs(itself, model, True), ran["other"]
-        # what the engine has around an expert's products, in every form
-        around = max(ran["expert"] - own.delays.expert(1), 0.0)
-        found = replace(own, resident=found and found.resident) if form == AS_IS else found
-        d = found.delays
-        return replace(found, other=(max(base - ran["predicting"], 0.0), token), head=tuple(ran["head"]),
-                       predict=ran["predicting"], delays=replace(
-                           d, expert_base=d.expert_base + around,
-                           computed=tuple((n, seconds + around) for n, seconds in d.computed)))
-    for form in progress(forms, "measuring this machine", unit="forms"):
-        costs_of(form)
+        own, seen, L = costs(look.itself, model, True), Observed(*look.ran["observed"]), model.spec.L
+        if executor != "fast":                                  # of which no run has told more than that
+            return found and replace(found, around=partial(replace, decide=seen.decide, handover=seen.handover))
+        awake = None                                            # the run knows its head, and more layers than a sample
+        if found:
+            awake = max(found.resident + (found.head[0] - seen.head[0] + seen.first) / L
+                        - seen.first / sample_spec(model.spec).L, 0.0)
+        return replace(own if form == AS_IS else found, other=seen.other, head=seen.head, predict=seen.predict,
+                       resident=awake, around=partial(seen.around, own.delays))
     return costs_of

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from moelab.advice import verify as real
 from moelab.advice.answer import Advice, more_of
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import disturbed, machine, sample_costs
-from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Scene, Search, card_costs, forms_of,
-                                 play, predicted, scene, twice_as_fast)
+from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Look, Scene, Search, card_costs,
+                                 forms_of, predicted, scene, twice_as_fast, typical)
 from moelab.advice.ways import Way, fitted
 from moelab.files import cache_root, read_json, write_json
 from moelab.offloading.profile import Profile
@@ -28,8 +27,8 @@ from moelab.offloading.simulator import flat
 from moelab.specs import DeviceSpec
 from moelab.table import span
 
-#: a model's tokens, its profile, and what was measured when it ran
-Look = tuple[Scene, Profile, dict[str, Any]]
+#: of what is kept of a look: another number where that would no longer do
+FORMAT = "moelab.look/3"
 #: ways that `verify` runs
 VERIFIED = 3
 
@@ -47,14 +46,13 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
         look, why = looked(model, kept, memory=memory, context=context, batch=batch)
         notes += [f"The model could not be run here: {why}"] * (look is None)
     if look is not None:
-        (seen, itself, ran), popularity = look, "as in what ran here"
+        seen, popularity = look.seen, "as in what ran here"
     else:
-        seen, itself, ran = scene(shares, batch), None, None
+        seen = scene(shares, batch)
         notes.append(f"Tokens were drawn {popularity}, each by itself; a model's own repeat more of each other.")
-    costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, itself, ran)
+    costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, look)
     if look is not None:
-        costs_of = as_run(costs_of, model, look, context)
-        if disturbed(itself):
+        if disturbed(itself := look.itself):
             about = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
             notes.append(f"While the model was measured, other processes kept {itself.others:.1f} cores busy{about}: "
                          f"times are too long. When it is quiet, remove {profile_file(model, kept, batch)} and ask "
@@ -65,10 +63,10 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
 
     search = searched(model, costs_of, seen, memory, context, batch, kept, loss)
     if look is not None:
-        way = as_looked(model, ran)
+        way, ran = as_looked(model, look.ran), look.ran
         if not way.resident and all(record["settings"] != way.settings for record in kept.records) and (
                 played := search.play(way, [])):
-            kept.add(settings=way.settings, batch=batch, predicted=played.tpot, tpot=fmean(ran["tpot"][-TIMED:]),
+            kept.add(settings=way.settings, batch=batch, predicted=played.tpot, tpot=typical(ran["tpot"][-TIMED:]),
                      ttft=ran["ttft"], peak=ran["peak"], limit=ran["limit"], loss=None)
     if verify:
         notes += real.verify(model, chosen(search, kept, loss), kept, memory=memory, batch=batch, loss=loss > 0)
@@ -85,29 +83,6 @@ def searched(model: Model, costs_of: Callable[..., Costs | None], seen: Scene, m
     search = Search(model, costs_of, seen, memory, context, batch, loss_of, loss)
     search.run(forms_of(model))
     return search
-
-
-def as_run(costs_of: Callable[..., Costs | None], model: Model, look: Look, context: int
-           ) -> Callable[..., Costs | None]:
-    """Costs with, for each read, what the model's own run took beyond the simulated one: queues, threads that wake up,
-    predicting. That is time of the engine, not of a part that is profiled by itself, so it is as much in every form,
-    where a factor would grow with them; what is resident has none of it."""
-    seen, _, ran = look
-    way = as_looked(model, ran)
-    costs = way and costs_of(AS_IS)
-    played = costs and play(model, way, costs, seen, context, median)   # of one run: no stall of the disk shall count
-    if not played or way.resident:                                      # without an engine
-        return costs_of
-    reads = played.read / costs.disk
-    more = max(median(ran["tpot"][-TIMED:]) - played.tpot, 0.0) / reads if reads else 0.0
-
-    def slower(form: str, executor: str = "fast") -> Costs | None:
-        costs = costs_of(form, executor)
-        if costs is None:
-            return None
-        d = costs.delays
-        return replace(costs, delays=replace(d, e_read=d.e_read + more, read_both=d.miss_read + more))
-    return slower
 
 
 def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of: Callable[..., Costs | None],
@@ -137,7 +112,7 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
                      f"{span(min(ratios), max(ratios))} of the time simulated. What else was simulated is corrected by "
                      f"{factor:.3g}, ± {'unknown' if error is None else f'{error:.0%}'}.")
     notes.append(f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
-                 f"mean; for TTFT a prompt of {search.context:,}, without the growth of attention.")
+                 f"mean of the middle half; for TTFT a prompt of {search.context:,}, without the growth of attention.")
     if kept:
         notes.append(f"What was measured is kept in {kept.path.parent}; without that folder, all is measured anew.")
     return Advice(search.model, device, search.memory, search.context, search.batch, search.allowed, tuple(ways),
@@ -184,7 +159,7 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
     kept) or None, and why not.    within : memory, context and batch.    bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
-    if not (file.is_file() and profile.is_file() and "predicting" in read_json(file)):    # an older one had none
+    if not (file.is_file() and profile.is_file() and read_json(file).get("format") == FORMAT):
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"
         options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}
@@ -194,7 +169,7 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
                                batch=within["batch"], profile=str(profile))
         except (RuntimeError, OSError) as error:
             return None, str(error)
-        write_json(file, found | within)
+        write_json(file, found | within | {"format": FORMAT})
     found = read_json(file)
     steps = [[(layer, dict(map(tuple, experts))) for layer, experts in step] for step in found["steps"]]
     tokens, shares = sum(n for n, _ in found["forwards"]), np.zeros((model.spec.L, model.spec.E))
@@ -203,4 +178,4 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
             shares[layer, expert] += n / tokens
     seen = Scene(steps, [tuple(one) for one in found["forwards"]],
                  predicted(steps, model.spec.E, found["recall"] or RECALL), np.minimum(shares, 1), within["batch"])
-    return (seen, Profile.load(profile), found), ""
+    return Look(seen, Profile.load(profile), found), ""

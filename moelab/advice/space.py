@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from moelab.cache.residency import Residency
 from moelab.offloading.limits import MachineRates
 from moelab.offloading.planner import best_pools, drawn
 from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.profile import Profile
 from moelab.offloading.simulator import RHO, Linear, Predictions, Simulation, Steps, delays_of, flat, simulate
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
@@ -56,7 +57,7 @@ PREFETCH, RECALL = "router", 0.75
 class Costs:
     """What a form costs on a machine: an expert's delays, seconds before a layer's experts and after the last layer,
     bytes of a slot, bytes of an expert on disk; seconds before a layer's experts with everything in memory, where
-    nothing is decided (None: as `other`); seconds of a prediction."""
+    nothing is decided (None: as `other`); seconds of a prediction; what an engine adds to the delays."""
 
     delays: Delays
     other: Linear
@@ -65,6 +66,7 @@ class Costs:
     disk: int
     resident: float | None = None
     predict: float = 0.0
+    around: Callable[[Delays], Delays] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ class Scene:
     predictions: Predictions
     shares: np.ndarray
     batch: int
+
+
+class Look(NamedTuple):
+    """What a model showed when it ran here once: its tokens, its profile, and what `verify.run` reported."""
+
+    seen: Scene
+    itself: Profile
+    ran: dict[str, Any]
 
 
 def predicted(steps: Steps, E: int, recall: float = RECALL, seed: int = 0) -> Predictions:
@@ -103,14 +113,18 @@ def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
     return Scene(steps, forwards, predicted(steps, shares.shape[1]), shares, batch)
 
 
-def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int,
-         middle: Callable[[list[float]], float] = fmean) -> Way | None:
-    """A way with what the simulator finds; None where its memory holds no expert beside those that are loaded.
+def typical(seconds: Iterable[float]) -> float:
+    """What a token takes, simulated or measured: the mean of the middle half of them. A mean would count what disturbed
+    the machine; a median falls by chance on a token that waits for a read or on one that waits for none."""
+    ordered = sorted(seconds)
+    quarter = len(ordered) // 4
+    return fmean(ordered[quarter:len(ordered) - quarter])
 
-    middle : of the tokens' times. The mean, since where few experts are missing most tokens wait for none, some for a
-        read, and a median falls on the one or the other by chance.
-    """
-    spec, sizes, delays = model.spec, costs.sizes, costs.delays
+
+def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:
+    """A way with what the simulator finds; None where its memory holds no expert beside those that are loaded."""
+    spec, sizes = model.spec, costs.sizes
+    delays = costs.delays if way.resident or costs.around is None else costs.around(costs.delays)
     pools, ahead, staging, (base, token) = Pools(F=spec.L * spec.E), 0, 1, costs.other
     if way.resident and costs.resident is not None:
         base = costs.resident
@@ -131,7 +145,8 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int,
         return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=(base, token),
                         head=costs.head, quiet=True, **({} if not ahead else {
                             "predictions": predictions, "ahead": ahead, "gate": gate, "across": across,
-                            "predict": costs.predict}))
+                            "predict": costs.predict}),
+                        awake=None if costs.around is None else costs.resident)
     tokens = seen.batch * context
     whole = [[(layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))}) for layer, f in
               enumerate(seen.shares)]]
@@ -148,7 +163,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int,
         residency.begin(*step)
     run(residency, seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
     timed = run(residency, seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
-    found, tpot = timed.metrics(), middle([end - start for start, end, *_ in timed.forwards])
+    found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
     return replace(
         way, hit_rate=timed.counters.hit_rate(), read=found.read_bytes / len(timed.forwards), tpot=tpot,
         ttft=prompt.ttft, pools=pools if sizes.sm and not way.resident else None, kind="simulated",
@@ -277,17 +292,19 @@ def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs 
     return halved
 
 
-def at_rate(costs_of: Callable[..., Costs | None], rate: float) -> Callable[..., Costs | None]:
-    """The same machine with reads throttled to so many bytes a second. While it waits, the disk disturbs nobody."""
+def at_rate(costs_of: Callable[..., Costs | None], rate: float, late: float = 0.0) -> Callable[..., Costs | None]:
+    """The same machine with reads throttled to so many bytes a second, which then wake up `late` by so many seconds.
+    While they wait, the disk disturbs nobody."""
     def throttled(form: str, executor: str = "fast") -> Costs | None:
         costs = costs_of(form, executor)
         if costs is None:
             return None
         d = costs.delays
-        both, least = d.miss_read, (d.e_bytes + d.sm_bytes) / rate
+        both, e, sm = d.miss_read, d.e_bytes / rate + late, d.sm_bytes and d.sm_bytes / rate + late
+        least = (d.e_bytes + d.sm_bytes) / rate + late
         busy = min(both / least, 1.0) if least else 1.0
         return replace(costs, delays=replace(
-            d, e_read=max(d.e_read, d.e_bytes / rate), sm_read=max(d.sm_read, d.sm_bytes / rate),
+            d, e_read=max(d.e_read, e), sm_read=max(d.sm_read, sm),
             read_both=None if d.read_both is None else max(d.read_both, least),
             beside={pair: 1 + (slowed - 1) * busy if "read" in pair else slowed for pair, slowed in d.beside.items()}))
     return throttled

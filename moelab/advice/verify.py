@@ -1,6 +1,6 @@
 """Ways for real: each in a process of its own, in turn; what was measured is kept, and corrects later predictions.
 
-Every way is given the same tokens: a prompt of `PROMPT`, `WARM` that fill the cache, and `TIMED`, whose mean time
+Every way is given the same tokens: a prompt of `PROMPT`, `WARM` that fill the cache, and `TIMED`, whose `typical` time
 counts. They are text, where the model has a tokenizer, and given, not sampled, since a model that repeats itself asks
 for the same experts again. What is in another form is converted once and kept with moelab's own files. Few bits are
 also asked for their language loss, on windows of library text, beside that of the model as it is.
@@ -50,9 +50,8 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
     loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the model, if it is offloaded.
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak" (bytes), "steps",
-    "forwards", "loss": nats a token of each window, and with a profile what took how long in this run: "other" and
-    "head" before a layer's experts and after the last layer's, (base, per token), "predicting" a layer's experts, and
-    the "expert" of a token that had to be read (0: none had).
+    "forwards", "loss": nats a token of each window, and with a profile what took how long in this run: all that is
+    "observed", and how "late" a throttled read came.
     """
     import torch
     from transformers import DynamicCache
@@ -60,7 +59,7 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
     from moelab.advice import sample
     from moelab.cache.pools import Pools
     from moelab.evaluation import scores
-    from moelab.offloading.simulator import overheads
+    from moelab.offloading.observed import observed
     from moelab.opening import open_model
     plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
     with open_model(source, **dict(options) | plan) as lm:
@@ -91,11 +90,10 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
             report["loss"] = [float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")]
         store = this.store
         if profile is not None:
-            report["other"], report["head"] = overheads(this.run)
-            report["predicting"] = this.engine.gate.asking if this.engine else 0.0
-            decode = lm.moelab.forwards[1].start
-            report["expert"] = median([event.end - event.start for event in this.run.timeline if event.start >= decode
-                                       and event.kind == "expert" and event.expert >= 0] or [0.0])
+            report["observed"] = observed(this.run)
+            late = [event.end - event.start - event.bytes / options.get("bandwidth", math.inf)
+                    for event in this.run.timeline if event.bytes]
+            report["late"] = max(median(late), 0.0) if late else 0.0
     if profile is not None:
         sample.of_store(store, options["executor"]).save(profile)
     return report
@@ -216,7 +214,7 @@ def verify(model: Model, ways: Sequence[Way], kept: Kept, *, memory: int, batch:
 
     Returns what could not be run, with the reason.
     """
-    from moelab.advice.space import PROMPT, TIMED, WARM
+    from moelab.advice.space import PROMPT, TIMED, WARM, typical
     failed: dict[str, str] = {}
     windows: dict[str, list[float]] = {}
     everything = [way for _ in range(rounds) for way in ways]
@@ -238,7 +236,7 @@ def verify(model: Model, ways: Sequence[Way], kept: Kept, *, memory: int, batch:
                 if asked and found["loss"]:
                     windows[way.form] = found["loss"]
                 kept.add(settings=way.settings, batch=batch, predicted=way.tpot, ttft=found["ttft"],
-                         tpot=fmean(found["tpot"][-TIMED:]), peak=found["peak"], limit=found["limit"],
+                         tpot=typical(found["tpot"][-TIMED:]), peak=found["peak"], limit=found["limit"],
                          loss=relative(windows, way, ways) if asked else None)
                 bar.update()
     except KeyboardInterrupt:

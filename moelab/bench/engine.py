@@ -170,22 +170,26 @@ def memory(bench: EngineBenchmark, tokens: int = 64) -> dict[str, Any]:
 
 
 def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, int]]:
-    """The simulator's metrics for an engine's own steps, which it left in a file, and what the engine had (`FOUND`)."""
+    """The simulator's metrics for an engine's own steps and what it took besides experts' parts, which it left in a
+    file, and what it had (`FOUND`)."""
     from moelab.cache.pools import Pools
     from moelab.cache.residency import Residency
+    from moelab.offloading.observed import Observed
     from moelab.offloading.simulator import simulate
     ran = json.loads(trace.read_text())
+    engine = Observed(*ran["observed"])
     steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in ran["steps"]]
-    said = simulate(steps, ran["forwards"], Residency(spec.L, spec.E, Pools(*ran["pools"])), profiled.delays(),
-                    workers=ran["workers"], staging=ran["staging"], other=profiled.other, head=profiled.head,
-                    quiet=True)
+    said = simulate(steps, ran["forwards"], Residency(spec.L, spec.E, Pools(*ran["pools"])),
+                    engine.around(profiled.delays()), workers=ran["workers"], staging=ran["staging"],
+                    other=engine.other, head=engine.head, quiet=True)
     return said.metrics(), dict(zip(FOUND, ran["found"]))
 
 
 def simulated(bench: EngineBenchmark) -> dict[str, Any]:
-    """The simulator on the engine's own steps: equal decisions, and its time beside the measured. Packed experts also
-    by the executor that multiplies them as they lie. The machine is profiled before an arm's runs and after them, since
-    its rates drift; samples of both count."""
+    """The simulator on the engine's own steps: equal decisions, and its time beside the measured. Experts' parts are
+    profiled, what the engine itself takes is that of the run. Packed experts also by the executor that multiplies them
+    as they lie. The machine is profiled before an arm's runs and after them, since its rates drift; samples of both
+    count."""
     from moelab.offloading.profile import profile
     from moelab.store.layout import ExpertStore
     rows: dict[str, Any] = {}

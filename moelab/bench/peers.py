@@ -180,9 +180,9 @@ class Transformers(BenchmarkedEngine):
 
 
 class Moelab(Transformers):
-    """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps; "predictor";
-    "probe": experts that are read to measure the disk; "compressed": the budget is divided into staging, which must be
-    given, and experts kept compressed."""
+    """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps and what it took
+    besides; "predictor"; "probe": experts that are read to measure the disk; "compressed": the budget is divided into
+    staging, which must be given, and experts kept compressed."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
@@ -202,6 +202,7 @@ class Moelab(Transformers):
     def report(self) -> dict[str, Any]:
         from moelab.cache.optimum import belady_hits, request_count
         from moelab.offloading.limits import kv_bytes, layer_records, on_demand_limit, overlapped_limit
+        from moelab.offloading.observed import observed
         this, peak, anonymous = self.offloading, process()["peak_rss_bytes"], _proc("status", r"^RssAnon:\s*(\d+)")
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
@@ -215,7 +216,8 @@ class Moelab(Transformers):
             steps = [[[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps]
             settings = this.run.settings
             whole = {"steps": steps, "forwards": forwards, "pools": list(astuple(settings.pools)), "workers": workers,
-                     "staging": settings.staging, "found": [getattr(metrics, key) for key in FOUND]}
+                     "staging": settings.staging, "found": [getattr(metrics, key) for key in FOUND],
+                     "observed": observed(this.run)}
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
         return {

@@ -8,7 +8,7 @@ Disk, workers and computation share cores and memory, so each two of them also r
 them: "expert beside decode" is one expert on one token while another is decoded, "expert alone" the same just before.
 
 `quick_delays` measures with a store's first experts in a moment. Left out: contention with the model's other parts, or
-of many tokens; threads' handshakes; attention to a long past; devices but the CPU.
+of many tokens; the engine itself (`moelab.offloading.observed`); attention to a long past; devices but the CPU.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class Microbenchmarks:
             layer = int(self.rng.choice([i for i, layer in enumerate(self.store.layers) if layer.size >= size]))
             place = int(self.rng.integers((self.store.layers[layer].size - size) // ALIGN + 1)) * ALIGN
             self._read(f"read {size}", self.pieces.read, layer, (place, size), "both", self.buffer)
+        self._computing(1)()                                    # torch's threads have slept meanwhile
         for tokens in EXPERT_TOKENS:
             self.timed(f"expert {tokens}", self._computing(tokens))
         if self.executor is not None:
@@ -181,11 +182,11 @@ class Microbenchmarks:
         spans: list[tuple[float, float]] = []
         again = partial(self._again, kind, spans, lambda: len(spans) == 3, Event())
         again() if kind == "expert" else (self.disk if kind == "read" else self.pool).submit(again).result()
-        self.seconds.setdefault(f"{kind} alone", []).append(statistics.fmean(end - start for start, end in spans))
+        self.seconds.setdefault(f"{kind} alone", []).append(statistics.median(end - start for start, end in spans))
 
     def _side_by_side(self, behind: str, here: str) -> None:
         """Two kinds of work again and again, one in a thread of its own, until both have been done three times; what
-        counts are the means of those that ran beside the other from beginning to end."""
+        counts are the medians of those that ran beside the other from beginning to end."""
         spans: dict[str, list[tuple[float, float]]] = {behind: [], here: []}
         begun, over = Event(), Event()
         other = (self.disk if behind == "read" else self.pool).submit(self._again, behind, spans[behind], over.is_set,
@@ -200,7 +201,7 @@ class Microbenchmarks:
             over.set()
         other.result()
         for kind, beside in ((behind, here), (here, behind)):
-            self.seconds.setdefault(f"{kind} beside {beside}", []).append(statistics.fmean(
+            self.seconds.setdefault(f"{kind} beside {beside}", []).append(statistics.median(
                 end - start for start, end in spans[kind] if first <= start and end <= last))
 
     def _decoding(self) -> Callable[[], Any]:

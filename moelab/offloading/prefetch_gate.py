@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from statistics import fmean
 from typing import NamedTuple
 
 from moelab.cache.residency import Request, Residency, Step
@@ -121,12 +120,6 @@ class PrefetchGate:
     def asked(self, layer: int, seconds: float) -> None:
         """A predictor took so long."""
         self.now.layers[layer].asking.took(seconds)
-
-    @property
-    def asking(self) -> float:
-        """Mean seconds of a prediction in this phase; 0 where none was asked for."""
-        asked = [of.asking.value for of in self.now.layers.values() if of.asking.count]
-        return fmean(asked) if asked else 0.0
 
     def rested(self, layer: int, seconds: float) -> None:
         """The layer comes; so long ago the disk had read what was demanded before, but for the predictor's time."""

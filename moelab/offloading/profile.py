@@ -103,14 +103,15 @@ class Profile:
 
     def delays(self) -> Delays:
         base, token = self.fit("expert")
-        beside = {name: statistics.median(b / a for a, b in zip(self.seconds[f"{name.split()[0]} alone"], samples))
+        beside = {name: max(1.0, statistics.median(b / a for a, b in zip(
+            self.seconds[f"{name.split()[0]} alone"], samples)))
                   for name, samples in self.seconds.items() if " beside " in name}
         return Delays(
             self.median("read E"), self.median("read SM"), self.median("decompress"), self.median("recover"), base,
             token, self.K, self.N, self.nbytes["e"], self.nbytes["sm"], self.median("decode"),
             self.experts_bytes, tuple(self.points("expert").items()),
             self.median("one thread") if "one thread" in self.seconds else None, beside, self.median("read both"),
-            max((several for several in self.points("experts").items() if several[0] > 1), default=None))
+            tuple(sorted(several for several in self.points("experts").items() if several[0] > 1)[-1:]))
 
     def to_device(self) -> DeviceSpec:
         """A device card of this machine, its figures "measured", with when and how in their source."""

@@ -2,22 +2,19 @@
 
 `Residency` decides from the sequence of steps alone, so whatever the engine hits, evicts and reads on these steps, the
 simulator does too; only the clock differs. Delays are measured on this machine, or follow from the figures of a device
-card. Contention of disk, decompression and compute is in `Delays.beside` where `profile` measured it. Left out:
-sampling between two forwards, threads' handshakes, and padding tokens of a batch, which a trace doesn't have.
+card. Contention of disk, decompression and compute is in `Delays.beside` where `profile` measured it, what the engine
+takes itself where a run did (`moelab.offloading.observed`). Left out: sampling between two forwards, and padding tokens
+of a batch, which a trace doesn't have.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
-
-import numpy as np
 
 from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.policies import Belady
@@ -29,6 +26,7 @@ from moelab.offloading import perfetto
 from moelab.offloading.limits import MachineRates
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
+from moelab.offloading.observed import Linear, observed
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
 from moelab.registry import make
@@ -44,8 +42,6 @@ from moelab.trace import PREFILL, RoutingTrace
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
 #: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
 RHO = 2.65 / 8
-#: seconds as base + per token
-Linear = tuple[float, float]
 #: for each forward, (layer, experts announced for it) of the layers that there are predictions for
 Predictions = Sequence[Iterable[tuple[int, Iterable[int]]]]
 
@@ -82,7 +78,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
              scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order,
              predictions: Predictions | None = None, ahead: int = 0, distance: int = 1,
              gate: PrefetchGate | None = None, predict: float = 0.0, across: CrossToken | None = None,
-             quiet: bool = False) -> Simulation:
+             awake: float | None = None, quiet: bool = False) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : a run's, or those of a trace (`steps_of`).
@@ -99,6 +95,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     gate : throttles prefetching and learns; None for a new one.
     predict : seconds that a prediction takes.
     across : predicts the first layer's experts at the end of the token before; None: nobody does.
+    awake : seconds in place of `other`'s base where the layer before has loaded nothing: nobody reads, and no thread
+        has slept. None for the same.
     quiet : without a progress bar.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert that the residency
@@ -112,7 +110,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    gate, done, across_tokens = gate or PrefetchGate(), [], across is not None
+    gate, done, across_tokens, loads = gate or PrefetchGate(), [], across is not None, 1
     across = across or CrossToken(residency.E)
     ahead = ahead if predictions is not None else 0
     if staging is None:
@@ -129,7 +127,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         gate.begin(phase)
         across.begin(phase)
         for layer, experts in forward:
-            target, seconds = layer + distance, other[0] + other[1] * tokens
+            base = other[0] if loads or awake is None else min(awake, other[0])
+            target, seconds = layer + distance, base + other[1] * tokens
             likely = announced[target] if target in announced and gate.wants(target) else ()
             if likely:
                 gate.asked(target, predict)
@@ -139,6 +138,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
             step = residency.begin(layer, experts)
             gate.came(step)
             across.came(layer, experts)
+            loads = sum(request.state is not State.FULL for request in step.requests)
+            machine.spend(layer, machine.now + delays.deciding(loads))
             if across_tokens and ahead and not likely and across.ends(layer) and gate.wants(across.first):
                 target, likely = across.first, across.predict()[:CANDIDATES * ahead]
             left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
@@ -147,7 +148,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
                 prefetch = gate.requests(residency, target, likely, machine.queue.reads)
                 machine.queue.prefetch(target, prefetch, given_order(prefetch))
             machine.run()
-            if len(left) == sum(request.state is not State.FULL for request in step.requests):
+            if len(left) == loads:
                 gate.waited(len(left), machine.waited)
         machine.spend(-1, machine.now + head[0] + head[1] * tokens)
         machine.queue.drop_prefetched(across.starts)
@@ -188,7 +189,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,
                     predictions=run.predictions if settings.ahead else None, ahead=settings.ahead,
-                    across=CrossToken(settings.spec.E))
+                    across=CrossToken(settings.spec.E), predict=0.0 if device else observed(run).predict)
 
 
 def machine_of(run: EngineRun, device: str | Path | DeviceSpec | None = None, decompress_gbs: float | None = None
@@ -201,7 +202,8 @@ def machine_of(run: EngineRun, device: str | Path | DeviceSpec | None = None, de
     if run.settings.delays is None:
         raise ValueError("this run's model was in memory, so nothing was read and no delay is known: give device=, or "
                          "record a run of open_model(…, memory=…)")
-    return run.settings.delays, *overheads(run)
+    found = observed(run)
+    return found.delays(run.settings.delays), found.other, found.head
 
 
 def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None) -> tuple[Delays, Linear]:
@@ -217,24 +219,6 @@ def _on_device(device: DeviceSpec, settings: EngineSettings, decompress_gbs: flo
     rates, stored = MachineRates.of(device), here.e_bytes + here.sm_bytes
     return replace(delays, e_read=stored / rates.read, sm_read=0.0, recover=0.0, e_bytes=stored, sm_bytes=0,
                    expert_base=spec.expert_bytes / rates.memory, experts_bytes=here.experts_bytes), other
-
-
-def overheads(run: EngineRun) -> tuple[Linear, Linear]:
-    """Seconds before a layer's experts, and after the last layer's: (base, per token), fitted to what was measured."""
-    starts = [forward.start for forward in run.forwards]
-    spent: dict[tuple[int, bool], list[float]] = {}
-    for event in run.timeline:
-        at = bisect_right(starts, event.start) - 1
-        if event.kind == "other" and at >= 0:
-            spent.setdefault((run.forwards[at].tokens, event.layer < 0), []).append(event.end - event.start)
-
-    def fit(after: bool) -> Linear:
-        points = {tokens: median(seconds) for (tokens, last), seconds in spent.items() if last == after}
-        if len(points) < 2:
-            return (*points.values(), 0.0)[0], 0.0
-        token = max(np.polyfit(list(points), list(points.values()), 1)[0].item(), 0.0)
-        return max(median(seconds - token * n for n, seconds in points.items()), 0.0), token
-    return fit(False), fit(True)
 
 
 def steps_of(trace: RoutingTrace, batch: int = 1) -> tuple[list[list[tuple[int, dict[int, int]]]],

@@ -109,7 +109,7 @@ class SimulatedMachine:
     experts that are FULL in ascending order, or in one go where `Delays.together` says so, then the others as they are
     loaded. Time passes in `run` and `spend` only,
     and what is under way goes on from layer to layer. Whoever works beside others is slowed down as `Delays.beside`
-    says, as long as they do. Left out: threads' handshakes.
+    says, as long as they do; an expert that compute waits for comes `Delays.handover` later.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
     prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
@@ -146,7 +146,7 @@ class SimulatedMachine:
         """Compute does something else than experts; disk and workers go on with what is prefetched."""
         if until > self.now:
             self._left = 1
-            self._compute("other", layer, -1, until)
+            self._compute("other", layer, -1, self.now, until)
             self.run()
 
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()) -> list[Any]:
@@ -155,7 +155,7 @@ class SimulatedMachine:
         self._layer, self._left, self.needed, self.waited = layer, len(requests), self.now, 0.0
         self._requests = {request.key: request for request in requests}
         there = [request.key for request in requests if request.state is State.FULL]
-        self._ready.extend([[key] for key in there] if self.delays.together is None else [there] if there else [])
+        self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
         return self.queue.begin(layer, [request for request in requests if request.state is not State.FULL], evicted,
                                 lambda key: self._ready.append([key]))
 
@@ -201,13 +201,15 @@ class SimulatedMachine:
         while self._idle and (found := self.queue.next_decode()) is not None:
             self._decode(*found)
         if self._compute_free and self._ready:
-            keys = self._ready.popleft()
+            keys, begin = self._ready.popleft(), self.now
             if self.now > self._computed_until:
-                self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, self.now))
-                self.waited += self.now - self._computed_until
+                begin += self.delays.handover
+                self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, begin))
+                self.waited += begin - self._computed_until
             seconds = self.delays.one_thread if self._one_thread \
                 else self.delays.at_once([self._requests[key] for key in keys])
-            self._compute("expert", keys[0].layer, keys[0].expert if len(keys) == 1 else -1, self.now + seconds, keys)
+            only = keys[0].expert if len(keys) == 1 else -1
+            self._compute("expert", keys[0].layer, only, begin, begin + seconds, keys)
 
     def _go_on(self) -> None:
         (_, go_on), self._halted = self._halted, None
@@ -240,7 +242,8 @@ class SimulatedMachine:
         self._begin(f"worker {worker}", worker, operation, *load.key, self.now + self._seconds[operation] / part,
                     end)
 
-    def _compute(self, kind: str, layer: int, expert: int, until: float, keys: Sequence[ExpertKey] = ()) -> None:
+    def _compute(self, kind: str, layer: int, expert: int, start: float, until: float, keys: Sequence[ExpertKey] = ()
+                 ) -> None:
         self._compute_free = False
 
         def end() -> None:
@@ -248,10 +251,10 @@ class SimulatedMachine:
             self._left -= max(len(keys), 1)
             if leaving := [self._requests[key] for key in keys if self._requests[key].keep is not State.FULL]:
                 self.queue.computed(leaving)
-        self._begin("compute", self.workers, kind, layer, expert, until, end)
+        self._begin("compute", self.workers, kind, layer, expert, until, end, start=start)
 
     def _begin(self, resource: str, number: int, kind: str, layer: int, expert: int, until: float,
-               end: Callable[[], None], nbytes: int = 0) -> None:
+               end: Callable[[], None], nbytes: int = 0, start: float | None = None) -> None:
         what = {-1: "read", self.workers: kind}.get(number, "decode")
         self._running[number] = _Work(what, len(self._events), until, end)
-        self._events.append(Event(resource, kind, layer, expert, self.now, until, nbytes))
+        self._events.append(Event(resource, kind, layer, expert, self.now if start is None else start, until, nbytes))

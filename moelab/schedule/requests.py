@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from moelab.specs import ExpertKey, State
 
 
@@ -91,10 +93,12 @@ class Delays:
     one_thread : one token's expert on one thread, which the engine leaves computing while others are loaded; None if
         it does not.
     read_both : reading all chunks of an expert in one request; None for the sum of the two.
-    together : (n, seconds) of one token's n experts in one call, which an executor makes for those in memory; None if
-        each is computed by itself.
+    together : measured (n, seconds) of one token's n experts in one call, which an executor makes for those in memory,
+        ascending, n above 1; none if each is computed by itself.
     beside : how many times as long a "read", a "decode" (or a part of it) or an "expert" takes while another of the
         three runs, by "expert beside decode" and so on; beside two, both factors count.
+    decide : measured (experts that must be loaded, seconds) of deciding about a layer's step, ascending.
+    handover : until threads have woken up, between an expert's last read and its computation, if that waits for it.
     """
 
     e_read: float
@@ -113,7 +117,9 @@ class Delays:
     one_thread: float | None = None
     beside: Mapping[str, float] = field(default_factory=dict)
     read_both: float | None = None
-    together: tuple[int, float] | None = None
+    together: Sequence[tuple[int, float]] = ()
+    decide: Sequence[tuple[int, float]] = ()
+    handover: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -158,14 +164,21 @@ class Delays:
         (n0, low), (n1, high) = self.computed[at - 1:at + 1]
         return max(low + (high - low) * (tokens - n0) / (n1 - n0), 0.0)
 
+    def one_token(self, n: int) -> float:
+        """Seconds of one token's n experts that are computed in one call: on straight lines between one's and those of
+        `together`, if there are any."""
+        alone = self.expert(1)
+        return float(np.interp(n, *zip((1, alone), *self.together))) if self.together else n * alone
+
     def at_once(self, requests: Sequence[Any]) -> float:
-        """Seconds of experts that are computed in one call: for one token each on a straight line through what one
-        takes and `together`; else the sum of each alone."""
-        alone = [self.expert(request.tokens) for request in requests]
-        if self.together is None or len(alone) == 1 or any(request.tokens > 1 for request in requests):
-            return sum(alone)
-        n, seconds = self.together
-        return max(alone[0] + (seconds - alone[0]) * (len(alone) - 1) / (n - 1), 0.0)
+        """Seconds of experts that are computed in one call, or, for more tokens than one, one after another."""
+        if all(request.tokens == 1 for request in requests):
+            return self.one_token(len(requests))
+        return sum(self.expert(request.tokens) for request in requests)
+
+    def deciding(self, loads: int) -> float:
+        """Seconds of deciding about a layer's step that must load so many experts: see `moelab.offloading.observed`."""
+        return float(np.interp(loads, *zip(*self.decide))) if self.decide else 0.0
 
     def whole(self, request: Any) -> Task:
         """A request, which has `.key.expert`, `.tokens` and `.state`, as one task of one chunk, which is what the

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moelab import advise
 from moelab.advice import space
 from moelab.advice.model import AS_IS, DECODED, Model
-from moelab.advice.space import PROMPT, TIMED, WARM, Search, at_rate, card_costs, play, scene, stored_bytes
+from moelab.advice.space import PROMPT, TIMED, WARM, Search, at_rate, card_costs, play, scene, stored_bytes, typical
 from moelab.advice.ways import fitted, needed, zipf
 from moelab.specs import DeviceSpec, Figure, MoESpec
 
@@ -120,3 +120,14 @@ def test_a_throttled_disk_by_hand():
     assert slow.e_read == pytest.approx(full / 1e5) == 10 * plain.delays.e_read and fast == plain.delays
     assert slow.beside == {"expert beside read": pytest.approx(1.05), "expert beside decode": 2.0}
     assert at_rate(lambda *_: None, 1e5)(AS_IS) is None
+    late = at_rate(lambda form, executor: plain, 1e5, 0.25)(AS_IS).delays
+    assert late.e_read == pytest.approx(full / 1e5 + 0.25) and late.sm_read == 0
+
+
+@given(st.lists(st.floats(0.0, 9.0), min_size=1, max_size=40), st.data())
+def test_what_is_typical_is_not_moved_by_a_quarter_of_the_tokens(seconds, data):
+    ordered = sorted(seconds)
+    slow = len(seconds) // 4
+    disturbed = ordered[:len(seconds) - slow] + [data.draw(st.floats(9.0, 1e6)) for _ in range(slow)]
+    assert typical(disturbed) == typical(seconds)
+    assert min(seconds) - 1e-9 <= typical(seconds) <= max(seconds) + 1e-9 and typical([3.0] * len(seconds)) == 3.0

@@ -134,22 +134,33 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(tmp_path, monke
     assert not math.isnan(again.best.tpot)
 
 
-def test_what_a_run_takes_beyond_its_parts_is_added_to_every_read(monkeypatch):
-    """A run that took 7 ms, of which the simulator knows 1, and read 5 experts: each read takes 1.2 ms more."""
-    costs = space.Costs(Delays(0.001, 0, 0, 0, 0.1, 0.2, read_both=0.002), (0.001, 0.5), (0.0, 0.0), None, 2, 0.3)
-    ran = {"tpot": [1.0] + [0.007] * space.TIMED}
-    monkeypatch.setattr(simulated, "as_looked", lambda *_: way())
-    monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.001))          # 10 bytes, of experts of 2
-    known = {(form, executor): costs for form in (AS_IS, "bf12") for executor in ("fast", "exact")}
-    found = simulated.as_run(lambda form, executor="fast": known.get((form, executor)), MODEL, (None, None, ran), 9)
-    for form, executor in known:
-        slower = found(form, executor)
-        assert slower.delays.e_read == pytest.approx(0.0022) and slower.delays.read_both == pytest.approx(0.0032)
-        assert replace(slower, delays=costs.delays) == costs                        # and nothing else
-    assert found("huffman") is None
-    monkeypatch.setattr(simulated, "play", lambda *_: way(tpot=0.008))
-    again = simulated.as_run(lambda form, executor="fast": costs, MODEL, (None, None, ran), 9)
-    assert again(AS_IS) == costs                                                    # never faster than its parts
+def test_what_the_engine_takes_in_a_run_is_added_to_the_parts_of_every_form(monkeypatch):
+    """Alone an expert takes 6 s, beside reads 9; it took 12. Two in one call took 24 while the third was read,
+    not 9 times 1.5; all three in one call have nothing to wait for."""
+    own = Delays(1, 0, 0, 0, 6.0, 0, beside={"expert beside read": 1.5}, together=((3, 12.0),))
+    parts = Delays(1, 0, 0, 0, 2.0, 0, computed=((1, 2.0), (4, 3.0)), together=((5, 4.0),))
+    ran = {"observed": [(3.0, 1.0), (3.0, 0.0), 4.0, 2.0, ((0, 1.0), (2, 4.0)), 0.5, (11.0, 1.0),
+                        ((2, 24.0), (3, 99.0))]}
+    known = {"a model": (own, None), "raw": (own, 40.0), "bf12": (parts, 40.0)}
+
+    def costs(found, model, whole):
+        delays, resident = known[found]
+        return space.Costs(delays, (7.0, 7.0), (7.0, 7.0), None, 2, resident)
+    monkeypatch.setattr(sample, "costs", costs)
+    monkeypatch.setattr(sample, "measured", lambda spec, form, executor: form)
+    costs_of = sample.sample_costs(MODEL, [], space.Look(None, "a model", ran))
+    found = costs_of("bf12")
+    assert (found.other, found.head, found.predict) == ((3.0, 1.0), (3.0, 0.0), 2.0)
+    delays = found.around(found.delays)
+    assert (delays.expert(1), delays.expert(4)) == (2.0 + 2.0, 3.0 + 2.0) and delays.handover == 0.5
+    assert delays.one_token(5) == 4.0 and delays.deciding(1) == 2.5
+    assert delays.one_token(3) == pytest.approx(2 + 2 * 0.5 + 24 / 1.5 - 9)
+    assert found.delays == parts and found.resident == 42.0         # but for the head, which took 4 s less
+    as_it_is = costs_of(AS_IS)
+    assert as_it_is.around(as_it_is.delays).expert(1) == 8.0 and as_it_is.delays == own and as_it_is.resident == 42.0
+    exact = costs_of("bf12", "exact")                             # of which nothing was run
+    assert exact.around(parts) == replace(parts, decide=((0, 1.0), (2, 4.0)), handover=0.5)
+    assert exact.other == (7.0, 7.0)
 
 
 def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):

@@ -153,8 +153,8 @@ def test_contention_is_the_ratio_to_what_the_same_takes_alone_in_that_round():
     delays = replace_seconds(seconds).delays()
     assert delays.beside == {"expert beside decode": 3.0, "read beside expert": 1.5} and delays.one_thread is None
     assert replace_seconds(seconds | {"one thread": [6.0]}).delays().one_thread == 6.0
-    assert delays.together is None
-    assert replace_seconds(seconds | {"experts 3": [5.0], "experts 8": [6.0, 9.0, 7.0]}).delays().together == (8, 7.0)
+    assert delays.together == ()
+    assert replace_seconds(seconds | {"experts 3": [5.0], "experts 8": [6.0, 9.0, 7.0]}).delays().together == ((8, 7.0),)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"])

@@ -12,11 +12,10 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
-from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.offloading.simulator import MachineRates, delays_of, flat, overheads, replay, simulate, steps_of
+from moelab.offloading.simulator import MachineRates, delays_of, flat, replay, simulate, steps_of
 from moelab.schedule.affinity import naive_order
 from moelab.schedule.requests import Delays
-from moelab.specs import DeviceSpec, Event, Figure, MoESpec, State
+from moelab.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from tests.models import tiny
@@ -258,14 +257,20 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
         replay(model)
 
 
-def test_what_is_measured_besides_experts_is_fitted():
-    """(base, per token) before a layer's experts, from forwards of 1 and 5 tokens; after the last, from one only."""
-    residency = Residency(1, 2, Pools())
-    made = EngineRun(EngineSettings(SPEC, Pools(), "lru", "model", None, 1, 1, 0, DELAYS, 0), residency)
-    for start, tokens, other in ((0.0, 5, 3.0), (10.0, 1, 1.0), (20.0, 1, 1.0)):
-        made.begin_forward()
-        made.timeline.add(Event("compute", "other", 0, -1, start, start + other))
-        made.timeline.add(Event("compute", "other", -1, -1, start + 5, start + 7))
-        made.end_forward(Forward(start, start + 7, tokens, "decode"))
-    other, head = overheads(made)
-    assert other == pytest.approx((0.5, 0.5)) and head == pytest.approx((2.0, 0.0))
+def test_a_run_of_an_executor_is_replayed_with_its_calls(qwen):
+    """All experts of a layer that are in memory are one call, in the run and in its replay."""
+    with offload(qwen[1], "10MB", plan=Pools(F=7), executor="fast") as model:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        run = model.moelab.run
+        calls, played = (Counter((event.layer, event.expert) for event in events if event.kind == "expert")
+                         for events in (run.timeline, replay(run).events))
+        assert calls == played and any(expert < 0 for _, expert in calls) and any(expert >= 0 for _, expert in calls)
+
+
+def test_what_comes_before_experts_is_shorter_after_a_layer_that_loaded_nothing():
+    """Two layers of an expert each, read in the first token: 3 s before each layer, then 3 and 1, then 1 and 1."""
+    steps = [[(0, {0: 1}), (1, {0: 1})]] * 3
+    played = simulate(steps, [(1, "decode")] * 3, Residency(2, 1, Pools(F=2)), Delays(1, 0, 0, 0, 5.0, 0), other=(3.0, 0.0),
+                      awake=1.0, quiet=True)
+    assert [forward.end - forward.start for forward in played.forwards] == [2 * (3 + 1 + 5), 3 + 5 + 1 + 5, 2 * (1 + 5)]

@@ -313,14 +313,25 @@ def test_one_tokens_experts_are_computed_by_one_thread_while_others_are_loaded()
 
 
 def test_experts_in_memory_are_computed_in_one_call_where_the_executor_does():
-    machine = replace(UNIT, together=(3, 10.0))                 # one takes 6, so each further one 2
+    machine = replace(UNIT, together=((3, 10.0),))                 # one takes 6, so each further one 2, up to three
     for states, tokens, expected in (("FFFM", 1, [(-1, 0, 10), (3, 10, 16)]), ("FFMM", 1, [(-1, 0, 8), (2, 10, 16)]),
-                                     ("FMMM", 1, [(0, 0, 6)]), ("FFFF", 1, [(-1, 0, 12)]), ("FF", 2, [(-1, 0, 14)])):
+                                     ("FMMM", 1, [(0, 0, 6)]), ("FFFF", 1, [(-1, 0, 10)]), ("FF", 2, [(-1, 0, 14)])):
         asked = [request(i, state, tokens=tokens) for i, state in enumerate(states)]
         events, _ = execute(asked, order(asked, machine, 1), machine, 1)
         found = [(e.expert, e.start, e.end) for e in events if e.kind == "expert"]
         assert found[:len(expected)] == expected
         assert machine.at_once(asked[:1]) == machine.expert(tokens)
+
+
+def test_threads_wake_up_before_an_expert_that_is_waited_for():
+    """Read by 2, decoded by 4, computed 2 s later, for 6 s; what comes meanwhile has not been waited for."""
+    machine = replace(UNIT, handover=2.0, e_read=1.0, sm_read=1.0, decompress=1.0)
+    asked = [request(0, "M"), request(1, "M"), request(2, "F")]
+    events, end = execute(asked, naive_order(asked), machine, 1)
+    found = {e.expert: (e.start, e.end) for e in events if e.kind == "expert"}
+    assert found == {2: (0, 6), 0: (6, 12), 1: (12, 18)} and end == 18      # 0 was there by 4, 1 by 6
+    events, end = execute(asked[:1], naive_order(asked[:1]), machine, 1)
+    assert [(e.kind, e.start, e.end) for e in events if e.resource == "compute"] == [("wait", 0, 6), ("expert", 6, 12)]
 
 
 def test_nothing_to_execute():
