@@ -11,12 +11,13 @@ by metrics of a notebook or of a bench, or by what testing it would need. Its ve
                                         `null` says it by other claims, it alone decides)
     reproduced                          it agrees, for the source's model and machine
     same direction                      an order holds; it agrees, but `instead` of the source's model or machine
-                                        another one was looked at; or it lies on the claim's side of no effect, and
-                                        could have come out on the other (`either_way`)
+                                        another one was looked at; or it has at least a quarter of the claim's effect,
+                                        and could have come out on the other side of none (`either_way`)
     not reproduced                      none of these; the claim says the likely reason
 
 What is reproduced, or has the same direction, must be so under each of a metric's `readings`, other choices where the
-source leaves one open; else it is not reproduced.
+source leaves one open, and at both ends of its `interval`, where a claim names their metrics; else it is not
+reproduced.
 
 A number agrees within its tolerance, and where no effect has a value (`neutral`) within half of the effect, too: 20 %
 of a gain of 1.2 would include none. An order that could not have come out otherwise must say so in `follows`.
@@ -67,6 +68,7 @@ class Claim:
     unit: str = ""
     metric: tuple[str, ...] = ()            # a notebook or "bench NAME", then names of metrics; * stands for any text
     combine: str = ""                       # a key of COMBINE
+    interval: tuple[str, ...] = ()          # two metrics of the same place: the ends of a 95 % interval of `metric`
     needs: str = ""
     neutral: float | None = None            # the value of no effect
     either_way: bool = False                # ours could have come out on the other side of it
@@ -88,6 +90,7 @@ class Claim:
             (not (self.metric or self.needs or self.contradicted or self.fitted), "nothing answers it"),
             (bool(self.needs and (self.metric or self.fitted or self.follows)), "what needs something has no answer"),
             (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
+            (self.interval and (len(self.interval) != 2 or len(self.metric) != 2), "an interval has two ends"),
             (self.combine not in ("", *COMBINE), f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}"),
             (self.either_way and not (self.neutral is not None and isinstance(self.value, (int, float))),
              "either_way goes with a number and neutral"),
@@ -127,7 +130,7 @@ class Claim:
             order = self.above is not None or self.below is not None
             return (FITTED if self.fitted else FOLLOWS if self.follows or self.predicted else
                     DIRECTION if order or self.instead else REPRODUCED)
-        same = self.either_way and (found - self.neutral) * (self.value - self.neutral) > 0
+        same = self.either_way and (found - self.neutral) / (self.value - self.neutral) >= 0.25
         return DIRECTION if same else NOT_REPRODUCED
 
     @property
@@ -165,7 +168,8 @@ class Row:
     def why(self) -> str:
         """What stands behind the verdict."""
         if self.lost and self.verdict == NOT_REPRODUCED:
-            return f"by our choices only; {', '.join(f'{name}: {value:.3g}' for name, value in self.lost.items())}"
+            lost = ", ".join(f"{name}: {value:.3g}" for name, value in self.lost.items())
+            return f"{'within its interval' if self.claim.interval else 'by our choices'} only; {lost}"
         return self.claim.why(self.verdict)
 
     @property
@@ -201,7 +205,8 @@ def load(path: str | Path | None = None) -> list[Claim]:
             if unknown := of.keys() - known:
                 raise ValueError(f"claim {source}/{of.get('id')}: unknown {', '.join(sorted(unknown))}")
             given = {"text": "", "id": "", "where": ""} | sources[source] | of
-            found.append(Claim(source, metric=tuple(given.pop("metric", ())), **given))
+            lists = {name: tuple(given.pop(name, ())) for name in ("metric", "interval")}
+            found.append(Claim(source, **lists, **given))
     twice = [f"{source}/{name}" for (source, name), n in Counter((c.source, c.id) for c in found).items() if n > 1]
     if twice:
         raise ValueError(f"there are two claims {', '.join(twice)}")
@@ -264,7 +269,11 @@ def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, dict[str, Any]]:
         return None if words or claim.combine == "ratio" and 0 in values[1:] else combine(values)
     if not all(names) or (value := read(None)) is None:
         return None, "", {}
-    return value, found[0]["kind"], {name: read(name) for metric in found for name in metric.get("readings", {})}
+    readings = {name: read(name) for metric in found for name in metric.get("readings", {})}
+    ends = [metrics.get(name, {}).get("value") for name in claim.interval]
+    if None in ends:
+        return None, "", {}
+    return value, found[0]["kind"], readings | dict(zip(("95 % from", "95 % to"), ends))
 
 
 def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,

@@ -60,3 +60,13 @@ def ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarr
     rest = np.square(above - value * below).sum()
     half = t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum())) if n > 1 else math.nan
     return value, value - half, value + half
+
+
+def named(name: str, of: Interval) -> dict[str, float]:
+    """A value and its ends as metrics: `name`, `name`_from and `name`_to."""
+    return dict(zip((name, f"{name}_from", f"{name}_to"), of))
+
+
+def told(of: Interval) -> str:
+    """As Markdown: **0.97** [0.93, 1.01]."""
+    return "**{:.2f}** [{:.2f}, {:.2f}]".format(*of)

@@ -31,7 +31,8 @@ def claim(**how):
     ({"value": "TP"}, "EP", NOT_REPRODUCED),
     ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.05, NOT_REPRODUCED),       # half of the effect is 0.1
     ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.29, REPRODUCED),
-    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.05, DIRECTION),
+    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.06, DIRECTION),
+    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.04, NOT_REPRODUCED),   # a fifth of it
     ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 0.95, NOT_REPRODUCED),
     ({"instead": "a small model"}, 2.0, DIRECTION), ({"instead": "a small model"}, 3.0, NOT_REPRODUCED),
     ({"above": 1.0}, 1.1, DIRECTION), ({"above": 1.0}, 1.0, NOT_REPRODUCED), ({"below": 1.0}, 0.9, DIRECTION),
@@ -51,7 +52,7 @@ def test_verdicts(how, found, verdict):
     ({"value": 1, "above": 0}, "exactly one"),
     ({"value": [2.0, 1.0]}, "low, high"), ({"metric": ()}, "nothing answers it"),
     ({"needs": "a Mac", "metric": ("n", "x")}, "has no answer"), ({"metric": ("n",)}, "and then metrics"),
-    ({"combine": "sum"}, "there are: ratio"), ({"either_way": True}, "neutral"),
+    ({"combine": "sum"}, "there are: ratio"), ({"interval": ("low",)}, "two ends"), ({"either_way": True}, "neutral"),
     ({"follows": "3", "predictor": 3.0}, "outside the tolerance"), ({"predictor": 2.0}, "not explained")])
 def test_incomplete_claims_are_refused(how, said):
     with pytest.raises(ValueError, match=said):
@@ -134,6 +135,14 @@ def test_what_holds_by_one_choice_only_is_not_reproduced(how, by_ours, by_anothe
     assert (row.verdict, row.ours, row.readings) == (verdict, by_ours, {"turned round": by_another})
     changed = verdict == NOT_REPRODUCED and by_ours != 2.9
     assert ("turned round" in row.cells[-1]) == changed and (claims.problems([row]) == []) == (by_ours != 2.9)
+
+
+@pytest.mark.parametrize("low, high, verdict", [
+    (1.02, 1.2, DIRECTION), (0.98, 1.2, NOT_REPRODUCED), (1.02, None, UNANSWERED)])
+def test_an_order_must_hold_at_both_ends_of_its_interval(low, high, verdict):
+    ends = {name: {"value": value, "kind": "measured"} for name, value in (("low", low), ("high", high)) if value}
+    row, = rows([claim(above=1.0, interval=("low", "high"))], own={"n": {"x": {"value": 1.1, "kind": "measured"}} | ends})
+    assert row.verdict == verdict and ("within its interval only" in row.why) == (verdict == NOT_REPRODUCED)
 
 
 def test_readings_are_combined_choice_by_choice():

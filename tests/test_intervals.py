@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.intervals import interval, ratio, standard_error, t95
+from moelab.intervals import interval, named, ratio, standard_error, t95, told
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
@@ -48,3 +48,8 @@ def test_the_ratio_of_sums_is_held_in_95_of_100_cases(n):
         assert low <= value <= high
         held += low <= 0.7 <= high
     assert 0.92 < held / draws < 0.965              # an approximation: a little short of 95 % with few samples
+
+
+def test_an_interval_in_words_and_as_metrics():
+    assert told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]"
+    assert named("lead", (1.2, 1.1, 1.3)) == {"lead": 1.2, "lead_from": 1.1, "lead_to": 1.3}

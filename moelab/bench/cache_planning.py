@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from moelab import open_model
+from moelab.bench import measure
 from moelab.cache.optimum import belady_hits, compulsory_misses, request_count, static_hits
 from moelab.cache.planning import CachePlan, plan
 from moelab.cache.policies import POLICIES, Belady
@@ -29,7 +30,7 @@ from moelab.models.convert import kept_store
 from moelab.offloading import limits
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.offload import offload
-from moelab.offloading.planner import best_pools
+from moelab.offloading.planner import Tried, best_pools
 from moelab.offloading.profile import profile
 from moelab.offloading.simulator import Simulation, flat, simulate, steps_of
 from moelab.offloading.slots import Sizes
@@ -39,6 +40,8 @@ from moelab.specs import State
 SOURCES = ("code", "prose", "needle", "lookup")
 #: pools, policy
 How = tuple[Pools, str]
+#: eviction policy of plans, and of the single states beside them
+POLICY = "zipmoe"
 #: of the curves by memory; a figure with more lines is not read
 SHOWN = ("zipmoe", "lru", "mine")
 
@@ -132,11 +135,11 @@ class Bench:
         """TPOT that a plan expects, seconds."""
         return self.L * (found.seconds + sum(self.other)) + sum(self.head)
 
-    def auto(self, share: float) -> Pools:
-        """Of the ten best plans and the single states the fastest on the training prompts, simulated (plan="auto")."""
+    def tried(self, share: float) -> list[Tried]:
+        """The ten best plans and the single states on the training prompts, simulated, fastest first (plan="auto")."""
         decoded = [step for step, (_, phase) in zip(*steps_of(self.train)) if phase == "decode"]
         return best_pools(self.by_layer, decoded, self.room(share), self.sizes, self.delays, workers=self.workers,
-                          staging=self.staging, policy="zipmoe", warm=len(decoded) // 2, other=self.other)[0].pools
+                          staging=self.staging, policy=POLICY, warm=len(decoded) // 2, other=self.other, most=10)
 
     def play(self, pools: Pools, policy: Any = "zipmoe") -> Simulation:
         """The test prompts, simulated."""
@@ -146,13 +149,21 @@ class Bench:
 
     # --------------------------------------------------------------------------------------------------------- run
 
-    def generate(self, pools: Pools, policy: str = "zipmoe", ids: Sequence[torch.Tensor] = (),
-                 scheduler: str = "default", **how: Any) -> tuple[Any, list[Any]]:
-        """(session, output of each batch) of prompts run within the pools' memory, from an empty cache."""
+    def open(self, pools: Pools, policy: str = POLICY, scheduler: str = "default") -> Any:
+        """The model within the pools' memory, an empty cache."""
         sizes = self.sizes
         memory = pools.nbytes(sizes.full, sizes.sm, sizes.e) + self.staging * sizes.in_flight
-        model = offload(self.store, memory, policy=policy, plan=pools, scheduler=scheduler, delays=self.delays,
-                        staging=self.staging, workers=self.workers, bandwidth=self.disk)
+        return offload(self.store, memory, policy=policy, plan=pools, scheduler=scheduler, delays=self.delays,
+                       staging=self.staging, workers=self.workers, bandwidth=self.disk)
+
+    def text(self, model: Any, ids: torch.Tensor, new: int) -> Any:
+        """Its output for prompts [B, S], with so many new tokens."""
+        return self._generate(model, ids, max_new_tokens=new, min_new_tokens=new)
+
+    def generate(self, pools: Pools, policy: str = POLICY, ids: Sequence[torch.Tensor] = (),
+                 scheduler: str = "default", **how: Any) -> tuple[Any, list[Any]]:
+        """(session, output of each batch) of prompts run within the pools' memory, from an empty cache."""
+        model = self.open(pools, policy, scheduler)
         with model.moelab as session:
             return session, [self._generate(model, one, **how) for one in ids or self.singly]
 
@@ -187,12 +198,15 @@ class Bench:
                 pools, scheduler=name)[0].forwards])
         return {name: float(np.min(of, 0).reshape(len(self.singly), -1)[:, 1:].mean()) for name, of in took.items()}
 
-    def batch(self, b: int, pools: Pools, policy: str, tokens: int) -> tuple[float, float]:
-        """(tokens a second while decoding b sequences together, MB read a token)."""
-        runs = [self.generate(pools, policy, [self.unseen[:b]], max_new_tokens=tokens, min_new_tokens=tokens)[0]
-                for _ in range(self.rounds)]
-        took = np.min([[x.end - x.start for x in session.forwards[1:]] for session in runs], 0).mean()
-        return float(b / took), runs[0].metrics().read_bytes_per_token / 1e6
+    def batch(self, b: int, arms: Mapping[str, How], tokens: int) -> dict[str, tuple[np.ndarray, float]]:
+        """Of each, in turn: seconds of the decode steps of b sequences together, the least of the rounds; MB read a
+        token."""
+        runs: dict[str, list[Any]] = {name: [] for name in arms}
+        for _, name in measure.turns(list(arms), self.rounds, f"batch {b}"):
+            runs[name].append(self.generate(*arms[name], [self.unseen[:b]], max_new_tokens=tokens,
+                                            min_new_tokens=tokens)[0])
+        return {name: (np.min([[x.end - x.start for x in session.forwards[1:]] for session in of], 0),
+                       of[0].metrics().read_bytes_per_token / 1e6) for name, of in runs.items()}
 
 
 def tpot(found: Simulation) -> float:
@@ -206,34 +220,26 @@ class Planned(NamedTuple):
     """One budget: the plan and the single states, their simulations, and what ran."""
 
     plan: CachePlan
-    pools: dict[str, Pools]                 # "plan", "F", "C", "S", "E" and, where it was chosen, "auto"
-    simulated: dict[str, Simulation]        # all but "auto"
+    pools: dict[str, Pools]                 # "plan", "F", "C", "S" and "E"
+    simulated: dict[str, Simulation]
     best: str                               # the single state that is fastest, simulated
-    took: dict[str, float]                  # seconds a token, measured
+    took: dict[str, float]                  # seconds a token, measured: of the plan and, at three budgets, of the best
 
     def bytes(self, bench: Bench) -> dict[str, int]:
         """Memory of each pool of the plan."""
         return {s["state"]: self.plan.pools[State(s["state"])] * s["bytes"] for s in bench.states[1:]}
 
-    def lead(self, name: str = "plan") -> float:
-        """Best single state ÷ this one, measured."""
-        return self.took[self.best] / self.took[name]
-
-    def lead_simulated(self) -> float:
-        return min(tpot(self.simulated[x]) for x in "FCSE") / tpot(self.simulated["plan"])
-
 
 def planned(bench: Bench, shares: Sequence[float]) -> dict[float, Planned]:
-    """The plan beside caches of one state at every budget; at three, the best of these and "auto" are run, too."""
+    """The plan beside caches of one state at every budget, from an empty cache."""
     found = {}
     for share in shares:
         division = bench.plan(share)
         pools = {"plan": division.pools} | {state: bench.plan(share, state).pools for state in "FCSE"}
         simulated = {name: bench.play(of) for name, of in pools.items()}
-        best, run = min("FCSE", key=lambda state: tpot(simulated[state])), ["plan"]
-        if share in (shares[0], shares[len(shares) // 2], shares[-1]):
-            pools["auto"], run = bench.auto(share), ["plan", best, "auto"]
-        found[share] = Planned(division, pools, simulated, best, {name: bench.tpot(pools[name]) for name in run})
+        best = min("FCSE", key=lambda state: tpot(simulated[state]))
+        ran = ["plan"] + [best] * (share in (shares[0], shares[len(shares) // 2], shares[-1]))
+        found[share] = Planned(division, pools, simulated, best, {name: bench.tpot(pools[name]) for name in ran})
     return found
 
 

@@ -3,6 +3,11 @@
 NPUMoE §4.1, §5.1 and §5.8. Prompts of the train split calibrate, those of the test split are unseen; the two share no
 library file, no manual page and no key. The overlap is NPUMoE's Overlap@K, of which it does not say whether popularity
 at run time is that of all unseen prompts together (`pooled`) or of each by itself (`per_prompt`).
+
+`python -m moelab bench popularity` asks whether overlap across data sets is low because calibrations are small: it
+calibrates on disjoint groups of ever more prompts, each against all unseen prompts of another source, in prefill. How
+many the paper takes it does not say. Intervals, 95 %, are over groups. Models differ in their number of experts, so
+"above chance" is (overlap − k/E) / (1 − k/E).
 """
 
 from __future__ import annotations
@@ -11,15 +16,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import permutations
 from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moelab import open_model
+from moelab.arguments import several, whole
 from moelab.calibration import (Calibration, calibrate, capacity_needed, chunk_loads, inclusion_probabilities, overflow,
                                 overlap_at_k)
 from moelab.datasets import prompts, token_count
+from moelab.intervals import interval
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
@@ -145,3 +154,48 @@ class Capacities:
         """Room over the `routings` of a chunk, and overflow: mean of layers and worst layer."""
         return [[name, f"{capacity.ceil().sum(1).double().mean() / routings:.2f}", f"{self.lost[name].nanmean():.1%}",
                  f"{self.lost[name].nan_to_num().max():.1%}"] for name, capacity in self.of.items()]
+
+
+def by_size(offline: dict[str, RoutingTrace], unseen: dict[str, RoutingTrace], pairs: Sequence[tuple[str, str]],
+            sizes: Sequence[int], k: int, most: int = 8) -> dict[int, dict[str, float]]:
+    """Prompts calibrated on → Overlap@K of (calibrated on, run on), median over layers, mean over the pairs; with the
+    95 % interval over at most so many disjoint groups of prompts. Sizes of which there are not two groups are left out.
+    """
+    seen = {name: calibrate(unseen[name]) for _, name in pairs}
+    rows = {}
+    for n in sizes:
+        groups = min(most, min(offline[name].sequences for name, _ in pairs) // n)
+        if groups < 2:
+            continue
+        found, tokens = [], 0
+        for group in range(groups):
+            of = {}
+            for name in dict.fromkeys(name for name, _ in pairs):
+                trace = offline[name]
+                of[name] = calibrate(trace.select((trace.sequence >= group * n) & (trace.sequence < (group + 1) * n)))
+                tokens += of[name].tokens[PREFILL]
+            found.append(torch.stack([overlap(of[a], seen[b], k).nanquantile(0.5) for a, b in pairs]).mean().item())
+        chance = k / offline[pairs[0][0]].spec.E
+        mean, low, high = interval(found)
+        rows[n] = {"tokens": tokens / groups / len(of), "overlap": mean, "from": low, "to": high, "groups": groups,
+                   "above chance": (mean - chance) / (1 - chance)}
+    return rows
+
+
+def run(prompts_each: int = 256, unseen: int = 48, sizes: Sequence[int] = (1, 4, 16, 64), tokens: int = 256,
+        ks: Sequence[int] = (4, 8), seed: int = 0) -> dict[str, dict[str, Any]]:
+    model, others = open_model(), ("code", "prose", "lookup", RELATED[0])
+    how = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
+    traces = [{name: record(model, [p.text for p in prompts(name, n, split=split, **how)], batch_size=32)
+               for name in (*others, RELATED[1])} for split, n in (("train", prompts_each), ("test", unseen))]
+    kinds = {"the same source": [(name, name) for name in others], "another source": list(permutations(others, 2)),
+             "two forms of one question": list(permutations(RELATED, 2))}
+    E = traces[0]["code"].spec.E
+    return {f"Overlap@{k} of {E} experts, chance {k / E:.1%}, prefill (measured)": {
+        f"{kind}, {n} prompts": row for kind, pairs in kinds.items()
+        for n, row in by_size(*traces, pairs, sizes, k).items()} for k in ks}
+
+
+OPTIONS = {"prompts_each": (whole(4), "of each source, to calibrate on"), "unseen": (whole(2), "of each, to run"),
+           "sizes": (several(whole(1)), "prompts of a calibration"), "tokens": (whole(64), "of a prompt, about"),
+           "ks": (several(whole(1)), "top experts that are compared"), "seed": (whole(), "picks the prompts")}

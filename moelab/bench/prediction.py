@@ -3,7 +3,8 @@
 Does an estimator that begins as the next layer's router stay above it and above the paper's kind (Speculating Experts
 §6.1)? Does a regression to the next tokens' experts (`moelab.speculate.next_token`) evict better than what knows the
 past alone? On the small model or, by `--model`, on several, such as one of another shape: `python data/train_small.py
-FOLDER --shape wide --steps 1200` trains it.
+FOLDER --shape wide --steps 1200` trains it. `--untrained` adds the control, a model of each one's shape with random
+weights, without estimators.
 
 All is fitted to prompts of the train split and scored on prompts of the test split: 95 % intervals are over these,
 paired in differences and ratios. An estimator is trained several times; its hits are the mean, and "least" is the worst
@@ -22,8 +23,8 @@ import torch
 
 from moelab import open_model
 from moelab.arguments import number, several, whole
-from moelab.bench import cache
-from moelab.bench.predictors import Contest, mean
+from moelab.bench.contest import Contest, mean, random_weights
+from moelab.bench.evictions import OURS, compare
 from moelab.evaluation.scores import language_loss, text_windows
 from moelab.files import small_model
 from moelab.intervals import ratio
@@ -34,7 +35,7 @@ from moelab.speculate.training import train
 from moelab.trace import PREFILL
 
 ROUTERS = {"next router on s": "router", "next router on q": "quasi"}
-NEXT, _ = cache.OURS
+NEXT, _ = OURS
 
 
 def scores(contest: Contest, tokens: Sequence[int], seeds: int, seed: int) -> dict[str, list[Score]]:
@@ -78,11 +79,11 @@ def leads(found: dict[str, list[Score]], tokens: Sequence[int]) -> dict[str, dic
 
 def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, dict[str, float]]:
     """Misses of every policy over LRU's, and those of the prediction across tokens over the policy's; fewest first."""
-    found = cache.compare(fitted, contest.test, share)
+    found = compare(fitted, contest.test, share)
     requests = int((contest.test.ids != contest.test.spec.E).sum())
     rows = {}
     for (name, scope), missed in sorted(found.items(), key=lambda item: item[1].sum()):
-        over, ours = ratio(missed, found["lru", "model"]), ratio(found[cache.OURS], missed)
+        over, ours = ratio(missed, found["lru", "model"]), ratio(found[OURS], missed)
         rows[name if scope == "model" else f"{name}, layer by layer"] = {
             "hit rate": 1 - missed.sum() / requests,
             **dict(zip(("misses ÷ lru", "from", "to"), over)),
@@ -102,20 +103,24 @@ def router_of(contest: Contest, windows: int, seed: int) -> dict[str, float]:
 
 def run(model: Sequence[str] = (), tokens: Sequence[int] = (4_000, 16_000, 64_000), seeds: int = 2,
         train_prompts: int = 54, test_prompts: int = 6, prompt_tokens: int = 256, new_tokens: int = 32,
-        budgets: Sequence[float] = cache.BUDGETS, windows: int = 24, seed: int = 0) -> dict[str, dict[str, Any]]:
+        budgets: Sequence[float] = (0.25, 0.5, 0.75), windows: int = 24, untrained: bool = False, seed: int = 0
+        ) -> dict[str, dict[str, Any]]:
     """ValueError: two folders of one name."""
     sections: dict[str, dict[str, Any]] = {}
     folders = {Path(folder).name: folder for folder in model or [small_model()]}
     if len(folders) < len(model):
         raise ValueError(f"of {', '.join(model)} two have the same name, under which results are; rename one")
-    for name, folder in folders.items():
-        contest = Contest.of(open_model(folder), train_prompts, test_prompts, prompt_tokens, new_tokens, seed)
-        spec = contest.test.spec
+    models = {name: open_model(folder) for name, folder in folders.items()}
+    controls = {f"{name}, untrained": random_weights(model, seed) for name, model in models.items() if untrained}
+    for name, one in (models | controls).items():
+        contest = Contest.of(one, train_prompts, test_prompts, prompt_tokens, new_tokens, seed)
+        spec, learn = contest.test.spec, () if name in controls else tokens
         name = f"{name} (L {spec.L}, E {spec.E}, K {spec.K})"
         sections[f"{name}: its router (measured)"] = router_of(contest, windows, seed)
-        found, fitted = scores(contest, tokens, seeds, seed), fit(contest.train)
+        found, fitted = scores(contest, learn, seeds, seed), fit(contest.train)
         sections[f"{name}: recall one layer ahead, chance {spec.K / spec.E:.3f} (measured)"] = recalls(found)
-        sections[f"{name}: recall of our estimator (measured)"] = leads(found, tokens)
+        if learn:
+            sections[f"{name}: recall of our estimator (measured)"] = leads(found, learn)
         for share in budgets:
             sections[f"{name}: evictions, {share:.0%} of the experts (exact counts)"] = evictions(
                 contest, fitted, share)
@@ -129,4 +134,5 @@ OPTIONS = {"model": ({"action": "append", "metavar": "FOLDER"}, "a model, instea
            "prompt_tokens": (whole(64), "of a prompt"), "new_tokens": (whole(2), "generated after each that is scored"),
            "budgets": (several(number(above=0)), "shares of the experts that a cache has memory for"),
            "windows": (whole(2), "of text, for the language loss"),
+           "untrained": ({"action": "store_true"}, "also a model of the same shape with random weights"),
            "seed": (whole(), "picks the prompts and the first training")}

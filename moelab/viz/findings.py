@@ -77,8 +77,8 @@ def combinations(metrics: Mapping[str, Any]) -> go.Figure:
 
 
 def by_model(results: Mapping[str, Any], what: str) -> dict[str, Rows]:
-    """{model: rows} of the sections of bench prediction about `what`."""
-    parts = {tuple(title.partition(": ")[::2]): rows for title, rows in results.items()}
+    """{model: rows} of the sections of bench prediction about `what`; of trained models."""
+    parts = {tuple(title.partition(": ")[::2]): rows for title, rows in results.items() if "untrained" not in title}
     return {model: rows for (model, about), rows in parts.items() if about.startswith(what)}
 
 
@@ -110,7 +110,7 @@ def evictions(results: Mapping[str, Any]) -> go.Figure:
     found: dict[str, dict[float, Rows]] = {}
     for title, rows in results.items():
         model, _, about = title.partition(": evictions, ")
-        if about:
+        if about and "untrained" not in model:
             found.setdefault(model, {})[float(about.partition("%")[0])] = rows
     figure, places = panels(found, x="experts in memory (%)", y="misses over LRU's (%, exact counts)",
                             shared_yaxes=True, horizontal_spacing=0.04)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moelab import open_model
-from moelab.bench.popularity import RELATED, Capacities, Popularity, fair_imbalance
+from moelab.bench.popularity import RELATED, Capacities, Popularity, by_size, fair_imbalance
 from moelab.trace import PREFILL
 
 
@@ -52,3 +52,27 @@ def test_no_expert_overflows_its_largest_load(found):
 def test_a_comparison_needs_two():
     with pytest.raises(ValueError, match="at least two"):
         Popularity.of(None, ["code"], 2, 64, 3, 8, seed=0)
+
+
+def test_overlap_by_size_of_the_calibration(found):
+    offline, unseen = ({name: found.traces[name, split] for name in ("code", "needle")} for split in ("train", "test"))
+    rows = by_size(offline, unseen, [("code", "needle")], [1, 2], 4)
+    assert list(rows) == [1]                                    # of two prompts there is but one group
+    assert rows[1]["groups"] == 2
+    rows = by_size(offline, unseen, [("code", "needle"), ("needle", "code")], [1], 4)
+    loops = []
+    for group in (0, 1):
+        agreed = []
+        for a, b in (("code", "needle"), ("needle", "code")):
+            part = offline[a].select(offline[a].sequence == group)
+            layers = [len(set(best(part, layer)) & set(best(unseen[b], layer))) / 4 for layer in range(part.spec.L)]
+            agreed.append(sorted(layers)[(len(layers) - 1) // 2] / 2 + sorted(layers)[len(layers) // 2] / 2)
+        loops.append(sum(agreed) / 2)
+    assert rows[1]["overlap"] == pytest.approx(sum(loops) / 2)
+    assert rows[1]["tokens"] == pytest.approx(sum(int((t.phase == PREFILL).sum()) for t in offline.values()) / 4)
+
+
+def best(trace, layer):
+    """The four experts that most prefill tokens visited, of equal ones the first."""
+    counts = top(trace, layer, 4)
+    return sorted(range(len(counts)), key=lambda e: (-counts[e], e))[:4]

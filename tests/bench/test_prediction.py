@@ -47,9 +47,12 @@ def test_leads_are_differences_of_recall_paired_by_prompt():
 def test_the_bench_runs_on_every_model_that_is_given(tmp_path):
     (tmp_path / "same").symlink_to(small_model())
     sections = bench.run(model=[str(small_model()), str(tmp_path / "same")], tokens=[100], seeds=2, train_prompts=2,
-                         test_prompts=2, prompt_tokens=64, new_tokens=2, budgets=[0.5], windows=2)
-    one, other = list(sections.values())[:4], list(sections.values())[4:]
-    assert one == other and {title.split()[0] for title in sections} == {"small", "same"}
+                         test_prompts=2, prompt_tokens=64, new_tokens=2, budgets=[0.5], windows=2, untrained=True)
+    one, other = list(sections.values())[:4], list(sections.values())[4:8]
+    assert one == other and {title.partition(" (")[0] for title in sections} == {
+        "small", "same", "small, untrained", "same, untrained"}
+    losses = [rows["language loss, nats a token"] for title, rows in sections.items() if "its router" in title]
+    assert losses[0] == losses[1] < min(losses[2:])         # random weights know less
     router, recalls, leads, evictions = one
     assert router["experts never used"] >= 0 and 0 < router["language loss, nats a token"] < 7
     assert recalls["residual, 100 tokens"]["trainings"] == 2 and len(leads) == 2

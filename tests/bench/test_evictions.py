@@ -1,9 +1,8 @@
-"""The comparison of policies: its counts against a loop, and that all of it runs."""
+"""The comparison of policies: its counts against a loop."""
 
 import torch
 
-from moelab.bench import cache as bench
-from moelab.cache.policies import POLICIES
+from moelab.bench import evictions as bench
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, RoutingTrace
 
@@ -20,15 +19,6 @@ def test_misses_are_what_a_list_counts():
             missed[t % 3] += sum(key not in recent for key in wanted)
             recent = ([key for key in recent if key not in wanted] + wanted)[-6:]
     assert bench.misses(trace, "lru", "model", 0.5).tolist() == missed
-
-
-def test_the_bench_runs():
-    sections = bench.run(prompts_each=2, calibrated=2, tokens=64, budgets=[0.5])
-    assert len(sections) == 2
-    for rows in sections.values():
-        assert len(rows) == len(POLICIES) + len(bench.BY_LAYER)
-        assert rows["lrfu, whole model"]["misses ÷ lrfu"] == 1
-        assert max(row["hit rate"] for row in rows.values()) == rows["belady, whole model"]["hit rate"]
 
 
 def test_every_other_prompt_is_compared():

@@ -8,6 +8,7 @@ ours (`moelab.speculate.estimator`).
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 
-from moelab.bench.cache import SOURCES, untrained
 from moelab.datasets import REMEMBERED, prompts
 from moelab.evaluation import accuracy
 from moelab.intervals import Interval
+from moelab.offloading.session import Session
 from moelab.recording import record
 from moelab.registry import make
 from moelab.speculate import DefaultVectors, Predictor, Speculation, default_vectors, takes
@@ -30,6 +31,8 @@ from moelab.speculate.scoring import Score, choose, score, similarity
 from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
 
+#: of all prompts
+SOURCES = ("code", "prose", "needle_multikey", "lookup")
 #: name → (predictor, key of the estimator that it uses); others are predictors by their own names
 TRAINED = {"residual": ("estimator", DEFAULT_ESTIMATOR), "residual_hybrid": ("hybrid", DEFAULT_ESTIMATOR),
            "estimator": ("estimator", "appendix-a"), "estimator_early": ("estimator", "early"),
@@ -49,6 +52,15 @@ def texts(split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
     """`n` prompts of each source, of about so many tokens."""
     how = {"tokens": tokens, "seed": seed, "split": split}
     return [prompt.text for source in SOURCES for prompt in prompts(source, n, **how)]
+
+
+def random_weights(model: Any, seed: int) -> Any:
+    """A model of the same shape with random weights and the same tokenizer."""
+    torch.manual_seed(seed)
+    made = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
+    made.spec, made.tokenizer = model.spec, model.tokenizer
+    Session(made)
+    return made
 
 
 def book(tokenizer: Any, seed: int) -> torch.Tensor:
@@ -87,7 +99,7 @@ class Contest:
     @classmethod
     def control(cls, model: Any, tests_each: int, tokens: int, seed: int) -> Contest:
         """An untrained model of the same shape on the same test prompts, which it also learns popularity from."""
-        control, unseen = untrained(model, seed), texts("test", tests_each, tokens, seed)
+        control, unseen = random_weights(model, seed), texts("test", tests_each, tokens, seed)
         trace = record(control, unseen, hidden=True, batch_size=32)
         return cls(control, trace, None, trace, default_vectors(control, unseen[::4]))
 
