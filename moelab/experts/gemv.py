@@ -53,12 +53,13 @@ class GEMV(Sorted):
 
     def token(self, modules: list[Any], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
         """A token's layers in one call, see `moelab.kernels.token`, of experts modules that hold their weights."""
-        state = dtype, [(id(of), w.data_ptr(), w.dtype) for of in modules for w in of._parameters.values()]
-        if self._banks[0] != state:
-            self._banks = state, self.banks(modules, dtype)
-        if (tables := self._banks[1]) is None:
+        state = dtype, [(id(of), id(of.source), w.data_ptr(), w.dtype)
+                        for of in modules for w in of._parameters.values()]
+        if (known := self._banks)[0] != state:                  # another thread may have another model
+            self._banks = known = state, self.banks(modules, dtype)
+        if known[1] is None:
             return None
-        self.took(found := compute(*tables))
+        self.took(found := compute(*known[1]))
         return found
 
     def took(self, found: Any) -> None:
@@ -72,7 +73,8 @@ class GEMV(Sorted):
         if not all(plain(of) and silu_gated(of) and (of.source is None) == (resident is None) for of in modules) \
                 or not (around.TEAM or torch.get_num_threads() == 1):
             return None
-        E, tables, kinds = modules[0].num_experts, np.zeros((2, len(modules), modules[0].num_experts, 4), np.int64), set()
+        E, kinds = modules[0].num_experts, set()
+        tables = np.zeros((2, len(modules), E, 4), np.int64)
         for i, of in enumerate(modules):
             chosen = np.arange(E) if resident is None else np.array(resident[i], np.int64)
             if len(chosen):

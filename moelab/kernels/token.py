@@ -46,8 +46,8 @@ class Bank(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a call has done: so many layers, their choices [L, K], and seconds of `time.perf_counter` at which each one's
-    experts began and ended, [L, 2]."""
+    """What a call has done: so many layers, their choices [L, K], and seconds of `time.perf_counter` at which each
+    one's experts began and ended, [L, 2]."""
 
     layers: int
     ids: np.ndarray
@@ -88,7 +88,8 @@ class DecodeToken:
             return None
         K, x = router.module.top_k, x.clone()
         w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
-        where = np.array([(keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)) for _, (keys, values), S in rooms])
+        where = np.array([(keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1))
+                          for _, (keys, values), S in rooms])
 
         def compute(up: Bank, down: Bank, transposed: bool) -> Computed:
             began = time.perf_counter()
@@ -115,9 +116,10 @@ class DecodeToken:
             return None
         for layer, block, router, address in zip(self.layers, self.blocks, self.routers, self.chosen_by):
             gate, experts = parts = [block._modules[name] for name in ("gate", "experts")]
-            if not layer.untouched() or layer.module._modules["mlp"] is not block or forward(layer.module) is not layer \
+            module = layer.module
+            if not layer.untouched() or module._modules["mlp"] is not block or forward(module) is not layer \
                     or forward(gate) is not router or "forward" in block.__dict__ or "forward" in experts.__dict__ \
-                    or any(_hooks(layer.module)) or any(_hooks(block)) or _address(gate) != address:
+                    or any(_hooks(module)) or any(_hooks(block)) or _address(gate) != address:
                 return None
             told = [getattr(getattr(hook, "function", None), "told", None)
                     for part in parts for hooks in _hooks(part) for hook in hooks.values()]
@@ -149,8 +151,8 @@ def _experts(up: Bank, down: Bank, transposed: bool) -> tuple:
 
 @torch.inference_mode()
 def decode_token(model: nn.Module) -> DecodeToken | None:
-    """For a model whose layers have our forwards, all of one geometry, each with a router of ours and experts in a block
-    that does nothing else, as a probe shows."""
+    """For a model whose layers have our forwards, all of one geometry, each with a router of ours and experts in a
+    block that does nothing else, as a probe shows."""
     modules = model._modules.get("layers")
     layers = [forward(module) for module in modules or ()] if type(model).__name__ in MODELS else []
     if not (layers and CLOCK[0] and all(isinstance(layer, DecodeLayer) and _only_experts(layer) for layer in layers)):
