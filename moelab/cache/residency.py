@@ -74,6 +74,7 @@ class CacheCounters:
 class Residency:
     """Which experts are in memory, and in which state.
 
+    holds_all : whether no expert that is in memory ever leaves.
     pools : capacities, of the whole model or of each layer.
     policy : a name of `POLICIES`, a class (one instance a pool), or an instance (shared by all pools).
     scope : "model", one set of pools, or "layer", one for each layer; ranks count within the scope.
@@ -96,7 +97,7 @@ class Residency:
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
-        self._holds_all = pools.F == pools.capacity >= (E if scope == "layer" else L * E)
+        self.holds_all = pools.F == pools.capacity >= (E if scope == "layer" else L * E)
         self.clear()
         if margin is None:
             ranked = len(self._pools[0]) > 1 or any(hasattr(pool.policy, "follow") for pool in self._pools[0].values())
@@ -114,7 +115,7 @@ class Residency:
             raise ValueError(f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
                              f"each; this one is {dict(tokens)}")
         keys = [self._keys[layer][expert] for expert in experts]
-        if self._holds_all and all(key in self._state for key in keys):         # no expert ever leaves
+        if self.holds_all and all(key in self._state for key in keys):         # no expert ever leaves
             self._now, self.counters.steps = self._now + 1, self.counters.steps + 1
             self.counters.hits[State.FULL] += len(experts)
             return Step(layer, [Request(key, tokens[key[1]], State.FULL, State.FULL) for key in keys], [])
@@ -152,6 +153,13 @@ class Residency:
 
     def state(self, key: ExpertKey) -> State:
         return self._state.get(key, State.MISSED)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def full(self) -> list[list[int]]:
+        """The experts of each layer that are FULL, in ascending order."""
+        return [[key.expert for key in keys if self.state(key) is State.FULL] for keys in self._keys]
 
     def resident(self, state: State) -> list[ExpertKey]:
         return [key for key, found in self._state.items() if found is state]

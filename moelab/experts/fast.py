@@ -29,6 +29,7 @@ class Fast(Executor):
         self.few, self.measured = few, {}           # measured: (weights' shapes, dtype, layout, threads) → few
         self.gemv, self.many = GEMV(), Sorted()
         self.gemv.tally = self.many.tally = self.tally
+        self.token, self.banks, self.took = self.gemv.token, self.gemv.banks, self.gemv.took
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         tokens = ids.numel() / experts.num_experts

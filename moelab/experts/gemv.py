@@ -8,6 +8,7 @@ cached, so weights may lie anywhere. Sums are in fp32; unlike in eager, what is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_
 
 try:
     from moelab.kernels import feed_forward as around, products
+    from moelab.kernels.token import Bank
 except ModuleNotFoundError as error:
     if error.name != "numba":
         raise
@@ -28,6 +30,10 @@ except ModuleNotFoundError as error:
 class GEMV(Sorted):
     """numba products with weights as they lie; `Sorted` where numba is missing, for experts that are not plain, weights
     that are not contiguous, mixed types, other devices and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._banks: tuple[Any, Any] = None, None           # of `token`: what they are of, and they
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if not _computable(x, weights, experts):
@@ -44,6 +50,43 @@ class GEMV(Sorted):
         y = products.multiply(down[0], down[1], bounds, activate(experts, h), None, down[2], transposed)
         del alive                                       # the weights' owners may go only now
         return around.combine(y, rows, weights, x.dtype)
+
+    def token(self, modules: list[Any], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
+        """A token's layers in one call, see `moelab.kernels.token`, of experts modules that hold their weights."""
+        state = dtype, [(id(of), id(of.source), w.data_ptr(), w.dtype)
+                        for of in modules for w in of._parameters.values()]
+        if (known := self._banks)[0] != state:                  # another thread may have another model
+            self._banks = known = state, self.banks(modules, dtype)
+        if known[1] is None:
+            return None
+        self.took(found := compute(*known[1]))
+        return found
+
+    def took(self, found: Any) -> None:
+        """Count what a call for a token's layers has computed."""
+        n = found.layers * found.ids.shape[1]
+        self.count(n, n, n)
+
+    def banks(self, modules: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None) -> Any:
+        """(up, down, transposed) of `moelab.kernels.token` for one experts module a layer, with the experts that are
+        resident, or that these modules hold; None if one is not for that."""
+        if not all(plain(of) and silu_gated(of) and (of.source is None) == (resident is None) for of in modules) \
+                or not (around.TEAM or torch.get_num_threads() == 1):
+            return None
+        E, kinds = modules[0].num_experts, set()
+        tables = np.zeros((2, len(modules), E, 4), np.int64)
+        for i, of in enumerate(modules):
+            chosen = np.arange(E) if resident is None else np.array(resident[i], np.int64)
+            if len(chosen):
+                if (found := self._matrices(of, chosen, dtype)) is None:
+                    return None
+                for at, (kind, rows, R) in zip(tables, found[0]):
+                    at[i, chosen] = rows
+                kinds.add((*[(kind, R) for kind, _, R in found[0]], found[2]))
+        if len(kinds) != 1:
+            return None
+        *both, transposed = kinds.pop()
+        return *[Bank(kind, table, R) for (kind, R), table in zip(both, tables)], transposed
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
         """((kind, matrices [M, 4], R) of up and of down, what must live, whether they are transposed), or None if these

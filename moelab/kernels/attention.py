@@ -71,42 +71,54 @@ class DecodeAttention:
         attend(self.plan, where, x.data_ptr(), x.numel(), y.data_ptr())
         return y, None
 
-    def token(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
-              attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> tuple | None:
+    def token(self, *args: Any, **kwargs: Any) -> tuple | None:
         """A token, where `attend` finds its angles, keys and values, the last ones to be written, and what must live
         meanwhile; None if this is no single token without a mask, or something of the module was replaced or moved."""
-        x, mask, cache, module = hidden_states, attention_mask, past_key_values, self.module
-        cos, sin = position_embeddings or (None, None)
+        if (call := self.call(*args, **kwargs)) is None or (found := self.room(call[-1])) is None:
+            return None
+        x, cos, sin, _ = call
+        keys, values = self.grow(*found)
+        where = (cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.shape[2], keys.stride(1),
+                 self.module.scaling, products.TEAM, torch.get_num_threads())
+        return x, where, (cos, sin)
+
+    def call(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
+             attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> tuple | None:
+        """The token, its angles and the cache; None if this is no single token without a mask."""
+        x, mask, cache, (cos, sin) = hidden_states, attention_mask, past_key_values, position_embeddings or (None, None)
         if args or x.numel() != x.shape[-1] or cos is None or cache is None or mask is not None or not x.is_cpu \
                 or not x.dtype == cos.dtype == sin.dtype == self.dtype or not cos.numel() == sin.numel() == self.D \
-                or torch.is_grad_enabled() or module.training or module.config._attn_implementation != "sdpa" \
-                or _addresses(module) != self.addresses or (grown := self._grown(cache)) is None:
+                or torch.is_grad_enabled():
             return None
-        cos, sin, (keys, values) = cos.contiguous(), sin.contiguous(), grown
-        where = (cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.shape[2], keys.stride(1),
-                 module.scaling, products.TEAM, torch.get_num_threads())
-        return x.contiguous(), where, (cos, sin)
+        return x.contiguous(), cos.contiguous(), sin.contiguous(), cache
 
-    def _grown(self, cache: Any) -> tuple[Tensor, Tensor] | None:
-        """The layer's keys and values [1, kv heads, S + 1, D]; None for the cache's `update`.
+    def room(self, cache: Any) -> tuple[Any, tuple[Tensor, Tensor], int] | None:
+        """The cache's layer, memory [1, kv heads, more than S, D] in which its S keys and values lie, and S; None for
+        the cache's `update`, or if something of the module was replaced or moved.
 
         transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM`
         tokens more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
         """
-        layers, index = () if getattr(cache, "offloading", True) else cache.layers, self.module.layer_idx
+        module = self.module
+        layers, index = () if getattr(cache, "offloading", True) else cache.layers, module.layer_idx
         layer = layers[index] if index < len(layers) else None
-        if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4:
+        if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4 or module.training \
+                or module.config._attn_implementation != "sdpa" or _addresses(module) != self.addresses:
             return None
         keys, values, S = layer.keys, layer.values, layer.keys.shape[2]
+        if layer.is_sliding and S + 1 >= layer.sliding_window:          # from here on it forgets
+            return None
         room, given = self.rooms.get(layer, (None, (None, None)))
         if keys is not given[0] or values is not given[1] or S == room[0].shape[2]:
             if keys.dtype != self.dtype or not keys.is_cpu or keys.shape[:3] != values.shape[:3]:
                 return None
             room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (keys, values))
             room[0][:, :, :S], room[1][:, :, :S] = keys, values
+        return layer, room, S
+
+    def grow(self, layer: Any, room: tuple[Tensor, Tensor], S: int) -> tuple[Tensor, Tensor]:
+        """Let the cache's layer have S + 1 of what is in its room."""
         if layer.is_sliding:
-            if S + 1 >= layer.sliding_window:           # from here on it forgets
-                return None
             layer.cumulative_length += 1
         layer.keys, layer.values = given = room[0].narrow(2, 0, S + 1), room[1].narrow(2, 0, S + 1)
         self.rooms[layer] = room, given

@@ -9,11 +9,12 @@ batches, masks, and layers with something on their parts (a hook, another forwar
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 
 from moelab.kernels.attention import DecodeAttention, agree, attend
@@ -32,26 +33,39 @@ class DecodeLayer:
         self.parts = [(name, getattr(module, name), one) for name, one in zip(PARTS, fast)]
         self.weights, self.H = self._weights(), first.H
         self.norms = *self.weights, first.eps, second.eps
+        self.token: Callable[..., Tensor | None] = _nothing             # of `moelab.kernels.token`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._untouched() or (token := self.attention.token(*args, **kwargs)) is None:
+        if (y := self.token(*args, **kwargs)) is not None:
+            return y
+        if not self.untouched() or heard_everywhere() or (token := self.attention.token(*args, **kwargs)) is None:
             return self.own(self.module, *args, **kwargs)
         x, where, _ = token
         y, normed = torch.empty_like(x), torch.empty_like(x)
-        _layer(self.attention.plan, where, self.norms, self.H, x.data_ptr(), y.data_ptr(), normed.data_ptr())
+        to_experts(self.attention.plan, where, self.norms, self.H, x.data_ptr(), y.data_ptr(), normed.data_ptr())
         return y + self.module._modules["mlp"](normed)
 
     def _weights(self) -> list[int]:
         return [self.parts[i][1]._parameters["weight"].data_ptr() for i in (0, 2)]
 
-    def _untouched(self) -> bool:
+    def untouched(self) -> bool:
         """Whether nobody has replaced a part or its weight, or put something on it."""
-        for name, part, fast in self.parts:
-            if self.module._modules[name] is not part or part._forward_hooks or part._forward_pre_hooks \
-                    or getattr(part.__dict__.get("forward"), "call", None) is not fast:
-                return False
-        return self._weights() == self.weights and not (everywhere._global_forward_hooks
-                                                        or everywhere._global_forward_pre_hooks)
+        return all(self.module._modules[name] is part and not (part._forward_hooks or part._forward_pre_hooks)
+                   and forward(part) is fast for name, part, fast in self.parts) and self._weights() == self.weights
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def forward(module: nn.Module) -> Any:
+    """What was put on a module in place of its class's forward, the topmost; None for nothing."""
+    return getattr(module.__dict__.get("forward"), "call", None)
+
+
+def heard_everywhere() -> bool:
+    """Whether a hook hears all modules."""
+    return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
 
 
 @torch.inference_mode()
@@ -59,7 +73,7 @@ def decode_layer(module: nn.Module) -> DecodeLayer | None:
     """The forward for this layer if its parts have ours and, with an identity for experts, a probe on a random token
     gives what its own forward gives."""
     parts = [getattr(module, name, None) for name in PARTS]
-    fast = [getattr(getattr(part, "__dict__", {}).get("forward"), "call", None) for part in parts]
+    fast = [forward(part) if isinstance(part, nn.Module) else None for part in parts]
     if [type(one) for one in fast] != [Norm, DecodeAttention, Norm] or not isinstance(module.mlp, nn.Module):
         return None
     twin = copy.copy(module)
@@ -68,7 +82,7 @@ def decode_layer(module: nn.Module) -> DecodeLayer | None:
 
 
 @kernel
-def _layer(plan, token, norms, H, x, y, normed):
+def to_experts(plan, token, norms, H, x, y, normed):
     kind, (first, second, first_eps, second_eps) = plan[0], norms
     inside = np.empty(span(kind, H), np.uint8)
     at = inside.ctypes.data

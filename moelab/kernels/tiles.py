@@ -162,6 +162,15 @@ def take(counter):
     return Value(counter.builder, counter.builder.atomic_rmw("add", counter.at(I64), fill(I64, 1), "monotonic"))
 
 
+@emitted(types.int64)
+def now(function, clock):
+    """Nanoseconds of a clock, by the C library's clock_gettime at an address."""
+    b, time = function.builder, cgutils.alloca_once(function.builder, ir.ArrayType(I64, 2))
+    b.call(function.at(ir.FunctionType(I32, [I32, time.type])), [clock.to(I32, "trunc").llvm, time])
+    seconds, rest = (Value(b, b.load(cgutils.gep_inbounds(b, time, 0, i))) for i in (0, 1))
+    return seconds * 1_000_000_000 + rest
+
+
 @emitted()
 def kept(array):
     """A use of an array: numba frees its memory after the last one, even if its address is still used."""

@@ -55,7 +55,10 @@ class MoELayer:
     def listening(self, told: Callable[[Tensor, Tensor], None]) -> tuple[Callable[..., Any], Callable, dict[str, Any]]:
         """(what registers it, a hook, its options): in each pass the hook calls told(ids [T, K], weights [T, K])."""
         if not isinstance(self.experts, SeamExperts) and type(self.router).__name__ in ROUTING:
-            return self.router.register_forward_hook, lambda _m, _args, out: told(*self.routing(out)), {}
+            def of_router(_m: nn.Module, _args: tuple, out: Any) -> None:
+                told(*self.routing(out))
+            of_router.told = told                   # for who computes a layer without calling its modules
+            return self.router.register_forward_hook, of_router, {}
 
         def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
             ids, weights = [*args, *kwargs.values()][1:3]           # after the hidden states
@@ -64,6 +67,7 @@ class MoELayer:
                                  f"place of ids, so its routing is not known; it needs lines in "
                                  f"moelab/models/dialects.py")
             told(ids, weights)
+        of_experts.told = told
         return self.experts.register_forward_pre_hook, of_experts, {"with_kwargs": True}
 
     def ask(self, x: Tensor) -> Any:

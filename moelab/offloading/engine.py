@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,7 @@ class Engine:
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before it got fewer
         self._share = Mean()                                    # of cores that the pipeline uses in a decode step
+        self._banks: tuple[Any, Any] = None, None               # of `token`: what they are of, and they
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`
@@ -105,6 +107,32 @@ class Engine:
             raise
         self._sound = True
         return out
+
+    def token(self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
+        """A token's layers in one call (`moelab.kernels.token`), as far as their experts are resident for good; None
+        where more than that is to be decided."""
+        with self._one: return self._token(modules, dtype, compute)             # one line: see `Pipeline._locked`
+
+    def _token(self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
+        self._check()
+        residency, find = self.residency, getattr(self.executor, "banks", None)
+        if find is None or not (self._sound and residency.holds_all) or residency.sees or self.pipeline.queue.ahead \
+                or self.pipeline.closed or [of.layer for of in modules] != list(range(residency.L)):
+            return None
+        there = self.pipeline, self.executor, dtype, len(residency)
+        if self._banks[0] != there:
+            self._banks = there, find(modules, dtype, residency.full())
+        if self._banks[1] is None:
+            return None
+        self._sound, self._step = False, Step(-1, [], [])       # so `_recover` keeps all
+        found = compute(*self._banks[1])
+        for layer, chosen, (begin, end) in zip(range(found.layers), found.ids.tolist(), found.times.tolist()):
+            self._other(begin, layer)
+            step = self._decide(layer, dict.fromkeys(chosen, 1), begin)
+            self._report(step.requests, begin, end)
+        self.executor.took(found)
+        self._sound = True
+        return found
 
     def _recover(self) -> None:
         """After a layer that did not come to its end: hold only what the steps before it left behind, with new threads.
@@ -270,19 +298,18 @@ class Engine:
         """Release experts that have been computed since `start`, and report it; several at once are one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
             self.pipeline.change(self.pipeline.queue.computed, leaving)
-        self._mark, (layer, expert) = clock(), requests[0].key
-        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, self._mark))
+        self._report(requests, start, clock())
+
+    def _report(self, requests: list[Request], start: float, end: float) -> None:
+        self._mark, (layer, expert) = end, requests[0].key
+        self.timeline.add(Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, end))
 
     def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Ready]:
         """Decide about a layer's step and set the threads to work."""
         self._step, self._demanded = None, 0
-        step = self._step = self.residency.begin(layer, tokens)
-        self.gate.came(step)
-        self.run.layer(layer, tokens)
-        self.across.came(layer, tokens)
+        step = self._step = self._decide(layer, tokens, clock())
         loads = [request for request in step.requests if request.state is not State.FULL]
         pipeline, queue = self.pipeline, self.pipeline.queue
-        pipeline.needed = clock()
         last = queue.ahead and self._announced is None and self.across.ends(layer)
         if not (loads or step.evicted or self._announced or last or queue.prefetched):  # nothing for the threads to do
             return step, Ready()
@@ -299,6 +326,15 @@ class Engine:
             if requests := self.gate.requests(self.residency, later, predicted, queue.reads):
                 pipeline.change(queue.prefetch, later, requests, given_order(requests))
         return step, ready
+
+    def _decide(self, layer: int, tokens: dict[int, int], now: float) -> Step:
+        """A layer's step, of which everybody learns."""
+        step = self.residency.begin(layer, tokens)
+        self.gate.came(step)
+        self.run.layer(layer, tokens)
+        self.across.came(layer, tokens)
+        self.pipeline.needed = now
+        return step
 
     def _as_ready(self, ready: Ready, step: Step) -> Iterator[Request]:
         """The step's requests as they can be computed: hits first, in ascending order."""
