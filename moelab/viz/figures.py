@@ -285,7 +285,7 @@ def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, s
         if task in (limits or {}):
             figure.add_vline(x=limits[task], line={"color": theme.VERMILLION, "dash": "dot", "width": 2}, **at)
         figure.update_xaxes(title=title if isinstance(title, str) else title[task], **at)
-    figure.update_xaxes(tickangle=0, nticks=max(3, 15 // len(tasks)))
+    figure.update_xaxes(tickangle=0, nticks=max(4, 15 // len(tasks)), tickfont_size=12)
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
     return finish(figure, legend="measured", height=150 + 38 * len(names), margin_l=130)
 

@@ -100,11 +100,12 @@ def draw(tree: Sequence[Node], colour: str) -> go.Figure:
         marker={"colors": [float("nan") if node.value is None else node.value for node in tree],
                 "colorscale": list(SEQUENTIAL), "cmin": low, "cmax": high, "showscale": bool(there),
                 "line": {"width": 1},
-                "colorbar": {"title": {"text": SCALES.get(colour, "relative error"), "side": "right"}}},
+                "colorbar": {"thickness": 20, "tickfont": {"size": 11}, "title": {
+                    "text": SCALES.get(colour, "relative error"), "side": "right", "font": {"size": 13}}}},
         hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"},
         textinfo="label"))
     # a margin that no tick widens, or every rectangle would be drawn anew with another colour
-    return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 110, "t": 8, "b": 8, "autoexpand": False})
+    return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False})
 
 
 def counted(counts: Any) -> np.ndarray | None:
