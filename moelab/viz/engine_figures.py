@@ -46,7 +46,8 @@ def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: s
                 continue
             edge = "#bbbbbb" if name == "wait" else "white"
             edges = [colour if e.end - e.start < brief else edge for e in of]       # a white one would hide it
-            shown = [e.layer if numbers == "layers" else e.expert for e in of]
+            # a number on less than a digit's width would be measured and then hidden
+            shown = [-1 if e.end - e.start < 6 * brief else e.layer if numbers == "layers" else e.expert for e in of]
             figure.add_bar(
                 y=[e.resource for e in of], base=[1e3 * (e.start - start) for e in of], orientation="h", name=name,
                 x=[1e3 * (e.end - e.start) for e in of], text=["" if n < 0 else str(n) for n in shown],
