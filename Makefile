@@ -30,6 +30,7 @@ stress: $(INSTALLED)
 
 lab: $(INSTALLED)
 	@$(PYTHON) -m jupyter lab notebooks/00_start.ipynb --allow-root \
+	  --FileContentsManager.pre_save_hook=moelab.lab.strip.before_saving \
 	  --FileContentsManager.post_save_hook=moelab.lab.strip.after_saving
 
 clean:

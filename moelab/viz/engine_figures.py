@@ -39,17 +39,21 @@ def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: s
         [f"{title}: {1e3 * (end - start):.2f} ms" for title, (start, end) in zip(runs, spans)], 1,
         "time since the first event (ms)", shared_xaxes=True, row_heights=heights,
         vertical_spacing=min(0.5 / len(runs), 1.6 / (sum(heights) + 2)))
+    brief = 2e-3 * max((end - start for start, end in spans), default=0)      # seconds that are hardly a pixel
     for at, events, resources, (start, end) in zip(places, runs.values(), rows, spans):
         for name, (colour, shape, text) in KINDS.items():
             if not (of := [e for e in events if e.kind == name]):
                 continue
-            shown = [e.layer if numbers == "layers" else e.expert for e in of]
+            edge = "#bbbbbb" if name == "wait" else "white"
+            edges = [colour if e.end - e.start < brief else edge for e in of]       # a white one would hide it
+            # a number on less than a digit's width would be measured and then hidden
+            shown = [-1 if e.end - e.start < 6 * brief else e.layer if numbers == "layers" else e.expert for e in of]
             figure.add_bar(
                 y=[e.resource for e in of], base=[1e3 * (e.start - start) for e in of], orientation="h", name=name,
                 x=[1e3 * (e.end - e.start) for e in of], text=["" if n < 0 else str(n) for n in shown],
                 textposition="inside", textangle=0, insidetextanchor="middle", textfont={"color": text, "size": 12},
                 customdata=[(e.layer, e.expert) for e in of],
-                marker={"color": colour, "line": {"color": "#bbbbbb" if name == "wait" else "white", "width": 0.8},
+                marker={"color": colour, "line": {"color": edges if colour in edges else edge, "width": 0.8},
                         "pattern": pattern(shape, "#999999" if name == "wait" else "white", size=6, fgopacity=0.5)},
                 hovertemplate="%{y}, " + name + ", layer %{customdata[0]}, expert %{customdata[1]}: %{x:.4f} ms from "
                               "%{base:.4f} ms<extra></extra>", **at)

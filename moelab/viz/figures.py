@@ -8,6 +8,7 @@ title says whether numbers are exact, measured, simulated or modelled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,24 @@ def panels(titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **
     """
     titles = list(titles)
     columns = min(columns or len(titles), len(titles))
-    figure = make_subplots(rows=-(-len(titles) // columns), cols=columns,
-                           subplot_titles=titles if len(titles) > 1 and any(titles) else None, **how)
-    for column in range(1, columns + 1):
-        figure.update_xaxes(title=x, row=(len(titles) - column) // columns + 1, col=column)
-    figure.update_yaxes(title=y, col=1)
-    figure.update_annotations(font_size=13)
+    figure = go.Figure(_grid(tuple(map(bool, titles)), columns, x, y, tuple(
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in how.items())))
+    for note, title in zip(figure.layout.annotations, filter(None, titles)):
+        note.text = title
     return figure, [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
+
+
+@lru_cache(maxsize=None)
+def _grid(titled: tuple[bool, ...], columns: int, x: str, y: str, how: tuple[tuple[str, Any], ...]) -> go.Figure:
+    """The empty panels, some with a title: plotly takes ten times as long to make them as to copy them."""
+    n = len(titled)
+    with theme.bare():
+        figure = make_subplots(rows=-(-n // columns), cols=columns, **dict(how), subplot_titles=[
+            "title" * there for there in titled] if n > 1 and any(titled) else None)
+    for column in range(1, columns + 1):
+        figure.update_xaxes(title=x, row=(n - column) // columns + 1, col=column)
+    figure.update_yaxes(title=y, col=1)
+    return figure.update_annotations(font_size=13)
 
 
 def add_lines(figure: go.Figure, series: Mapping[str, Sequence[Sequence[Any]]], template: str = "%{x:g}: %{y:.3g}",
@@ -273,6 +285,7 @@ def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, s
         if task in (limits or {}):
             figure.add_vline(x=limits[task], line={"color": theme.VERMILLION, "dash": "dot", "width": 2}, **at)
         figure.update_xaxes(title=title if isinstance(title, str) else title[task], **at)
+    figure.update_xaxes(tickangle=0, nticks=max(4, 15 // len(tasks)), tickfont_size=12)
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
     return finish(figure, legend="measured", height=150 + 38 * len(names), margin_l=130)
 

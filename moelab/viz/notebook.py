@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ipywidgets
 import plotly.graph_objects as go
-from IPython.display import Markdown, display
+from IPython.display import DisplayHandle, Markdown, clear_output, display
 
 from moelab.table import head_and_rows, markdown_table
 from moelab.viz import theme
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def show(fig: go.Figure, caption: str, alt: str, name: str | None = None) -> None:
@@ -32,20 +37,39 @@ def table(first: Iterable[Mapping[str, Any]] | Sequence[str], *rows: Sequence[An
     say(markdown_table(first, rows) if rows else markdown_table(*head_and_rows(first)))
 
 
-def interact(function: Callable[..., Any], **controls: ipywidgets.Widget) -> None:
-    """Show controls, and below them what `function` shows for their values (argument name → widget).
+def interact(function: Callable[..., Any], shown: bool = False, **controls: ipywidgets.Widget) -> None:
+    """Show controls, and below them what `function` shows for their values (argument name → widget); headless, what it
+    shows for the first ones.
 
-    An exception appears in the output area, where the notebook runner looks for it.
+    shown : the cell has shown just that; in Jupyter it gives way to the controls.
     """
     for name, control in controls.items():
         if not getattr(control, "description", ""):
             raise ValueError(f"the control {name!r} has no description; name the quantity and its unit")
         control.style.description_width = "initial"
-    output = ipywidgets.interactive_output(function, controls)
-    live(ipywidgets.VBox([*controls.values(), output]),
-         f"[To be turned in JupyterLab: {', '.join(control.description for control in controls.values())}]")
+    text = f"[To be turned in JupyterLab: {', '.join(control.description for control in controls.values())}]"
+    if os.environ.get("MOELAB_HEADLESS"):
+        if not shown:
+            function(**{name: control.value for name, control in controls.items()})
+        return display({"text/plain": text}, raw=True)
+    if shown:
+        clear_output(wait=True)
+    live(ipywidgets.VBox([*controls.values(), ipywidgets.interactive_output(function, controls)]), text)
 
 
-def live(widget: ipywidgets.Widget, text: str) -> None:
-    """Show a widget; `text` is what a reader sees where nothing is live."""
+def live(widget: ipywidgets.Widget, text: str, pictures: Iterable[ipywidgets.Widget] = ()) -> None:
+    """Show a widget; `text` is what a reader sees where nothing is live, and what the browser first draws of each of
+    `pictures`, parts of it, which send a message {"png"}.
+
+    Jupyter hides an output that names no widget; what shows no widgets shows its PNG.
+    """
     display(widget._repr_mimebundle_() | {"text/plain": text}, raw=True)
+    for picture in pictures:
+        nothing = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": ""}, "text/plain": ""}
+        picture.on_msg(partial(_keep, display(nothing, raw=True, display_id=True), nothing))
+
+
+def _keep(handle: DisplayHandle, nothing: Mapping[str, Any], _: Any, message: Mapping[str, Any], buffers: Sequence[Any]
+          ) -> None:
+    if "png" in message:
+        handle.update(nothing | {"image/png": b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()}, raw=True)

@@ -1,9 +1,10 @@
 """JupyterLab in a real browser: every view is opened, every control moved, every button pressed.
 
-Nothing may be told as an error, by the page or by a cell, and each control must change the picture. Every notebook of
-the repository is run in Lab, which leaves git as it was. `make test` tries one width, one notebook and each control
-once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the screenshots and views.json: milliseconds from a
-control's release to the new picture, and the player's frames a second, to be read where nothing else runs:
+Nothing may be told as an error, by the page or by a cell, each control must change the picture, and a saved notebook
+has a picture of every view. Every notebook of the repository is run in Lab, which leaves git as it was. `make test`
+tries one width, one notebook and each control once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the
+screenshots and views.json: milliseconds from a control's release to the new picture, and the player's frames a second,
+to be read where nothing else runs:
 
     MOELAB_STRESS=1 MOELAB_ARTEFACTS=folder python -m pytest tests/lab/test_browser.py -k "every_view or plays"
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,7 @@ if CHROMIUM is None:
     pytest.skip("there is no Chromium to drive: apt-get install chromium", allow_module_level=True)
 
 #: what `make lab` has the server do
-HOOK = re.search(r"--FileContentsManager\S+", (CHECKOUT / "Makefile").read_text())[0]
+HOOKS = re.findall(r"--FileContentsManager\S+", (CHECKOUT / "Makefile").read_text())
 OPENING = ["import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies import LRU",
            "class Mine(LRU):\n    pass",
            "lm = moelab.open_model(memory='50%')"]
@@ -120,7 +122,7 @@ def lab(tmp_path, results):
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
              f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ServerApp.websocket_ping_interval=600000",
              "--ServerApp.websocket_ping_timeout=600000", "--IdentityProvider.token=",
-             f"--ServerApp.root_dir={path.parent}", HOOK,
+             f"--ServerApp.root_dir={path.parent}", *HOOKS,
              f"--LabApp.user_settings_dir={home / 'settings'}", f"--LabApp.workspaces_dir={home / 'workspaces'}"],
             env=os.environ | variables, stdout=log, stderr=log, start_new_session=True))
         address = f"http://127.0.0.1:{port}"
@@ -266,8 +268,8 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
         folder = put(results, f"2025010{n + 1}-1", value, smoke=smoke, time=2.5 * value, figures=("curve",))
         figure = {"data": [{"type": "scatter", "y": [value, 2 * value], "name": "hits"}], "layout": {}}
         (folder / "figures" / "curve.json").write_text(json.dumps({"figure": figure, "caption": "hits"}))
-    address = lab(write(tmp_path / "views.ipynb", [*OPENING, *VIEWS.values(), "lm.moelab.close()"]), page.dark)
-    run_all(page, address)
+    path = write(tmp_path / "views.ipynb", [*OPENING, *VIEWS.values(), "lm.moelab.close()"])
+    run_all(page, lab(path, page.dark))
     page.wait_for_function("() => window.finished", timeout=300_000)
     frames, took, keep = page.locator(".moelab-view"), {}, kept()
     for i, name in enumerate(VIEWS):
@@ -276,6 +278,12 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
         check_view(page, name, frames.nth(i), took, depth(1, 5), keep)
         note(page, **{name: {"median ms": statistics.median(sum(took[name].values(), [])), "ms": took[name]}})
     assert errors(page) == []
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+    for name, cell in zip(VIEWS, read_json(path)["cells"][len(OPENING):]):
+        pictures = [output["data"]["image/png"] for output in cell["outputs"] if "image/png" in output.get("data", {})]
+        assert pictures and sum(map(len, pictures)) < 200_000, name
+        for i, picture in enumerate(pictures if keep else ()):
+            (keep / f"{name} saved {i}.png").write_bytes(b64decode(picture))
 
 
 @pytest.mark.stress

@@ -37,7 +37,8 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
                                                    "display_name": "other", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
     path = notebook("good", *GOOD, "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
-                    "interact(lambda x: display(x), x=ipywidgets.IntSlider(2, description='x [1]'))",
+                    "interact(lambda x: print(x, end=' '), x=ipywidgets.IntSlider(2, description='x [1]'))\n"
+                    "interact(print, shown=True, x=ipywidgets.IntSlider(3, description='x [1]'))",
                     "import os, sys\nprint(os.getcwd(), sys.executable, seed, smoke, os.environ['MOELAB_HEADLESS'])")
     directory = run_notebook(path, {"seed": "7"})
     assert directory == finished_runs("good", results)[-1]
@@ -50,7 +51,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     assert about["env"]["versions"]["python"] == sys.version.split()[0]
     assert any(package.startswith("numpy==") for package in about["packages"])
     # the kernel is this interpreter and works in the root of the repository
-    assert printed(directory / "good.ipynb").strip() == f"{CHECKOUT} {sys.executable} 7 True 1"
+    assert printed(directory / "good.ipynb").strip() == f"2 {CHECKOUT} {sys.executable} 7 True 1"
     nb, outputs = displayed(directory / "good.ipynb")
     figure = next(o for o in outputs if "application/vnd.plotly.v1+json" in o["data"])
     assert figure["data"]["text/plain"] == '[Figure: It rises from 1 to 2, "always"]'
@@ -61,9 +62,8 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
 
 def test_an_error_in_a_widget_callback_fails_the_run(notebook, results):
     pytest.importorskip("ipywidgets")
-    path = notebook("widget", "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
-                    "def inverse(x): return 1 / x\n"
-                    "interact(inverse, x=ipywidgets.IntSlider(0, -3, 3, description='x [1]'))", "print('end')")
+    path = notebook("widget", "import ipywidgets\ndef inverse(x): return 1 / x\n"
+                    "ipywidgets.interactive_output(inverse, {'x': ipywidgets.IntSlider(0, -3, 3)})", "print('end')")
     with pytest.raises(NotebookFailed, match="callback of a widget") as failure:
         run_notebook(path)
     assert "ZeroDivisionError" in failure.value.error and "return 1 / x" in failure.value.error

@@ -85,7 +85,7 @@ def test_what_is_seen_adds_up():
     assert found.at["lru"] in found.curves["lru"]
     table = budget.rows(found)
     assert {row["policy"] for row in table} == {"lru", "zipmoe", "belady", "limit"}
-    assert len(budget.draw(found)) == 2 and "500 tokens/s" in budget.words(found)[0]
+    assert len([*budget.draw(found)]) == 2 and "500 tokens/s" in budget.words(found)[0]
     with pytest.raises(ValueError, match="no cache 'lrru'"):
         budget.budgets(explorer, 60.0, ("lrru",), 1.0)
 

@@ -62,6 +62,15 @@ def test_no_two_series_differ_by_colour_alone(name, look):
     assert len({(look(trace), trace.mode, trace.fill) for trace in shown}) == len(shown) > 1
 
 
+def test_a_bar_of_less_than_a_pixel_has_an_edge_in_its_own_colour():
+    """A white one would be all that is seen of it."""
+    brief = Event("compute", "expert", 0, 1, 1.0, 1.0001)
+    bar, = figures.gantt({"run": [brief, brief._replace(start=1.1, end=2.0)]}).data
+    assert bar.marker.line.color == (bar.marker.color, "white")
+    bar, = figures.gantt({"run": [brief, brief._replace(start=1.0001, end=1.0002)]}).data
+    assert bar.marker.line.color == "white"
+
+
 def test_every_kind_of_work_that_shares_a_row_has_its_own_look():
     for row in (("read E", "read SM", "read"), ("decompress", "recover", "decode"), ("expert", "other", "wait")):
         assert len({figures.KINDS[kind][1] for kind in row}) == 3

@@ -3,6 +3,9 @@
 import csv
 import io
 import json
+import zlib
+from base64 import b64decode
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +14,11 @@ pytest.importorskip("anywidget")
 from moelab.viz import theme                                                    # noqa: E402
 from moelab.viz.figures import finish                                           # noqa: E402
 from moelab.viz.views.base import View, menu, several, slider, switch           # noqa: E402
+
+#: one black pixel: the chunks of a PNG
+DOT = b"".join(len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4) for name, body in {
+    b"IHDR": b"\0\0\0\1" * 2 + b"\x08\x06\0\0\0", b"IDAT": zlib.compress(b"\2\0\0\0\xff"), b"IEND": b""}.items())
+
 
 def powers(n, kind, who, fails):
     if fails:
@@ -88,7 +96,7 @@ def test_a_dark_page_has_no_dark_ink(view):
     view._tools.dark = True
     assert ground(view) == "#111111"
     ink = set(theme.DARK) - {"#0072b2"}
-    assert not ink & {part.lower() for part in json.dumps(view._json()).split('"')}
+    assert not ink & {part.lower() for part in json.dumps(view.picture.figure).split('"')}
     view._tools.dark = False
     assert ground(view) == "white"
 
@@ -115,9 +123,22 @@ def test_where_nothing_is_live_a_view_is_words(view, monkeypatch):
     told = []
     monkeypatch.setattr("moelab.viz.notebook.display", lambda bundle, **how: told.append(bundle))
     view._ipython_display_()
-    bundle, = told
+    bundle, _ = told
     assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == view.widget.model_id
     assert "alt" in bundle["text/plain"] and "5 <b>" in bundle["text/plain"] and "VBox" not in bundle["text/plain"]
+
+
+def test_the_browsers_picture_is_kept_in_the_notebook(view, monkeypatch):
+    """Beside the live view, in an output that Jupyter hides: it names no widget."""
+    updates = []
+    handle = SimpleNamespace(update=lambda bundle, **how: updates.append(bundle))
+    monkeypatch.setattr("moelab.viz.notebook.display", lambda bundle, **how: handle if how.get("display_id") else None)
+    view._ipython_display_()
+    view.picture._handle_custom_msg({"curve": 0, "point": 1, "data": None}, [])
+    view.picture._handle_custom_msg({"png": True}, [memoryview(b"\x89PNG\r\n\x1a\n" + DOT)])
+    (kept,) = updates
+    assert b64decode(kept["image/png"])[:8] == b"\x89PNG\r\n\x1a\n"
+    assert kept["application/vnd.jupyter.widget-view+json"]["model_id"] == ""
 
 
 def test_files_are_made_when_they_are_asked_for(view, monkeypatch):

@@ -4,8 +4,8 @@ A view is made of plain functions, so all that it shows can be had, and tested, 
 
     values ─ compute ─▶ data ─ draw ─▶ figures;  rows(data) is their table, command(values) what reproduces them
 
-Nothing is a widget before a view is displayed in Jupyter; executed headlessly, it shows the figure alone, which the
-runner gives its PNG.
+Nothing is a widget before a view is displayed in Jupyter, whose notebook keeps the picture that the browser first drew;
+executed headlessly, it shows the figure alone, which the runner gives its PNG.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
@@ -97,14 +97,14 @@ class View:
     controls_shown = True
 
     def __init__(self, name: str, controls: Mapping[str, Control], compute: Callable[..., Any],
-                 draw: Callable[[Any], go.Figure | Sequence[go.Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
+                 draw: Callable[[Any], go.Figure | Iterable[go.Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
                  command: Callable[..., tuple[str, str]], words: Callable[[Any], tuple[str, str]],
                  below: Callable[[View], Sequence[Any]] = lambda view: ()) -> None:
         self.name, self.controls, self._below = name, dict(controls), below
         self._compute, self._draw, self._rows, self._command, self._words = compute, draw, rows, command, words
         self.values = {name: control.value for name, control in controls.items()}
         self._dark, self._turn = False, threading.RLock()
-        self._update()
+        self.refresh()
 
     def __repr__(self) -> str:
         return f"<view {self.name}: {', '.join(f'{name}={value!r}' for name, value in self.values.items())}>"
@@ -128,16 +128,17 @@ class View:
         return self
 
     def refresh(self) -> None:
-        """Compute and draw again, with the same values."""
-        self._update()
-        if "widget" in self.__dict__:
-            self._show()
-
-    def _update(self) -> None:
-        self.data = self._compute(**self.values)
+        """Compute and draw again, with the same values; the browser draws a figure while the next one is made."""
+        data, figures, live = self._compute(**self.values), [], "widget" in self.__dict__
         with theme.bare():
-            drawn = self._draw(self.data)
-        self.figures = [drawn] if isinstance(drawn, go.Figure) else list(drawn)
+            drawn = self._draw(data)
+            for i, figure in enumerate([drawn] if isinstance(drawn, go.Figure) else drawn):
+                figures.append(figure)
+                if live:
+                    self._show(i, figure)
+        self.data, self.figures = data, figures
+        if live:
+            self._tell()
 
     @property
     def figure(self) -> go.Figure:
@@ -176,7 +177,7 @@ class View:
             show(self.figures[-1], *self.words)
         else:
             caption, alt = self.words
-            live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}")
+            live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}", self.pictures)
 
     # ---------------------------------------------------------------------------------------------- in Jupyter
 
@@ -205,11 +206,10 @@ class View:
 
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.chart import chart
-        return list(map(chart, self._json()))
+        return [chart(self._json(figure)) for figure in self.figures]
 
-    def _json(self) -> list[dict[str, Any]]:
-        found = list(map(theme.to_json, self.figures))
-        return theme.darkened(found) if self._dark else found
+    def _json(self, figure: go.Figure) -> dict[str, Any]:
+        return theme.darkened(theme.to_json(figure)) if self._dark else theme.to_json(figure)
 
     def _turned(self, name: str, change: Mapping[str, Any]) -> None:
         if self._quiet:
@@ -231,13 +231,15 @@ class View:
                 self.errors.outputs = told
 
     def _recolour(self, dark: bool) -> None:
+        def again() -> None:
+            for i, figure in enumerate(self.figures):
+                self._show(i, figure)
+            self._tell()
         self._dark = dark
-        self.guarded(self._show)
+        self.guarded(again)
 
-    def _show(self) -> None:
-        for picture, figure in zip(self.pictures, self._json(), strict=True):
-            picture.figure = figure
-        self._tell()
+    def _show(self, i: int, figure: go.Figure) -> None:
+        self.pictures[i].figure = self._json(figure)
 
     def _tell(self) -> None:
         caption, alt = self.words

@@ -8,7 +8,7 @@ simulated is kept, and is a point of the curves. Left out: prefetching, and pool
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp, log
@@ -203,12 +203,12 @@ def budgets(explorer: Explorer, share: float, policies: Sequence[str], target: f
         list(explorer.measured))
 
 
-def draw(found: Budgets) -> list[go.Figure]:
+def draw(found: Budgets) -> Iterator[go.Figure]:
     """TPOT and hit rate by budget, the chosen one marked; the memory bar."""
-    curves = budget_curve(found.curves, found.optimum, {"disk or compute alone": found.limit},
-                          {_size(found.memory): found.memory}, most_hits=found.ceiling, measured=found.measured,
-                          target=(1 / found.target, f"{found.target:g} tokens/s"))
-    return [curves, memory_bar(found.parts, ON_DISK)]
+    yield budget_curve(found.curves, found.optimum, {"disk or compute alone": found.limit},
+                       {_size(found.memory): found.memory}, most_hits=found.ceiling, measured=found.measured,
+                       target=(1 / found.target, f"{found.target:g} tokens/s"))
+    yield memory_bar(found.parts, ON_DISK)
 
 
 def rows(found: Budgets) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ class Chart(anywidget.AnyWidget):
 
     def on_click(self, function: Callable[[Mapping[str, Any]], None]) -> None:
         """Call a function with what was clicked: {"curve": its trace, "point": its place there, "data": customdata}."""
-        self.on_msg(lambda _, message, __: function(message))
+        self.on_msg(lambda _, message, __: function(message) if "curve" in message else None)
 
 
 _library: list[Library] = []

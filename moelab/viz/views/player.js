@@ -187,6 +187,14 @@ function render({ model, el }) {
   look.observe(document.body, { attributes: true });
   repaint();
   go(model.get("token"));
+  if (model.send) {                             // for the saved notebook
+    const still = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+    const context = still.getContext("2d");
+    context.fillStyle = getComputedStyle(document.body).backgroundColor;
+    context.fillRect(0, 0, still.width, still.height);
+    context.drawImage(canvas, 0, 0);
+    still.toBlob(async (blob) => model.send({ png: true }, undefined, [await blob.arrayBuffer()]));
+  }
   return () => {
     playing = false;
     size.disconnect();

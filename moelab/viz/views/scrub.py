@@ -153,9 +153,8 @@ class Scrubber(View):
         from moelab.viz.views.player import player
         return [player(content(self.data[0]), self.values["token"], lambda token: self.values.update(token=token))]
 
-    def _show(self) -> None:
+    def _show(self, i: int, figure: go.Figure) -> None:
         self.pictures[0].token = self.values["token"]
-        self._tell()
 
     def html(self) -> str:
         script = (Path(__file__).with_name("player.js")).read_text(encoding="utf-8")

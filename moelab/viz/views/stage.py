@@ -10,7 +10,7 @@ what executing a prediction does to the routing of later layers, which is in the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
@@ -166,9 +166,10 @@ def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
                            kind=kind_of(event, inside)) for event in inside]
 
 
-def draw(found: Scene) -> list[go.Figure]:
+def draw(found: Scene) -> Iterator[go.Figure]:
     """The timelines of the chosen token; stalls by token, and the loss beside the time."""
-    return [gantt(found.runs, "experts", "simulated"), strip(found)]
+    yield gantt(found.runs, "experts", "simulated")
+    yield strip(found)
 
 
 def strip(found: Scene) -> go.Figure:

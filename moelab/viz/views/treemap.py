@@ -9,7 +9,7 @@ is, a sample of a tensor at a time (`moelab.store.survey`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -55,8 +55,8 @@ class Node:
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
     """The tree of all tensors; those above have the mean of their parts' values by bytes."""
     whole = len(parts) <= MOST
-    tree = {root: Node(root, "", root, 0)}
-    sums: dict[str, list[float]] = {}                       # node → bytes that have a value, bytes · value
+    found: dict[str, tuple[str, str, survey.Part | None]] = {root: ("", root, None)}    # parent, label, of a leaf its
+    sums: dict[str, list[float]] = {root: [0, 0, 0.0]}      # part; bytes, those that have a value, bytes · value
     for part, value in zip(parts, values):
         up = [(root, "", root)]
         if part.layer:
@@ -66,15 +66,13 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
         if whole or part.expert is None:
             up.append((part.name, up[-1][0], part.label))
         for name, parent, label in up:
-            node = tree.setdefault(name, Node(name, parent, label, 0))
-            leaf = part if name == up[-1][0] and node.part is None else node.part
-            tree[name] = replace(node, bytes=node.bytes + part.stored.nbytes, part=leaf)
+            found.setdefault(name, (parent, label, part if name == up[-1][0] else None))
+            sums.setdefault(name, [0, 0, 0.0])[0] += part.stored.nbytes
             if value is not None:
-                sums.setdefault(name, [0, 0.0])
-                sums[name][0] += part.stored.nbytes
-                sums[name][1] += part.stored.nbytes * value
-    return [replace(node, value=sums[name][1] / sums[name][0] if sums.get(name, [0])[0] else None)
-            for name, node in tree.items()]
+                sums[name][1] += part.stored.nbytes
+                sums[name][2] += part.stored.nbytes * value
+    return [Node(name, parent, label, sums[name][0], sums[name][2] / sums[name][1] if sums[name][1] else None, part)
+            for name, (parent, label, part) in found.items()]
 
 
 def _middle(values: Sequence[tuple[float, int]]) -> tuple[float, float]:
@@ -102,10 +100,12 @@ def draw(tree: Sequence[Node], colour: str) -> go.Figure:
         marker={"colors": [float("nan") if node.value is None else node.value for node in tree],
                 "colorscale": list(SEQUENTIAL), "cmin": low, "cmax": high, "showscale": bool(there),
                 "line": {"width": 1},
-                "colorbar": {"title": {"text": SCALES.get(colour, "relative error")}}},
+                "colorbar": {"thickness": 20, "tickfont": {"size": 11}, "title": {
+                    "text": SCALES.get(colour, "relative error"), "side": "right", "font": {"size": 13}}}},
         hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"},
         textinfo="label"))
-    return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 8, "t": 8, "b": 8})
+    # a margin that no tick widens, or every rectangle would be drawn anew with another colour
+    return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False})
 
 
 def counted(counts: Any) -> np.ndarray | None:
