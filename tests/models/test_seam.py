@@ -9,12 +9,14 @@ from moelab import open_model
 from moelab.models import discover, eager, plug, plugged, unplug
 from moelab.models.seam import SeamExperts
 
+from tests.depth import in_turn
+
 from . import tiny
 from .sweep import generate
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.stress
+@pytest.mark.parametrize("name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16]))
 def test_external_experts_equal_eager_bit_for_bit(name, dtype, tmp_path):
     folder = tiny.save(name, tmp_path / name, dtype)
     reference = open_model(folder)
