@@ -22,6 +22,7 @@ from moelab import open_model
 from moelab.calibration import Calibration
 from moelab.models import discover, eager, identity, plug
 from moelab.registry import make
+from tests.depth import STRESS
 from tests.models import tiny
 
 from tests.experts import toy
@@ -256,6 +257,8 @@ def test_a_killed_rank_ends_the_run(tmp_path):
     assert time.time() - float((tmp_path / "note").read_text()) < 15
 
 
+@pytest.mark.stress
+@pytest.mark.skipif(not STRESS, reason="three interpreters that import torch: make stress")
 def test_a_killed_rank_ends_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, "-m", "tests.parallel.ranks", str(tmp_path / "note")], cwd=ROOT, timeout=300,
