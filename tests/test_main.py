@@ -26,13 +26,6 @@ def test_every_command_has_help_with_an_example_that_can_be_read(command, capsys
     assert arguments[0] == command and build_parser(arguments).parse_args(arguments)
 
 
-def test_generate_says_what_each_executor_is_for(capsys):
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    use, teaching = capsys.readouterr().out.split("executors for teaching and comparison:")
-    assert "exact        transformers' own arithmetic, bit for bit" in use and "  capacity " in teaching
-
-
 def test_errors_are_one_line_and_status_2(capsys):
     assert main(["run", "77"]) == 2
     told = capsys.readouterr().err
