@@ -14,7 +14,8 @@ sys.modules.setdefault("rfc3987_syntax", None)      # optional, and seconds of w
 
 # How long an example takes depends on the machine, and says nothing about the code. In CI the examples are the same
 # for the same code, so that its verdict is on the commit; everywhere else each run tries new ones.
-settings.register_profile("moelab", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("moelab", deadline=None, max_examples=50, print_blob=True,
+                          derandomize=bool(os.environ.get("CI")))
 settings.load_profile("moelab")
 
 

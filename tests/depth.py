@@ -4,6 +4,9 @@ A sweep is marked `@pytest.mark.stress` and asks `depth(sample, whole)` how many
 """
 
 import os
+from collections.abc import Sequence
+from itertools import cycle, product
+from typing import Any
 
 STRESS = os.environ.get("MOELAB_STRESS") == "1"
 
@@ -11,3 +14,8 @@ STRESS = os.environ.get("MOELAB_STRESS") == "1"
 def depth(sample: int, whole: int) -> int:
     """`whole` under `make stress`, else `sample`."""
     return whole if STRESS else sample
+
+
+def in_turn(names: Sequence[Any], options: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each name with one of the options, which take turns; with every option under `make stress`."""
+    return [*product(names, options)] if STRESS else [*zip(names, cycle(options))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab import recording
 from moelab import open_model
 from moelab.models.patches import Patches
 from moelab.models import discover, open_checkpoint, plug

@@ -1,7 +1,8 @@
-"""`python -m moelab reproduce`: runs the notebooks one after the other, prints a table and writes the report.
+"""`python -m moelab reproduce`: runs the notebooks, prints a table and writes the report.
 
-A notebook that fails does not stop the others, but sets the exit status. Parameters given with `-p` go to every
-notebook that has them.
+Notebooks that measure times run one after the other; those tagged `side-by-side` then two at a time, unless a model is
+given, of which there may be memory for one only. A notebook that fails does not stop the others, but sets the exit
+status. Parameters given with `-p` go to every notebook that has them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
 
 from moelab.files import read_json
 from moelab.lab.report import write_report
-from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, notebooks, run_notebook,
-                               split_assignments)
+from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, is_side_by_side, notebooks,
+                               run_notebook, split_assignments)
 from moelab.table import format_value, text_table
 
 SHOWN_METRICS = 3
@@ -38,9 +41,11 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(f"no notebook has a parameter {name!r}; they have {', '.join(known) or 'none'}")
     parameters = {path: check_parameters(path, {name: value for name, value in given.items() if name in valid[path]})
                   for path in paths}
-    rows, errors = [], []
-    for number, path in enumerate(paths, 1):
-        print(f"[{number}/{len(paths)}] {path.stem} …", flush=True)
+    errors = []
+
+    def run(path: Path) -> list[str]:
+        at = f"[{paths.index(path) + 1}/{len(paths)}] {path.stem}"
+        print(f"{at} …", flush=True)
         start, status, first = time.monotonic(), "ok", ""
         try:
             metrics = run_notebook(path, parameters[path], args.results, args.timeout) / "metrics.json"
@@ -50,8 +55,14 @@ def main(args: argparse.Namespace) -> int:
         except NotebookFailed as failure:
             status, first = "FAILED", failure.error.splitlines()[0]
             errors.append(str(failure))
-        rows.append([path.stem, status, f"{time.monotonic() - start:.1f} s", first])
-        print(f"[{number}/{len(paths)}] {path.stem}: {status}, {rows[-1][2]}", flush=True)
+        took = f"{time.monotonic() - start:.1f} s"
+        print(f"{at}: {status}, {took}", flush=True)
+        return [path.stem, status, took, first]
+
+    together = [] if given.get("model") else [path for path in paths if is_side_by_side(path)]
+    rows = [run(path) for path in paths if path not in together]
+    with ThreadPool(2) as pool:       # its threads end with the process, as after Ctrl-C
+        rows = sorted(rows + pool.map(run, together, chunksize=1), key=lambda row: row[0])
     for error in errors:
         print(f"\n{error}", file=sys.stderr)
     print("\n" + text_table(["notebook", "status", "time", "first metrics"], rows))

@@ -5,7 +5,8 @@
     results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a notebook
     results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came, error.txt
 
-Notebooks run one after the other, since they measure times.
+A notebook whose parameters cell is tagged `side-by-side` measures no times but those of its own processor use, so that
+others may run meanwhile.
 """
 
 from __future__ import annotations
@@ -89,6 +90,11 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
         kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
         found[target.id] = Parameter(target.id, kind, default, comments.get(node.end_lineno, ""))
     return found
+
+
+def is_side_by_side(path: Path) -> bool:
+    """Whether other notebooks may run beside this one."""
+    return any("side-by-side" in cell["metadata"].get("tags", ()) for cell in read_json(path)["cells"])
 
 
 def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:

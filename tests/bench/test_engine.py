@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from moelab.bench import engine, external_engines, harness, lru_baseline, machin
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
 from moelab.offloading import control_group
+from moelab.offloading.profile import profile
 from moelab.specs import MoESpec
 from moelab.viz.scale_figure import beside_memory
 
@@ -185,6 +187,7 @@ def test_times_are_compared_with_those_of_the_same_forwards(place, here, monkeyp
     """A simulated TTFT is the median of both prompts, so the measured one is, too."""
     monkeypatch.setattr(engine, "SIMULATED", ("raw",))
     monkeypatch.setattr(engine, "BUDGETS", (0.5,))
+    monkeypatch.setattr("moelab.offloading.profile.profile", partial(profile, seconds=0))
     reports = []
 
     class Kept(harness.EngineBenchmark):

@@ -16,6 +16,7 @@ from moelab.experts.neuron import (AllExperts, NeuronRule, Selective, expected_u
                                    provisioned_savings)
 from moelab.experts.sharding import Sharding
 from moelab.models.seam import eager
+from tests.depth import in_turn
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
 
@@ -177,8 +178,9 @@ def test_the_rule_with_a_capacity_factor_drops_in_prompts_only():
 
 # --------------------------------------------------------------------------------------------------- in whole models
 
-@pytest.mark.parametrize("opened", ["resident", "external"])
-@pytest.mark.parametrize("name", ["llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"])
+@pytest.mark.stress
+@pytest.mark.parametrize("name, opened", in_turn(["llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"],
+                                                 ["resident", "external"]))
 def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_path):
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if name == "switch_transformers" else {})

@@ -15,7 +15,7 @@ from moelab.models import discover, eager, plugged, spec_of
 from moelab.parallel.volumes import gather_volume
 from moelab.specs import MoESpec
 
-from tests.depth import depth
+from tests.depth import depth, in_turn
 from tests.models import tiny, wild
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -34,8 +34,8 @@ def random_logits(T: int, E: int, seed: int, spread: float = 2.0, dtype: torch.d
 
 # ----------------------------------------------------------------------------------------- transformers' own routers
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.stress
+@pytest.mark.parametrize("name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16]))
 def test_equals_the_models_own_router_bit_for_bit(name, dtype, tmp_path):
     model = open_model(tiny.save(name, tmp_path, dtype))
     generator = torch.Generator().manual_seed(1)
@@ -55,9 +55,9 @@ def test_equals_the_models_own_router_bit_for_bit(name, dtype, tmp_path):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", depth(["afmoe", "axk2", "beam", "ernie4_5_moe", "granitemoe", "hy_v3", "kolibri1",
-                                        "laguna", "lfm2_moe", "inkling_text", "zaya"], wild.names()))
+@pytest.mark.parametrize("name, dtype", in_turn(
+    depth(["afmoe", "axk2", "beam", "ernie4_5_moe", "granitemoe", "hy_v3", "kolibri1", "laguna", "lfm2_moe",
+           "inkling_text", "zaya"], wild.names()), [torch.float32, torch.bfloat16]))
 def test_every_architecture_has_its_rule_or_is_refused_by_name(name, dtype):
     """Ids and bits of the weights, in the order of the executed call; correction biases are random."""
     model = wild.model_of(name, dtype)

@@ -17,14 +17,14 @@ run.save()"""]
 
 @pytest.fixture
 def notebook(tmp_path):
-    """notebook(name, *cells, parameters=…) writes a notebook and returns its path."""
+    """notebook(name, *cells, parameters=…, tags=…) writes a notebook and returns its path."""
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("papermill")
 
-    def write(name, *cells, parameters=PARAMETERS):
+    def write(name, *cells, parameters=PARAMETERS, tags=()):
         code = nbformat.v4.new_code_cell
         nb = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
-        nb.cells = [code(parameters, metadata={"tags": ["parameters"]})] if parameters else []
+        nb.cells = [code(parameters, metadata={"tags": ["parameters", *tags]})] if parameters else []
         nb.cells += [code(cell) for cell in cells]
         path = tmp_path / f"{name}.ipynb"
         nbformat.write(nb, path)

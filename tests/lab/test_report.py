@@ -4,7 +4,6 @@ import pytest
 
 from moelab.__main__ import main
 from moelab.lab.report import write_report
-from moelab.lab.runner import run_notebook
 from tests.lab.conftest import GOOD
 
 pytest.importorskip("plotly")
@@ -39,10 +38,24 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def test_the_report_has_everything_and_needs_no_network(notebook, results):
-    run_notebook(notebook("good", *GOOD))
+MEET = """from pathlib import Path
+import time
+Path({!r}).touch()
+while not Path({!r}).exists():
+    time.sleep(0.1)"""
+
+
+def test_reproduce_runs_side_by_side_goes_on_after_a_failure_and_writes_a_report(notebook, results, tmp_path, capsys):
+    """The report has everything and needs no network."""
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")         # neither notebook ends before the other began
+    bad = notebook("bad", MEET.format(one, other), "raise ValueError('broken')", tags=["side-by-side"])
+    good = notebook("good", MEET.format(other, one), *GOOD, tags=["side-by-side"])
+    assert main(["reproduce", str(bad), str(good), "-p", "seed=5", "--timeout", "100"]) == 1
+    told = capsys.readouterr()
+    assert "experts 3 experts [exact]" in told.out and str(results / "report.html") in told.out
+    assert "ValueError: broken" in told.out and "Traceback" in told.err
     library = plotly_js()
-    text = write_report().read_text()
+    text = (results / "report.html").read_text()
     assert text.count(library) == 1
     text = text.replace(library, "")        # megabytes that the parser would read slowly
     page = Page(text)
@@ -64,15 +77,6 @@ def test_the_report_has_everything_and_needs_no_network(notebook, results):
 def test_a_report_of_nothing(results):
     (results / "runs" / "x" / "20250101-1@h@1.part").mkdir(parents=True)
     assert "No notebook has finished yet." in Page(write_report().read_text().replace(plotly_js(), "")).text
-
-
-def test_reproduce_goes_on_after_a_failure(notebook, results, capsys):
-    bad, good = notebook("bad", "raise ValueError('broken')"), notebook("good", *GOOD)
-    assert main(["reproduce", str(bad), str(good), "-p", "seed=5"]) == 1
-    told = capsys.readouterr()
-    assert "experts 3 experts [exact]" in told.out and str(results / "report.html") in told.out
-    assert "ValueError: broken" in told.out and "Traceback" in told.err
-    assert "A line &amp; its end" in (results / "report.html").read_text()
 
 
 def test_reproduce_refuses_a_parameter_that_no_notebook_has(notebook, results, capsys):

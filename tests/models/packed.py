@@ -1,5 +1,5 @@
 """Checkpoints in the layouts of compressed-tensors, GPTQ and AWQ with random codes, and the weights that they mean, by
-the published formulas in loops."""
+the published formulas."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ def words(codes: Tensor, bits: int, order: Any = None) -> Tensor:
 
 def meant(codes: Tensor, zeros: Tensor, scales: Tensor, group: list[int], dtype: torch.dtype) -> Tensor:
     """Weights [R, n] of codes [R, n], and of zero points and scales [R, groups] by the group of each input."""
-    out = torch.empty(codes.shape, dtype=dtype)
-    for i, g in enumerate(group):
-        product = (codes[:, i].double() - zeros[:, g].double()) * scales[:, g].double()
-        out[:, i] = product.float().to(scales.dtype).to(dtype)
-    return out
+    product = (codes.double() - zeros.double()[:, group]) * scales.double()[:, group]
+    return product.float().to(scales.dtype).to(dtype)
 
 
 def layer(kind: str, R: int, n: int, group: int, generator: torch.Generator, bits: int = 4, symmetric: bool = True,

@@ -6,26 +6,27 @@ import pytest
 import torch
 
 from moelab import open_model
-from moelab.models import discover, eager, plug, plugged, unplug
+from moelab.models import discover, eager, plug, plugged
 from moelab.models.seam import SeamExperts
+
+from tests.depth import in_turn
 
 from . import tiny
 from .sweep import generate
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_external_experts_equal_eager_bit_for_bit(name, dtype, tmp_path):
+@pytest.mark.stress
+@pytest.mark.parametrize("name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16]))
+def test_external_and_plugged_experts_equal_eager_bit_for_bit(name, dtype, tmp_path):
     folder = tiny.save(name, tmp_path / name, dtype)
-    reference = open_model(folder)
-    external = open_model(folder, experts="external")
-    for layer in discover(external):
-        assert isinstance(layer.experts, SeamExperts) and not layer.experts.resident
-    for seed in range(2):
-        tokens, logits = generate(reference, seed)
-        tokens_external, logits_external = generate(external, seed)
-        assert torch.equal(tokens, tokens_external)
-        assert torch.equal(logits, logits_external)
+    resident, external = open_model(folder), open_model(folder, experts="external")
+    assert all(isinstance(layer.experts, SeamExperts) and not layer.experts.resident for layer in discover(external))
+    expected = [generate(resident, seed) for seed in range(2)]
+    plug(resident)
+    for model in (external, resident):
+        for seed, (tokens, logits) in enumerate(expected):
+            found_tokens, found_logits = generate(model, seed)
+            assert torch.equal(found_tokens, tokens) and torch.equal(found_logits, logits)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "fp8"])
@@ -36,16 +37,6 @@ def test_quantised_experts_are_dequantised_one_by_one(name, tmp_path):
     tokens_external, logits_external = generate(external, 0)
     assert torch.isfinite(logits).all() and logits.std() > 0
     assert torch.equal(tokens, tokens_external) and torch.equal(logits, logits_external)
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_plugging_resident_experts_changes_no_bit(name, tmp_path):
-    model = open_model(tiny.save(name, tmp_path / name))
-    tokens, logits = generate(model, 3)
-    plug(model)
-    tokens_plugged, logits_plugged = generate(model, 3)
-    unplug(model)
-    assert torch.equal(tokens, tokens_plugged) and torch.equal(logits, logits_plugged)
 
 
 def test_plugged_is_undone_whatever_happens(tmp_path):

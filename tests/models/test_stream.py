@@ -12,7 +12,7 @@ from moelab.models.stream import check_routers, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
 
-from tests.depth import depth
+from tests.depth import depth, in_turn
 from . import tiny
 from .wild import model_of, names
 
@@ -97,8 +97,7 @@ def near(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 @pytest.mark.stress
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", some(known()))
+@pytest.mark.parametrize("name, dtype", in_turn(some(known()), [torch.float32, torch.bfloat16]))
 def test_norm_and_sum_are_what_the_hooks_see(name, dtype):
     """s = norm(r) bit for bit; what the layer puts out is α r + β post(v)."""
     model = model_of(name, dtype)

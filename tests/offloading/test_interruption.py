@@ -103,7 +103,7 @@ def test_a_signal_at_any_time(folder, codec, mode, options):
         jitter(model, chance)
         assert_equal(model, reference, new=3)
         longest, hit, before = 10.0, 0, torch.get_num_threads()
-        for seed in range(depth(5, 250)):
+        for seed in range(depth(3, 250)):
             with watched():
                 try:
                     if seed:
@@ -165,7 +165,7 @@ def test_an_interruption_at_any_line_of_a_generation(folder, codec, mode, option
         with lines:
             generate(model, batch=1, new=3)
         points = range(1, lines.count)
-        for point in sorted(chance.sample(points, min(depth(8, 4000), len(points)))):
+        for point in sorted(chance.sample(points, min(depth(4, 4000), len(points)))):
             with watched():
                 try:
                     with Lines(point):

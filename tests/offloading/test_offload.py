@@ -28,6 +28,7 @@ from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.store import codecs
 from moelab.store.layout import ExpertStore, StoreError
+from tests.depth import in_turn
 from tests.models import tiny
 from tests.timelines import check
 
@@ -71,8 +72,8 @@ def eager(qwen):
     return open_model(qwen[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.stress
+@pytest.mark.parametrize("name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16]))
 def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", dtype))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
@@ -87,25 +88,25 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     assert not threads()
 
 
-@pytest.mark.parametrize("name, executor", [(name, "fast") for name in tiny.ARCHITECTURES] + [("qwen3_moe", "sorted")])
-def test_another_executor_computes_the_same_but_for_rounding(name, executor, tmp_path):
+@pytest.mark.stress
+@pytest.mark.parametrize("name, executor, budget", [
+    *((name, "fast", budget) for name, budget in in_turn(tiny.ARCHITECTURES, [0.3, 1.0])), ("qwen3_moe", "sorted", 0.3)])
+def test_another_executor_computes_the_same_but_for_rounding(name, executor, budget, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
     computing = make("executor", executor)
-    for budget in (0.3, 1.0):
-        model = offload(store, budget, delays=DELAYS, executor=computing)
+    model = offload(store, budget, delays=DELAYS, executor=computing)
+    with model.moelab:
         for got, wanted in zip(generate(model), of_eager(reference)):
             torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
-        model.moelab.close()
     assert computing.tally.dropped == 0 and computing.tally.executed > 0
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4hc", "zstd", "zstd-huffman", "huffman"])
-@pytest.mark.parametrize("plan", [None, Pools(2, 3, 2, 4), Pools(0, 4, 0, 3), Pools(0, 0, 5, 0), Pools(3, 0, 0, 6)],
-                         ids=str)
-def test_every_codec_and_every_split_into_pools(qwen, eager, codec, plan, tmp_path):
+def test_every_codec_and_every_split_into_pools(qwen, eager, codec, tmp_path):
     store = convert(qwen[0], tmp_path / "store", codec=codec)
-    for policy in ("lru", "zipmoe"):
+    plans = [None, Pools(2, 3, 2, 4), Pools(0, 4, 0, 3), Pools(0, 0, 5, 0), Pools(3, 0, 0, 6)]
+    for plan, policy in in_turn(plans, ["lru", "zipmoe"]):
         offloaded = offload(store, "10MB", plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS)
         assert_equal(offloaded, eager, new=8)
         offloaded.moelab.close()
@@ -122,8 +123,8 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
         assert check(offloading.timeline) == []
 
 
-@pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(NEEDS)))
+@pytest.mark.stress
+@pytest.mark.parametrize("policy, scope", in_turn(sorted(set(POLICIES) - set(NEEDS)), ["model", "layer"]))
 def test_every_policy(qwen, eager, policy, scope):
     offloaded = offload(qwen[1], 0.4, policy=policy, scope=scope, delays=DELAYS)
     for seed in range(3):

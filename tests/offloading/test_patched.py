@@ -73,7 +73,7 @@ def test_in_any_order(which, kind, models):
     modules = [module for stream in streams(model) for module in (stream.layer.router, stream.norm, stream.layer.block)]
 
     @given(st.lists(st.sampled_from([*PUT_ON, "hooks"]), min_size=1, max_size=8))
-    @settings(max_examples=depth(8, 300))
+    @settings(max_examples=depth(4, 300))
     def check(operations):
         on, hooked = {}, False
         for operation in [*operations, *"." * 6]:

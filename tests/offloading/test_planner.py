@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import calibrate, convert, open_model, record
-from moelab.__main__ import main
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.offload import offload

@@ -19,6 +19,7 @@ from moelab.registry import make
 from moelab.schedule.load_queue import PIECE
 from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
+from tests.depth import in_turn
 from tests.models import tiny
 from tests.offloading.test_offload import DELAYS, assert_equal, generate_interrupted, jitter
 from tests.timelines import check
@@ -38,8 +39,8 @@ def nothing_is_lost(model):
         assert sorted([*queue.free[kind], *taken]) == list(range(slots.count[kind]))
 
 
-@pytest.mark.parametrize("codec", ["huffman", "raw"])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.stress
+@pytest.mark.parametrize("name, codec", in_turn(tiny.ARCHITECTURES, ["huffman", "raw"]))
 def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.bfloat16))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", codec=codec).folder)

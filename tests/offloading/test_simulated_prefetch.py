@@ -158,7 +158,7 @@ def test_a_read_under_way_is_not_interrupted_and_the_layer_waits_for_it():
 
 def test_a_demand_overtakes_a_prefetch_between_two_pieces():
     """By hand: "other" takes 1.5 s, a read 4 s in pieces of 1 s, an expert 1 s; expert 5 is guessed, then 0 demanded."""
-    steps, machine = [[(0, {0: 1}), (1, {0: 1})]], Delays(4, 0, 0, 0, 1, 0, e_bytes=8)
+    machine = Delays(4, 0, 0, 0, 1, 0, e_bytes=8)
 
     def play(guess, wanted):
         with mock.patch("moelab.schedule.execution.PIECE", 2):

@@ -189,8 +189,7 @@ def test_rates_of_a_card_prefer_the_link_and_16_bit():
 
 
 def test_cards_of_the_package_and_what_they_lack():
-    from moelab.cards import load_device, load_model
-    orin = load_device("jetson-agx-orin-64gb")
+    orin = cards.load_device("jetson-agx-orin-64gb")
     delays, _ = delays_of(orin, cards.load_model("Qwen3-30B-A3B"), 0.32, dense_bytes=2e9, decompress_gbs=1.5)
     assert delays.e_bytes / delays.e_read == pytest.approx(3.5e9)
     with pytest.raises(ValueError, match="doesn't say how fast a thread decompresses"):

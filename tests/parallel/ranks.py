@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, connect, degree
+from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
 
 
 def tokens_and_logits(model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,9 +130,3 @@ def fail(rank: int):
     if exchange.rank == rank:
         raise ValueError("no such luck")
     exchange.sizes(0, torch.device("cpu"))
-
-
-if __name__ == "__main__":
-    import sys
-    with connect():
-        die_in_the_middle(Path(sys.argv[1]))

@@ -14,6 +14,7 @@ from moelab.speculate import DefaultVectors, Speculation, default_vectors
 from moelab.speculate.predictors import route, teacher
 from moelab.trace import DECODE, PREFILL
 
+from tests.depth import in_turn
 from tests.models import tiny, wild
 from tests.models.test_seam import generate
 from tests.speculate.conftest import make
@@ -36,8 +37,8 @@ def linear_estimator(model, seed=0):
     return lambda q, layer: q.float() @ matrices[layer].T
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.stress
+@pytest.mark.parametrize("name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16]))
 def test_hints_change_no_bit(name, dtype, tiny_model):
     model = tiny_model(name, dtype)
     def state():

@@ -151,7 +151,7 @@ def test_walking_gives_every_token_once_in_order(model):
 def test_the_hybrids_choice_is_the_better_recall(tiny_model):
     """An estimator that knows the next router of one layer and nothing of the other."""
     model = tiny_model("mixtral")
-    vectors, trace, layers = default_vectors(model, PROMPTS), recorded(model), discover(model)
+    vectors, trace = default_vectors(model, PROMPTS), recorded(model)
     worst = [float(r) for r in score(trace, make("quasi", model, vectors=vectors)).recall]
     assert max(worst) < 1
 

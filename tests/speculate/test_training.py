@@ -243,9 +243,10 @@ from moelab.speculate.training import train
 torch.set_num_threads(1)
 model = open_model(sys.argv[1])
 vectors = DefaultVectors.load(sys.argv[2], model)
-before = process()["peak_rss_bytes"]
-tokens = int(sys.argv[4])
-done = train(sys.argv[3], model, vectors, validation=sys.argv[3], parameters=20_000, tokens=tokens, every=tokens)
+options = dict(validation=sys.argv[3], parameters=20_000)
+train(sys.argv[3], model, vectors, tokens=64, every=64, **options)      # all that is imported and allocated once
+before, tokens = process()["peak_rss_bytes"], int(sys.argv[4])
+done = train(sys.argv[3], model, vectors, tokens=tokens, every=tokens, **options)
 print(json.dumps([before, process()["peak_rss_bytes"], done.history[-1].tokens]))
 """
 
