@@ -12,6 +12,12 @@ from IPython.display import Markdown, display
 from moelab.table import head_and_rows, markdown_table
 from moelab.viz import theme
 
+#: width of what stands before a control, so that all controls begin below one another
+LABEL = "16em"
+#: a dark JupyterLab shows figures in the opposite lightness, white as its #111, and the hues as they are
+DARK = ('<style>[data-jp-theme-light="false"] .jp-RenderedPlotly '
+        "{ filter: invert(0.93) hue-rotate(180deg); }</style>")
+
 
 def show(fig: go.Figure, caption: str, alt: str, name: str | None = None) -> None:
     """Show a figure with its caption below; `alt` describes it in words, `name` is that under which a run keeps it."""
@@ -40,10 +46,15 @@ def interact(function: Callable[..., Any], **controls: ipywidgets.Widget) -> Non
     for name, control in controls.items():
         if not getattr(control, "description", ""):
             raise ValueError(f"the control {name!r} has no description; name the quantity and its unit")
-        control.style.description_width = "initial"
+        control.style.description_width, control.layout.width = LABEL, "auto"
     output = ipywidgets.interactive_output(function, controls)
     live(ipywidgets.VBox([*controls.values(), output]),
          f"[To be turned in JupyterLab: {', '.join(control.description for control in controls.values())}]")
+
+
+def follow_the_theme() -> None:
+    """From here on, what `show` shows is dark where JupyterLab is."""
+    display({"text/html": DARK, "text/plain": ""}, raw=True)
 
 
 def live(widget: ipywidgets.Widget, text: str) -> None:

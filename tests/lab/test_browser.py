@@ -51,8 +51,8 @@ VIEWS = {"budget": "views.budget(lm, tokens=8)", "scrubber": "views.scrubber(lm,
 #: Lab without news and without hiding the cells that are out of sight
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
-#: of Lab itself, whatever it shows
-HARMLESS = ("favicon", "Failed to load resource", "translation", "ResizeObserver")
+#: of Lab itself, whatever it shows; the last is plotly's, of a figure that a control has just replaced by the next
+HARMLESS = ("favicon", "Failed to load resource", "translation", "ResizeObserver", "Resize must be passed a displayed")
 #: controls of a view, and its player
 CONTROLS = ".widget-hslider, .widget-dropdown, .widget-select-multiple, .widget-checkbox, .moelab-scrubber"
 #: controls in a notebook that are of no view, with the picture that they change
@@ -158,9 +158,12 @@ def page(request):
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         page = browser.new_context(viewport={"width": width, "height": 1800}, accept_downloads=True).new_page()
         page.dark, page.complaints = dark, []
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" and not any(
-            word in said.text for word in HARMLESS) else None)
+
+        def said(text):
+            if not any(word in text for word in HARMLESS):
+                page.complaints.append(text)
+        page.on("pageerror", lambda error: said(str(error)))
+        page.on("console", lambda message: said(message.text) if message.type == "error" else None)
         yield page
         browser.close()
 
@@ -206,7 +209,8 @@ def releases(control, times):
     if control.locator("canvas.moelab-player").count():
         return [lambda: control.press("ArrowRight")] * times
     if (handle := control.locator(".noUi-handle")).count():
-        return [lambda: handle.first.press("ArrowRight")] * times
+        now, most = (handle.first.get_attribute(f"aria-value{of}") for of in ("now", "max"))
+        return [lambda: handle.first.press("ArrowLeft" if now == most else "ArrowRight")] * times
     if (menu := control.locator("select:not([multiple])")).count():
         values = menu.locator("option").count()
         now = menu.evaluate("menu => menu.selectedIndex")
@@ -373,13 +377,13 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     while (status := git("status", "--porcelain")) and time.monotonic() < end:
         time.sleep(0.5)
     assert status == ""
-    if keep := kept():
-        photograph(page, keep / path.stem)
     for i, view in enumerate(page.locator(".moelab-view").all()):
         check_view(page, f"view {i}", view, {}, 1)
     for i, box in enumerate(page.locator(INTERACTIVE).all()):
         move(page, f"controls {i}", box, {}, 1)
     assert errors(page) == []
+    if keep := kept():
+        photograph(page, keep / path.stem)
 
 
 def photograph(page, folder):
