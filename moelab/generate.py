@@ -42,7 +42,7 @@ from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, route_i
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: options of `moelab.open_model` that several ranks do not take
-ALONE = ("memory", "plan", "prefetch", "cache_aware", "dense", "quantize")
+ALONE = ("memory", "cache", "plan", "prefetch", "cache_aware", "workers", "dense", "quantize")
 CACHES = [name for name in registry.names("cache") if name not in ("belady", "next-token")]    # which need more
 
 
@@ -70,16 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--memory", metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
                         "(default: all in memory)")
-    parser.add_argument("--cache", choices=CACHES, default=DEFAULT_POLICY, metavar="NAME",
-                        help="with --memory, who is evicted (default: %(default)s)")
+    parser.add_argument("--cache", choices=CACHES, metavar="NAME",
+                        help=f"with --memory, who is evicted (default: {DEFAULT_POLICY})")
     parser.add_argument("--plan", choices=["auto"], help="with --memory and --calibration, of a compressed store: what "
                         "to keep in which state, chosen by simulation (default: whole experts)")
     parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")
     parser.add_argument("--cache-aware", type=number(0), metavar="MARGIN", help="with --memory and --executor fast, "
                         "lossy: experts in memory are chosen before others that lead them by less than so many logits")
-    parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
-                        help="with --memory, decode workers (default: %(default)s)")
+    parser.add_argument("--workers", type=whole(1), metavar="N",
+                        help="with --memory, decode workers (default: 1)")
     parser.add_argument("--executor", choices=registry.names("executor"), default="exact", metavar="NAME",
                         help="what computes the experts (default: %(default)s)")
     parser.add_argument("--dense", choices=DENSE, help="with --executor fast: all other linear layers by copies "
@@ -124,14 +124,11 @@ def main(args: argparse.Namespace) -> int:
         with connect(args.timeout) as device:
             result = generate(**options, parallel=args.parallel or DEFAULT, tp=args.tp, device=device,
                               calibration=calibration, spare=args.spare)
-    elif args.parallel or args.spare:
-        given = f"--parallel {args.parallel or 'auto'}" + (f" --spare {args.spare}" if args.spare else "")
+    elif given := " ".join(f"--{name} {value}" for name in ("parallel", "spare", "tp") if (value := getattr(args, name))):
         raise ValueError(f"{given} needs several processes: torchrun --nproc-per-node 2 -m moelab generate {given} …")
     else:
-        result = generate(**options, memory=args.memory, cache=args.cache, prefetch=args.prefetch,
-                          workers=args.workers, calibration=calibration, dense=args.dense, quantize=args.quantize,
-                          cache_aware=args.cache_aware,
-                          **({"plan": args.plan} if args.plan else {}))
+        result = generate(**options, calibration=calibration, **{
+            name: value for name in ALONE if (value := getattr(args, name)) is not None})
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result), ensure_ascii=False) if args.json else _told(result))
     return 0

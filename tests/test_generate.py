@@ -79,12 +79,19 @@ def test_the_executor_int8_quantises_and_needs_a_whole_model():
 @pytest.mark.parametrize("arguments, said", [
     (["--prefetch", "router"], "--memory"), (["--memory", "1kB"], "the least that works"),
     (["--memory", "50%", "--prefetch", "oracle"], "trace"), (["--parallel", "ep"], "torchrun"),
-    (["--spare", "1"], "torchrun"),
+    (["--spare", "1"], "torchrun"), (["--tp", "2"], "torchrun"),
     (["--prompt", ""], "empty"),
     (["nowhere/at/all"], "no checkpoint folder")])
 def test_bad_input_is_explained(arguments, said, capsys):
     assert main(["generate", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--cache", "lfu"], ["--workers", "2"], ["--memory", "50%"]])
+def test_ranks_refuse_what_is_for_one_process(option, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert main(["generate", *option]) == 2
+    assert f"{option[0]}: for one process" in capsys.readouterr().err
 
 
 def test_a_process_that_is_alone_is_told():

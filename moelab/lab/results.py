@@ -65,6 +65,9 @@ def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> 
     seed = params.pop("seed") if seed is None else seed
     if given := os.environ.get("MOELAB_RUN_DIR"):
         return Run(notebook, params, seed, Path(given))
+    if shell is not None:
+        from moelab.viz.notebook import follow_the_theme
+        follow_the_theme()
     folder = results_root() / "runs" / notebook
     remove_leftovers(folder)
     name = new_run_id() + LAB

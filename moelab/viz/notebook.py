@@ -16,6 +16,11 @@ from moelab.table import head_and_rows, markdown_table
 from moelab.viz import theme
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+#: width of what stands before a control, so that all controls begin below one another
+LABEL = "16em"
+#: a dark JupyterLab shows figures in the opposite lightness, white as its #111, and the hues as they are
+DARK = ('<style>[data-jp-theme-light="false"] .jp-RenderedPlotly '
+        "{ filter: invert(0.93) hue-rotate(180deg); }</style>")
 
 
 def show(fig: go.Figure, caption: str, alt: str, name: str | None = None) -> None:
@@ -46,7 +51,7 @@ def interact(function: Callable[..., Any], shown: bool = False, **controls: ipyw
     for name, control in controls.items():
         if not getattr(control, "description", ""):
             raise ValueError(f"the control {name!r} has no description; name the quantity and its unit")
-        control.style.description_width = "initial"
+        control.style.description_width, control.layout.width = LABEL, "auto"
     text = f"[To be turned in JupyterLab: {', '.join(control.description for control in controls.values())}]"
     if os.environ.get("MOELAB_HEADLESS"):
         if not shown:
@@ -55,6 +60,11 @@ def interact(function: Callable[..., Any], shown: bool = False, **controls: ipyw
     if shown:
         clear_output(wait=True)
     live(ipywidgets.VBox([*controls.values(), ipywidgets.interactive_output(function, controls)]), text)
+
+
+def follow_the_theme() -> None:
+    """From here on, what `show` shows is dark where JupyterLab is."""
+    display({"text/html": DARK, "text/plain": ""}, raw=True)
 
 
 def live(widget: ipywidgets.Widget, text: str, pictures: Iterable[ipywidgets.Widget] = ()) -> None:

@@ -1,10 +1,10 @@
-"""JupyterLab in a real browser: every view is opened, every control moved, every button pressed.
+"""JupyterLab in a real browser: every view and every notebook opened, every control moved, every button pressed.
 
 Nothing may be told as an error, by the page or by a cell, each control must change the picture, and a saved notebook
-has a picture of every view. Every notebook of the repository is run in Lab, which leaves git as it was. `make test`
-tries one width, one notebook and each control once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the
-screenshots and views.json: milliseconds from a control's release to the new picture, and the player's frames a second,
-to be read where nothing else runs:
+has a picture of every view; running a notebook leaves git as it was. `make test` tries one width, one notebook and each
+control once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the screenshots (of notebooks in two widths,
+light and dark) and views.json: milliseconds from a control's release to the new picture, and the player's frames a
+second, to be read where nothing else runs:
 
     MOELAB_STRESS=1 MOELAB_ARTEFACTS=folder python -m pytest tests/lab/test_browser.py -k "every_view or plays"
 """
@@ -52,16 +52,18 @@ VIEWS = {"budget": "views.budget(lm, tokens=8)", "scrubber": "views.scrubber(lm,
 #: Lab without news and without hiding the cells that are out of sight
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
-#: of Lab itself, whatever it shows
-HARMLESS = ("favicon", "Failed to load resource", "translation", "ResizeObserver")
+#: of Lab itself, whatever it shows; the last is plotly's, of a figure that a control has just replaced by the next
+HARMLESS = ("favicon", "Failed to load resource", "translation", "ResizeObserver", "Resize must be passed a displayed")
 #: controls of a view, and its player
 CONTROLS = ".widget-hslider, .widget-dropdown, .widget-select-multiple, .widget-checkbox, .moelab-scrubber"
+#: controls in a notebook that are of no view, with the picture that they change
+INTERACTIVE = ".widget-vbox:not(.moelab-view):has(> .widget-output)"
 #: notes when a control of a view is let go, and when its picture changed after that
 WATCH = """(view) => {
   const seen = window.moelabSeen = { released: 0, changed: 0 };
   for (const event of ["keydown", "change", "click"])
     view.addEventListener(event, () => Object.assign(seen, { released: performance.now(), changed: 0 }), true);
-  const drawn = (node) => (node.closest ? node : node.parentElement)?.closest(".main-svg, .moelab-details, canvas");
+  const drawn = (node) => (node.closest ? node : node.parentElement)?.closest(".main-svg, .moelab-details, canvas, p");
   new MutationObserver((changes) => {
     if (changes.some((change) => drawn(change.target))) seen.changed = performance.now();
   }).observe(view, { subtree: true, childList: true, attributes: true, characterData: true });
@@ -84,9 +86,10 @@ PLAYED = """() => new Promise((done) => {
     done([times.length - 1, (times.at(-1) - times[0]) / 1000]);
   }, 100);
 })"""
-#: what a view's picture looks like now, as a short text
+#: what a view's picture looks like now, as a short text, without the names that plotly makes up for each
 LOOK = """(view) => {
-  const told = [...view.querySelectorAll(".main-svg, .moelab-details")].map((part) => part.innerHTML).join("");
+  const told = [...view.querySelectorAll(".main-svg, .moelab-details, p")].map((part) => part.innerHTML).join("")
+    .replace(/url\\([^)]*\\)|id="[^"]*"/g, "");
   const drawn = [...view.querySelectorAll("canvas")].map((canvas) => canvas.toDataURL()).join("");
   let hash = 0;
   for (const text of [told, drawn]) for (let i = 0; i < text.length; i++) hash = (hash * 31 + text.charCodeAt(i)) | 0;
@@ -156,9 +159,12 @@ def page(request):
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         page = browser.new_context(viewport={"width": width, "height": 1800}, accept_downloads=True).new_page()
         page.dark, page.complaints = dark, []
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" and not any(
-            word in said.text for word in HARMLESS) else None)
+
+        def said(text):
+            if not any(word in text for word in HARMLESS):
+                page.complaints.append(text)
+        page.on("pageerror", lambda error: said(str(error)))
+        page.on("console", lambda message: said(message.text) if message.type == "error" else None)
         yield page
         browser.close()
 
@@ -204,7 +210,8 @@ def releases(control, times):
     if control.locator("canvas.moelab-player").count():
         return [lambda: control.press("ArrowRight")] * times
     if (handle := control.locator(".noUi-handle")).count():
-        return [lambda: handle.first.press("ArrowRight")] * times
+        now, most = (handle.first.get_attribute(f"aria-value{of}") for of in ("now", "max"))
+        return [lambda: handle.first.press("ArrowLeft" if now == most else "ArrowRight")] * times
     if (menu := control.locator("select:not([multiple])")).count():
         values = menu.locator("option").count()
         now = menu.evaluate("menu => menu.selectedIndex")
@@ -215,12 +222,9 @@ def releases(control, times):
     return [control.locator("input[type=checkbox]").click] * times
 
 
-def check_view(page, name, view, took, times, keep=None):
-    """Release each control `times`, press each button of one view; `took` gets milliseconds."""
+def move(page, name, view, took, times):
+    """Release each control of a view `times`; `took` gets milliseconds."""
     view.scroll_into_view_if_needed()
-    page.wait_for_timeout(200)
-    if keep:
-        view.screenshot(path=keep / f"{name} {page.viewport_size['width']}{' dark' if page.dark else ''}.png")
     view.evaluate(WATCH)
     for control in view.locator(CONTROLS).all():
         for release in releases(control, times):
@@ -229,12 +233,25 @@ def check_view(page, name, view, took, times, keep=None):
                 if control.locator("label, .widget-label").count() else "player"
             assert seconds is not None, f"{name}: {label} changes nothing; {errors(page)}"
             took.setdefault(name, {}).setdefault(label, []).append(seconds)
-    for title in ("CSV", "HTML"):
+
+
+def check_view(page, name, view, took, times):
+    """Press each button of a view, and `move` its controls."""
+    view.scroll_into_view_if_needed()
+    for title in ("CSV", "PNG", "HTML"):
         with page.expect_download(timeout=60_000) as download:
             view.get_by_role("button", name=title, exact=True).click()
         assert Path(download.value.path()).stat().st_size > 20
-    view.get_by_role("button", name="copy command").click()
-    view.get_by_role("status").filter(has_text="copied").wait_for(timeout=10_000)
+    for title in ("copy command", "copy Python"):
+        view.get_by_role("button", name=title).click()
+        view.get_by_role("status").filter(has_text="copied").wait_for(timeout=10_000)
+    if (real := view.get_by_role("button", name="run it for real")).count():
+        real.click()
+        view.get_by_role("button", name="stop").click()
+        view.get_by_text("stopped", exact=True).wait_for(timeout=60_000)
+        real.click()
+        view.get_by_text("a token, measured").wait_for(timeout=60_000)
+    move(page, name, view, took, times)
     details = view.locator("input[list]")
     if details.count() and (choice := details.first.evaluate("input => [...input.list.options].at(-1)?.value")):
         details.first.fill(choice)
@@ -275,7 +292,10 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
     for i, name in enumerate(VIEWS):
         frames.nth(i).locator(".main-svg, canvas.moelab-player").first.wait_for(timeout=120_000)
     for i, name in enumerate(VIEWS):
-        check_view(page, name, frames.nth(i), took, depth(1, 5), keep)
+        if keep:
+            frames.nth(i).screenshot(
+                path=keep / f"{name} {page.viewport_size['width']}{' dark' if page.dark else ''}.png")
+        check_view(page, name, frames.nth(i), took, depth(1, 5))
         note(page, **{name: {"median ms": statistics.median(sum(took[name].values(), [])), "ms": took[name]}})
     assert errors(page) == []
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
@@ -345,7 +365,8 @@ def clone(tmp_path_factory):
 @one_page
 @pytest.mark.parametrize("name", [path.name for path in notebooks()])
 def test_every_notebook_in_the_browser(page, lab, clone, name, results):
-    """All cells run, nothing is told as an error, the saved notebook is below 1 MB, and `git status` is clean."""
+    """All cells run, controls change the picture, nothing is told as an error, the saved notebook is below 1 MB, and
+    `git status` is clean."""
     if not STRESS and name != "00_start.ipynb":
         pytest.skip("make stress runs all of them")
     folder, git = clone
@@ -363,6 +384,23 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     while (status := git("status", "--porcelain")) and time.monotonic() < end:
         time.sleep(0.5)
     assert status == ""
+    for i, view in enumerate(page.locator(".moelab-view").all()):
+        check_view(page, f"view {i}", view, {}, 1)
+    for i, box in enumerate(page.locator(INTERACTIVE).all()):
+        move(page, f"controls {i}", box, {}, 1)
+    assert errors(page) == []
     if keep := kept():
-        for i, figure in enumerate(page.locator(".jp-Cell:has(.main-svg), .jp-Cell:has(canvas)").all()):
-            figure.screenshot(path=keep / f"{path.stem} {i} {page.viewport_size['width']}.png")
+        photograph(page, keep / path.stem)
+
+
+def photograph(page, folder):
+    """Keep a picture of each cell that draws or tables something, in two widths, light and dark."""
+    folder.mkdir(exist_ok=True)
+    for theme in ("Light", "Dark"):
+        page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })",
+                      f"JupyterLab {theme}")
+        for width in (1280, 1920):
+            page.set_viewport_size({"width": width, "height": 1800})
+            page.wait_for_timeout(2000)
+            for i, cell in enumerate(page.locator(".jp-Cell:has(.jp-OutputArea-child)").all()):
+                cell.screenshot(path=folder / f"{i:02d} {width} {theme}.png")

@@ -2,6 +2,8 @@
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -426,3 +428,22 @@ def test_a_policy_is_told_what_routers_see(qwen, eager):
     assert [layer for layer, _ in told] == list(range(eager.spec.L)) * len(rows)
     for (layer, s), row in zip(told, rows.repeat_interleave(eager.spec.L, 0)):
         assert torch.equal(s[0], row[layer].float())
+
+
+GROWTH = """
+import psutil, torch, moelab
+def held(): return psutil.Process().memory_full_info().uss
+with moelab.open_model(memory="50%") as lm:
+    weight = torch.ones(256, 256, dtype=torch.bfloat16)
+    for rows in range(1, 401):
+        torch.nn.functional.linear(torch.ones(rows, 256, dtype=torch.bfloat16), weight)
+        if rows == 100:
+            begin = held()
+    print(held() - begin)
+"""
+
+
+def test_ever_other_numbers_of_tokens_do_not_fill_the_memory():
+    """Code for 300 more shapes is kept nowhere: 0.1 MB each would be too much, 0.4 it was."""
+    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=300)
+    assert int(done.stdout) < 300 * 100_000, done.stderr

@@ -26,11 +26,9 @@ import plotly.graph_objects as go
 
 from moelab.table import head_and_rows
 from moelab.viz import theme
-from moelab.viz.notebook import live, show
+from moelab.viz.notebook import LABEL, live, show
 
 FOLDER = Path(__file__).parent
-#: width of what stands before a control, so that all controls of a view begin below one another
-LABEL = "16em"
 
 
 class Control(NamedTuple):
