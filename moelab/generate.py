@@ -124,7 +124,8 @@ def main(args: argparse.Namespace) -> int:
         with connect(args.timeout) as device:
             result = generate(**options, parallel=args.parallel or DEFAULT, tp=args.tp, device=device,
                               calibration=calibration, spare=args.spare)
-    elif given := " ".join(f"--{name} {value}" for name in ("parallel", "spare", "tp") if (value := getattr(args, name))):
+    elif given := " ".join(f"--{name} {value}" for name in ("parallel", "spare", "tp")
+                           if (value := getattr(args, name))):
         raise ValueError(f"{given} needs several processes: torchrun --nproc-per-node 2 -m moelab generate {given} …")
     else:
         result = generate(**options, calibration=calibration, **{

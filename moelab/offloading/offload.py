@@ -101,8 +101,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
                          "`python -m moelab calibrate MODEL FILE` makes")
     kept = room - ahead * sizes.in_flight - store.scratch
     pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging)
-    # Experts of a prompt get ever other numbers of tokens. For each shape oneDNN, with which torch multiplies bf16, keeps
-    # code of 0.7 MB, and so does what torch calls it by: 1024 each, unless the first use finds a smaller number here.
+    # Experts of a prompt get ever other numbers of tokens. For each shape oneDNN, by which torch multiplies bf16, keeps
+    # code of 0.7 MB, and so does what calls it: 1024 each, unless the first use finds a smaller number here.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "32")
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
