@@ -90,13 +90,18 @@ class DeviceModel:
     rates: Rates
     cpu: CPURates
     samples: tuple[Sample, ...] = TABLE_5       # what the rates were fitted to
+    mode: str = "serial"                        # a layer's graphs one after the other, or "parallel", at once
     overlap: bool = True                        # whether experts on the CPU run while the ANE runs its groups
     memory_bytes: float = math.inf              # of the machine, which CPU and ANE share; inf where it is not known
 
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"there is no mode {self.mode!r}; there are: {', '.join(MODES)}")
+
     @classmethod
     def of(cls, device: str = "m2-ultra", samples: Sequence[Sample] = TABLE_5, attention: float = ATTENTION_CPU,
-           overlap: bool = True) -> DeviceModel:
-        """The model fitted to NPUMoE's figures. ValueError for another device.
+           **options: Any) -> DeviceModel:
+        """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`. ValueError for another device.
 
         samples, attention : of Table 5, and of the CPU over the ANE, where they shall be other ones (`rates.fit_cpu`).
         "m2-max" is not fitted: it is one of the M2 Ultra's two dies, so it gets half the rates and half the powers, by
@@ -110,7 +115,7 @@ class DeviceModel:
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         if slower != 1:
             rates, cpu = rates.scaled(slower, slower, power=1 / slower), cpu.scaled(slower, power=1 / slower)
-        return cls(device, rates, cpu, tuple(samples), overlap, load_device(device)["memory_gb"] * 1e9)
+        return cls(device, rates, cpu, tuple(samples), memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
 
     def require(self, plan: ANEPlan) -> None:
         """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE share."""
@@ -166,7 +171,7 @@ class DeviceModel:
                              f"attention is ({', '.join(GROUPED_QUERY)}): its experts can be costed, a prefill cannot")
         params = attention_params(spec)
         work = params + 2 * spec.heads * spec.head_dim * context      # multiply-adds a token, as params are an expert's
-        ane = self._on_ane(self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS), 1, chunk)
+        ane = self._on_ane(self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS), 1, chunk, "serial")
         return ane if unit == "ane" else self._on_cpu(ane.ms * self.cpu.attention)
 
     def dense(self, spec: MoESpec, intermediate: int, chunk: int) -> Cost:
@@ -185,6 +190,7 @@ class DeviceModel:
             rows += G * C * n
         heavy = sum(group.weight_bytes for group in layer.on("ane")) / REFERENCE_BYTES
         placing = self._on_cpu(0.0 if how.managed else self.cpu.dispatch * heavy)
+        launching = self.rates.launch * len(layer.on("ane")) if self.mode == "serial" else 0.0
         on_cpu = [e for group in layer.on("cpu") for e in group.experts]
         others = self.cpu_experts(spec, loads[on_cpu], None if visited is None else visited[on_cpu])
         others += self.dense(spec, spec.shared_I, plan.chunk)
@@ -193,7 +199,7 @@ class DeviceModel:
         if self.overlap:        # communication's power is drawn once, and a busy CPU does not also wait
             hidden = min(ane.ms, others.ms)
             together += Cost(-hidden, -hidden * self.cpu.comm_w, -hidden * self.cpu.waiting)
-        return together, self.rates.launch * len(layer.on("ane")) + placing.ms, rows
+        return together, launching + placing.ms, rows
 
     def prefill(self, plan: ANEPlan, prompt: int, loads: Any = None) -> Prefill:
         """A prompt of that many tokens through the plan, in static chunks, the last of them padded.
@@ -236,15 +242,16 @@ class DeviceModel:
                        {quantity: self.error(quantity) for quantity in ("latency", "energy")})
 
     def error(self, quantity: str) -> float:
-        """RMS relative error of serial graphs that were left out of the fit, of "latency" or "energy".
+        """RMS relative error of graphs that were left out of the fit, of "latency" or "energy" in this model's mode.
 
         The CPU's parameters are single figures, whose error nobody knows.
         """
-        return out_of_sample(self.samples, quantity, "serial")
+        return out_of_sample(self.samples, quantity, self.mode)
 
-    def _on_ane(self, rates: Rates, G: int, C: int) -> Cost:
-        ms = rates.graph_ms(G, C)
-        return Cost(ms, rates.graph_mj(G, C), ms * self.cpu.waiting, ms)
+    def _on_ane(self, rates: Rates, G: int, C: int, mode: str | None = None) -> Cost:
+        mode = mode or self.mode
+        ms = rates.graph_ms(G, C, mode)
+        return Cost(ms, rates.graph_mj(G, C, mode), ms * self.cpu.waiting, ms)
 
     def _on_cpu(self, ms: float) -> Cost:
         return Cost(ms, ms * (self.cpu.cpu_w + self.cpu.comm_w), ms)

@@ -193,14 +193,15 @@ def test_shared_experts_and_dense_layers_cost_the_cpu_too(system):
 @given(E=st.sampled_from((4, 8, 32)), K=st.integers(1, 4), H=st.sampled_from((512, 2048, 4096)),
        I=st.sampled_from((256, 1024, 6400)), shared=st.sampled_from((0, 1024)), dense=st.sampled_from((0, 8192)),
        chunk=st.sampled_from((64, 256, 1024)), prompt=st.integers(1, 3000), system=st.sampled_from(tuple(SYSTEMS)),
-       overlap=st.booleans(), device=st.sampled_from(("m2-ultra", "m2-max")),
+       mode=st.sampled_from(("serial", "parallel")), overlap=st.booleans(),
+       device=st.sampled_from(("m2-ultra", "m2-max")),
        cold=st.sampled_from((0.0, 0.1, 0.9)), rows=st.sampled_from((0, 32, 500)), seed=st.integers(0, 99))
-def test_nothing_is_busier_than_the_clock(E, K, H, I, shared, dense, chunk, prompt, system, overlap, device, cold,
+def test_nothing_is_busier_than_the_clock(E, K, H, I, shared, dense, chunk, prompt, system, mode, overlap, device, cold,
                                           rows, seed):
     """A bound that is beaten is a bug: CPU and ANE busy at most all the time, what is there within the memory."""
     spec = MoESpec("random", "mixtral", 3, (1, 2) if dense else (0, 1, 2), E, K, H, I, shared_I=shared, dense_I=dense,
                    heads=16, kv_heads=4, head_dim=H // 16)
-    model = DeviceModel.of(device, overlap=overlap)
+    model = DeviceModel.of(device, mode=mode, overlap=overlap)
     loads = assumed_loads(spec, chunk, 4, "strong", seed)
     plan = make_plan(spec, loads.sum(0), 4 * chunk, chunk, system=system, cold_share=cold, min_rows=rows)
     for given_loads in (None, loads):
@@ -246,6 +247,7 @@ def test_m2_max_is_half_an_m2_ultra():
 
 @pytest.mark.parametrize("call, told", [
     (lambda: DeviceModel.of("m4"), "not for 'm4'"),
+    (lambda: DeviceModel.of(mode="sideways"), "no mode 'sideways'"),
     (lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, chunks=2)), 0), "at least one token"),
     (lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, 100, 2), chunk=100), 9), "only multiples of 16")])
 def test_bad_input_is_told(call, told):
