@@ -16,7 +16,7 @@ def test_figures_are_written_by_what_they_are(monkeypatch, capsys):
                                    "peak bytes": 2_500_000, "peer": "not installed"},
                     "samples": {"arm": [0.001, 0.002]}, "table": {"a": {"x": 0.25}, "b": {"y": n}}}
     monkeypatch.setattr(bench, "import_module", lambda name: Measured)
-    assert main(["bench", "cache"]) == 0
+    assert main(["bench", "store"]) == 0
     *told, last = capsys.readouterr().out.splitlines()
     said = {" ".join(line.split()) for line in told}
     assert {"load average before –", "runs 10,000", "all equal yes", "time, seconds 1.500 s", "peak bytes 2 MB",
