@@ -19,14 +19,16 @@ from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
 from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
 
+AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
+
 
 @emitted()
-def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart, ahead):
+def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart):
     """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
     x : where the addresses of the tokens' fp32 rows lie. w, other, table : addresses of the first row of weights,
-    `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind a weight is prefetched
-    with it: asked for in bursts, memory and arithmetic would wait for each other.
+    `stride` weights apart; the last two only of packed kinds. With each weight a later one is prefetched: asked for in
+    bursts, memory and arithmetic would wait for each other.
     """
     inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], v.table_of(kind, table)
     matrix = [(w + v.span_of(kind, skip), other if kind == FP8 else other + v.span_of(kind, skip, 1))
@@ -41,12 +43,13 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
     for turn in turns:
         with n.steps(step) as i:
             values = [[(p + i * 4 + 4 * at).load(v.FLOATS) for at in range(0, step, WIDTH)] for p in inputs]
+            read = i * len(turn)                        # weights of these rows, which follow one another in memory
+            for line in range(0, len(turn) * size * step // BLOCK, 64):
+                v.fetch(matrix[turn[0]][0] + v.span_of(kind, read) + (AHEAD + line), near)
+            if rest:
+                v.fetch(matrix[turn[0]][1] + v.span_of(kind, read, 1) + AHEAD * rest // size, near)
             for r in turn:
                 part, here, beside = 0, matrix[r][0] + v.span_of(kind, i), matrix[r][1] + v.span_of(kind, i, 1)
-                for line in range(0, size * step // BLOCK, 64):
-                    v.fetch(here + ahead + line, near)
-                if rest:
-                    v.fetch(beside + ahead // (size // rest), near)
                 for number, (scales, vectors) in enumerate(v.groups(kind, here, beside, table)):
                     for t in range(tokens):
                         terms = list(zip(values[t][part:], vectors))
