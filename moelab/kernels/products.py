@@ -36,6 +36,7 @@ TILE = 4                        # tokens and rows of a tile: 16 sums leave regis
 PIECE = 64                     # rows that a thread takes at a time
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
 OUTPUTS = 512                   # outputs that a thread takes at a time in the transposed layout; sums stay in the L1
+AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
 _POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64)          # where there is no OpenMP
 
 
@@ -154,19 +155,21 @@ def _rows(kind, job):
             while r < end:
                 rows = TILE if r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
+                several, tile = group_end - group > 2 or span(kind, 2) == 1, span(kind, rows * n)   # or rows in turn
+                ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else AHEAD
                 token = group
                 while token < group_end:
                     left = group_end - token if rows > 1 else 1         # few matrices have rows beyond whole tiles
                     tokens = TILE if left >= TILE else 2 if left >= 2 else 1
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == 1:
-                        dots(1, 1, kind, x, at, second, table, n, whole, to, R)
+                        dots(1, 1, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == TILE:
-                        dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R)
+                        dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == 2:
-                        dots(2, TILE, kind, x, at, second, table, n, whole, to, R)
+                        dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                     else:
-                        dots(1, TILE, kind, x, at, second, table, n, whole, to, R)
+                        dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
                     if whole < n or bias != 0:
                         _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
                     token += tokens

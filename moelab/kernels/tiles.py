@@ -19,16 +19,13 @@ from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
 from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
 
-AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
-
-
 @emitted()
-def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart):
+def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart, ahead):
     """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
-    x : where the addresses of the tokens' fp32 rows lie. w, other, table : addresses of the first row of weights,
-    `stride` weights apart; the last two only of packed kinds. With each weight a later one is prefetched: asked for in
-    bursts, memory and arithmetic would wait for each other.
+    x : where the addresses of the tokens' rows lie, as `spread` writes them. w, other, table : addresses of the first
+    row of weights, `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind
+    a weight is prefetched with it: asked for in bursts, memory and arithmetic would wait for each other.
     """
     inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], v.table_of(kind, table)
     matrix = [(w + v.span_of(kind, skip), other if kind == FP8 else other + v.span_of(kind, skip, 1))
@@ -43,20 +40,17 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
     for turn in turns:
         with n.steps(step) as i:
             values = [[(p + i * 4 + 4 * at).load(v.FLOATS) for at in range(0, step, WIDTH)] for p in inputs]
-            read = i * len(turn)                        # weights of these rows, which follow one another in memory
-            for line in range(0, len(turn) * size * step // BLOCK, 64):
-                v.fetch(matrix[turn[0]][0] + v.span_of(kind, read) + (AHEAD + line), near)
-            if rest:
-                v.fetch(matrix[turn[0]][1] + v.span_of(kind, read, 1) + AHEAD * rest // size, near)
             for r in turn:
                 part, here, beside = 0, matrix[r][0] + v.span_of(kind, i), matrix[r][1] + v.span_of(kind, i, 1)
+                for line in range(0, size * step // BLOCK, 64):
+                    v.fetch(here + ahead + line, near)
+                if rest:
+                    v.fetch(beside + ahead // (size // rest), near)
                 for number, (scales, vectors) in enumerate(v.groups(kind, here, beside, table)):
                     for t in range(tokens):
                         terms = list(zip(values[t][part:], vectors))
                         if scales is not None:
-                            first, *others = terms
-                            terms = [(reduce(lambda total, term: v.fma(*term, total), others, first[0] * first[1]),
-                                      scales)]
+                            terms = [(reduce(lambda total, term: v.product(kind, *term, total), terms, None), scales)]
                         for at, term in enumerate(terms, number):
                             total = sums[t][r][at % chains]
                             b.store(v.fma(*term, Value(b, b.load(total))).llvm, total)
@@ -93,7 +87,8 @@ def add_rows(rows: int, kind: type, x, w, other, table, stride, n, sums):
 
 @emitted()
 def spread(kind: type, order: type, x, n, out):
-    """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`."""
+    """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`, or as
+    `vectors.paired` with these."""
     size, given, wanted = v.step_of(order), v.order_of(kind), v.order_of(order)
     begins = range(0, size, STEP)
     come = [begin + number for begin in begins for number in given]
@@ -104,7 +99,7 @@ def spread(kind: type, order: type, x, n, out):
                 parts = [a.shuffled(list(range(2 * a.type.count)), b) for a, b in zip(parts[::2], parts[1::2])]
             where = [come.index(number) for number in wanted]
             parts = [parts[0].shuffled(where[at:at + WIDTH]) for at in range(0, size, WIDTH)]
-        for at, vector in enumerate(parts):
+        for at, vector in enumerate(v.paired(parts) if order in v.PAIRED else parts):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
 
 
