@@ -28,7 +28,7 @@ BLOCK = 64                      # and of packed ones
 BF12, INT8, INT4, MXFP4, FP8 = types.int8, types.uint8, types.uint32, types.int32, types.uint64
 FEW = (INT8, INT4, MXFP4, FP8)
 GROUP = 32                      # weights of a scale, but FP8's
-#: kinds that are multiplied as pairs of bf16, whose product is one instruction; of inputs, the upper 8 bits and the rest
+#: kinds that are multiplied as pairs of bf16, in one instruction; of inputs, the upper 8 bits and the rest
 PAIRED = (INT4, MXFP4) if WIDTH == 16 and _FEATURES.get("avx512bf16") else ()
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
