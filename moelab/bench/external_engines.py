@@ -79,9 +79,9 @@ class Ftllm(BenchmarkedEngine):
         if self.handle is None:
             # up to so many new tokens, at least as many; sampled: top_p 1, top_k 400, temperature 1000; no penalty
             self.handle = library.launch_response_llm_model(
-                self.model.model, len(ids[0]), (ctypes.c_int * len(ids[0]))(*ids[0]), self.new, self.new, ctypes.c_bool(True),
-                ctypes.c_float(1), 400, ctypes.c_float(1000), ctypes.c_float(1), ctypes.c_bool(False),
-                *self.model.stop_token_ctypes(None))
+                self.model.model, len(*ids), (ctypes.c_int * len(*ids))(*ids[0]), self.new, self.new,
+                ctypes.c_bool(True), ctypes.c_float(1), 400, ctypes.c_float(1000), ctypes.c_float(1),
+                ctypes.c_bool(False), *self.model.stop_token_ctypes(None))
         token = library.fetch_response_llm_model(self.model.model, self.handle)
         if token < 0:
             raise RuntimeError(f"ftllm ended its answer early ({token})")
