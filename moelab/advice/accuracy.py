@@ -4,8 +4,8 @@ Synthetic models of three shapes, shares of their experts as budgets, throttled 
 allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once on that
 disk, as it is, with half of its experts in memory; forms, caches, prefetchers and executors are simulated. No other
 measurement of a setting is known to any advice. Then the advised way, the next one, and the fastest of other forms and
-executors run for real, in turn, on the same tokens. All in this process: reads are throttled, memory is not limited,
-and a rate that the disk does not reach is the disk's own.
+executors run for real, in turn, on the same tokens; the rate of memory just before tells how steady the machine is. All
+in this process: reads are throttled, memory is not limited, and a rate that the disk does not reach is the disk's own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: De
     rows: Rows = {}
     for name, ways in tried.items():
         ran = {way: found[way] for way in ways if not isinstance(found[way], str)}
-        row = rows[f"{title}, {name}"] = {"advised": ways[0].name}
+        row = rows[f"{title}, {name}"] = {"advised": ways[0].name, "memory GB/s": device["memory_bandwidth_gbs"]}
         if ways[0] not in ran:
             row["result"] = found[ways[0]]
             continue

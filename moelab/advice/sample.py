@@ -105,10 +105,10 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
-def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: int = 6, tokens: int = 12
+def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: int = 8, tokens: int = 12
                     ) -> dict[str, list[float]]:
     """Seconds of single tokens, with all of a store's experts in memory: of all stores in turn, so that what disturbs
-    the machine disturbs all. The first round, which meets new memory, does not count."""
+    the machine disturbs all. The first half of the rounds, which meets new memory, does not count."""
     import torch
     from transformers import DynamicCache
 
@@ -117,11 +117,11 @@ def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: in
         models = {form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
                   for form, store in stores.items()}
         caches = {form: DynamicCache(config=lm.config) for form, lm in models.items()}
-        for ids in torch.arange((1 + rounds) * tokens).split(tokens):
+        for ids in torch.arange(rounds * tokens).split(tokens):
             for form, lm in models.items():
                 for one in ids[:, None, None] % lm.config.vocab_size:
                     lm(input_ids=one, past_key_values=caches[form], use_cache=True)
-        return {form: [forward.end - forward.start for forward in lm.moelab.forwards[tokens:]]
+        return {form: [forward.end - forward.start for forward in lm.moelab.forwards[rounds // 2 * tokens:]]
                 for form, lm in models.items()}
 
 
