@@ -4,8 +4,8 @@ Synthetic models of three shapes, shares of their experts as budgets, throttled 
 allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once on that
 disk, as it is, with half of its experts in memory; forms, caches, prefetchers and executors are simulated. No other
 measurement of a setting is known to any advice. Then the advised way, the next one, and the fastest of other forms and
-executors run for real, in turn, on the same tokens. All in this process: reads are throttled, the page cache is not
-limited, and a rate that the disk does not reach is the disk's own.
+executors run for real, in turn, on the same tokens; the rate of memory just before tells how steady the machine is. All
+in this process: reads are throttled, memory is not limited, and a rate that the disk does not reach is the disk's own.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import product
+from contextlib import ExitStack, contextmanager
+from itertools import islice, product
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from moelab.advice.machine import here
-from moelab.advice.model import Model, find_model
+from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.sample import sample_costs
 from moelab.advice.simulated import identity_of, judged, looked, searched
 from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of, typical
-from moelab.advice.verify import Kept, options_of, run as run_way, stored
+from moelab.advice.verify import Kept, forwards, given, opened, options_of, stored
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
 from moelab.bench.measure import load_average
@@ -43,6 +43,7 @@ def _shape(name: str, L: int, E: int, K: int, H: int, I: int) -> MoESpec:
 SPECS = _shape("few", 4, 8, 2, 1024, 1024), _shape("some", 4, 32, 4, 512, 512), _shape("many", 6, 64, 8, 512, 128)
 LOSSES = {"lossless": 0.0, "any loss": inf}
 CONTEXT = PROMPT + WARM + TIMED
+TURN, MORE = 8, 4                       # tokens that a way takes in turn; of those in memory, times as many
 FORMS = 3                               # forms and executors that run in each setting, the advised one among them
 NEAR, WORST, OFF, ENOUGH = 1.10, 1.3, 0.15, 34 / 40     # advised ÷ best, and of the prediction; share of the settings
 Rows = dict[str, dict[str, Any]]        # setting → figures
@@ -67,23 +68,36 @@ def contenders(ways: Sequence[Way]) -> list[Way]:
 
 
 def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str) -> dict[Way, float | str]:
-    """TPOT of each way, `typical` of the tokens of its least disturbed round, in which all take turns; why, of those
-    that could not run."""
-    seconds: dict[Way, list[list[float]]] = {way: [] for way in ways}
-    failed: dict[Way, str] = {}
-    turns = [way for i in range(rounds) for way in (ways[::-1] if i % 2 else ways)]
-    for way in progress(turns, title, unit="runs"):
-        if way in failed:
-            continue
-        try:
-            source, options = stored(model, way.form), options_of(way, model)
-            drop_cached(Path(source))
-            if "memory" in options:
-                options["bandwidth"] = rate
-            seconds[way] += [run_way(source, options, prompt=PROMPT, tokens=WARM + TIMED)["tpot"][-TIMED:]]
-        except (RuntimeError, ValueError, OSError) as error:
-            failed[way] = str(error)
-    return {way: failed[way] if way in failed else min(map(typical, of)) for way, of in seconds.items()}
+    """TPOT of each way, `typical` of its least disturbed round; why, of those that could not run. All are open at the
+    same time and take turns of `TURN` tokens, so that what disturbs the machine disturbs all; those that are in memory
+    take `MORE` times as many. A checkpoint's experts are never read from the page cache."""
+    import torch
+    best, failed = dict.fromkeys(ways, inf), {}
+    for _ in progress(range(rounds), title, unit="rounds"):
+        with ExitStack() as stack:
+            running: dict[Way, tuple[Any, Iterator[None]]] = {}
+            for way in ways:
+                try:
+                    source, options = Path(stored(model, way.form)), options_of(way, model)
+                    drop_cached(source)
+                    lm = stack.enter_context(opened(str(source), options | (
+                        {"bandwidth": rate} if "memory" in options else {})))
+                    ids, _ = given(lm, 1, CONTEXT)
+                    steps = forwards(lm, torch.cat([ids, *[ids[:, -TIMED:]] * (MORE - 1) * way.resident], 1), PROMPT)
+                    running[way] = lm, steps
+                    for _ in islice(steps, 1 + WARM):
+                        pass
+                except (RuntimeError, ValueError, OSError) as error:
+                    failed[way] = str(error)
+            for way, (_, steps) in list(running.items()) * (TIMED // TURN):
+                if way.form == AS_IS:
+                    drop_cached(model.folder)
+                for _ in islice(steps, TURN * (MORE if way.resident else 1)):
+                    pass
+            for way, (lm, _) in running.items():
+                seconds = (end - start for start, end, *_ in lm.moelab.forwards[1 + WARM:])
+                best[way] = min(best[way], typical(seconds))
+    return best | failed
 
 
 def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: DeviceSpec, budget: float, rate: float,
@@ -92,16 +106,16 @@ def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: De
     kept = Kept(identity_of(model))
     memory = needed(model, CONTEXT, 1) + round(budget * model.spec.experts_bytes)
     title = f"{model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
-    tried: dict[str, list[Way]] = {}
+    tried, search = {}, None
     for name, loss in LOSSES.items():
-        search = searched(model, costs_of, seen, memory, CONTEXT, 1, kept, loss)
+        search = searched(model, costs_of, seen, memory, CONTEXT, 1, kept, loss, search)
         advice = judged(search, kept, device, costs_of, "as in what ran here", [])
         tried[name] = contenders([way for way in advice.ways if way.within(loss)])
     found = measured(model, list(dict.fromkeys(way for ways in tried.values() for way in ways)), rate, rounds, title)
     rows: Rows = {}
     for name, ways in tried.items():
         ran = {way: found[way] for way in ways if not isinstance(found[way], str)}
-        row = rows[f"{title}, {name}"] = {"advised": ways[0].name}
+        row = rows[f"{title}, {name}"] = {"advised": ways[0].name, "memory GB/s": device["memory_bandwidth_gbs"]}
         if ways[0] not in ran:
             row["result"] = found[ways[0]]
             continue
@@ -135,7 +149,7 @@ def aims(counted: dict[str, Any]) -> Rows:
                 "worst advised ÷ best": {"measured": worst, "aim": f"≤ {WORST}", "met": worst <= WORST}})
 
 
-def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (200, 600, 2000), rounds: int = 2,
+def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (200, 600, 2000), rounds: int = 1,
         folder: str | Path | None = None, quick: bool = False, specs: Sequence[MoESpec] = SPECS) -> dict[str, Any]:
     if quick:
         specs, budgets, rates, rounds = specs[:1], budgets[:1], rates[:1], 1

@@ -13,12 +13,12 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
 
 from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
@@ -39,9 +39,9 @@ from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/2"
+VERSION = "moelab.sample/3"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
-SIZE, SECONDS = 128 << 20, 1.5
+SIZE, SECONDS = 160 << 20, 1.5
 #: cores that others keep busy, above which what is measured meanwhile is measured again the next time
 DISTURBED = 0.25
 #: dtype of experts as they are → the form of a sample that costs as much
@@ -54,10 +54,10 @@ def machine() -> str:
 
 
 def sample_spec(spec: MoESpec) -> MoESpec:
-    """A few experts of the spec's size in a model as small as possible."""
+    """A few layers of a few experts of the spec's size in a model as small as possible."""
     I = spec.I if spec.gated else max(spec.I * 2 // 3 // 32 * 32, 32)           # three matrices of as many bytes
     bytes_each = 6 * spec.H * I
-    layers = 2 if bytes_each < SIZE // 4 else 1
+    layers = min(max(SIZE // (2 * spec.K * bytes_each), 2 if bytes_each < SIZE // 4 else 1), spec.L)
     E = min(spec.E, max(2, SIZE // layers // bytes_each))
     return replace(spec, name="a sample", model_type="qwen3_moe", num_layers=layers, moe_layers=tuple(range(layers)),
                    E=E, K=min(spec.K, E), I=I, router="softmax", gated=True, bias=False, shared_I=0, dense_I=0,
@@ -65,24 +65,28 @@ def sample_spec(spec: MoESpec) -> MoESpec:
                    head_dim=max(spec.head_dim, 2) // 2 * 2 or 64, dtype="bfloat16")
 
 
-def measured(spec: MoESpec, form: str, executor: str) -> Profile:
-    """The profile of a sample in a form, kept from an earlier time or measured now, in a few seconds; of one that was
-    disturbed and is measured again, the less disturbed."""
-    sample = sample_spec(spec)
-    key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, form, executor)))
-    file = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
-    earlier = Profile.load(file) if file.is_file() else None
-    if earlier is not None and not disturbed(earlier):
-        return earlier
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
-        store = ExpertStore(synthesize(Path(folder) / "sample", sample, **how))
-        found = of_store(store, executor)
-        found.seconds["resident"] = resident_tokens(store, executor)
-    if earlier is not None and found.others > earlier.others:
-        return earlier
-    found.save(file)
+def measured(spec: MoESpec, forms: Sequence[str], executor: str) -> dict[str, Profile]:
+    """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few seconds each; of one
+    that was disturbed and is measured again, the less disturbed."""
+    sample, files, found = sample_spec(spec), {}, {}
+    for form in forms:
+        key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, form, executor)))
+        files[form] = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
+        if files[form].is_file():
+            found[form] = Profile.load(files[form])
+    wanted = [form for form in forms if form not in found or disturbed(found[form])]
+    (cache_root() / "advice").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_root() / "advice") as folder:
+        stores, new = {}, {}
+        for form in progress(wanted, "measuring this machine", unit="forms") if wanted else ():
+            how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
+            stores[form] = ExpertStore(synthesize(Path(folder) / form, sample, **how))
+            new[form] = of_store(stores[form], executor)
+        for form, seconds in resident_tokens(stores, executor).items():
+            new[form].seconds["resident"] = seconds
+            if form not in found or new[form].others <= found[form].others:
+                found[form] = new[form]
+                found[form].save(files[form])
     return found
 
 
@@ -101,17 +105,24 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
-def resident_tokens(store: ExpertStore, executor: str, tokens: int = 32) -> list[float]:
-    """Seconds of single tokens, with all of a store's experts in memory."""
+def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: int = 8, tokens: int = 12
+                    ) -> dict[str, list[float]]:
+    """Seconds of single tokens, with all of a store's experts in memory: of all stores in turn, so that what disturbs
+    the machine disturbs all. The first half of the rounds, which meets new memory, does not count."""
     import torch
     from transformers import DynamicCache
 
     from moelab.opening import open_model
-    with open_model(store.folder, memory="100%", executor=executor) as lm, torch.inference_mode():
-        cache = DynamicCache(config=lm.config)
-        for ids in torch.arange(2 * tokens)[:, None, None] % lm.config.vocab_size:
-            lm(input_ids=ids, past_key_values=cache, use_cache=True)
-        return [forward.end - forward.start for forward in lm.moelab.forwards[-tokens:]]
+    with ExitStack() as stack, torch.inference_mode():
+        models = {form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
+                  for form, store in stores.items()}
+        caches = {form: DynamicCache(config=lm.config) for form, lm in models.items()}
+        for ids in torch.arange(rounds * tokens).split(tokens):
+            for form, lm in models.items():
+                for one in ids[:, None, None] % lm.config.vocab_size:
+                    lm(input_ids=one, past_key_values=caches[form], use_cache=True)
+        return {form: [forward.end - forward.start for forward in lm.moelab.forwards[rounds // 2 * tokens:]]
+                for form, lm in models.items()}
 
 
 def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float:
@@ -129,7 +140,7 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
     """What a profile says; `whole` if it is of the model itself, not of a sample."""
     (base, token), (head, head_token) = found.other, found.head
     full, e, sm = (found.nbytes[part] for part in ("full", "e", "sm"))
-    delays, resident = replace(found.delays(), experts_bytes=()), None
+    delays, resident, rest = replace(found.delays(), experts_bytes=()), None, None
     if not whole:
         rate = found.to_device()["memory_bandwidth_gbs"] * 1e9
         spec, here = model.spec, sample_spec(model.spec)
@@ -138,8 +149,9 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
         base = base * spec.num_layers / spec.L + more       # a dense layer's attention is its successor's
         resident = before_experts(found, here, delays) * spec.num_layers / spec.L + more
+        rest = resident * spec.L + head + head_token
     return Costs(delays, (base, token), (head, head_token),
-                 Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm, resident)
+                 Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm, resident, rest)
 
 
 def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Callable[..., Costs | None]:
@@ -147,19 +159,22 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Ca
 
     look : at the model itself, as it is and fast; what is not of an expert took so long in that run, in every form.
     """
+    def stored_as(form: str) -> str | None:
+        if form != AS_IS:
+            return form
+        return model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
+
     @lru_cache(maxsize=None)
-    def sampled(form: str, executor: str = "fast") -> Costs | None:
-        if form == AS_IS:
-            form = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
-        return costs(measured(model.spec, form, executor), model, False) if form else None
-    # What is not of an expert is the same in all forms.
-    resident = [found.resident for form in progress(forms, "measuring this machine", unit="forms")
-                if (found := sampled(form))]
+    def sampled(form: str, executor: str) -> Costs | None:
+        if (name := stored_as(form)) is None:
+            return None
+        found = together[name] if executor == "fast" and name in together else measured(
+            model.spec, [name], executor)[name]
+        return costs(found, model, False)
+    together = measured(model.spec, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast")
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
         found = sampled(form, executor)
-        if executor == "fast" and resident and found:
-            found = replace(found, resident=median(resident))
         if look is None or found is None and form != AS_IS:
             return found
         own, seen, L = costs(look.itself, model, True), Observed(*look.ran["observed"]), model.spec.L
@@ -167,8 +182,8 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Ca
             return found and replace(found, around=partial(replace, decide=seen.decide, handover=seen.handover))
         awake = None                                            # the run knows its head, and more layers than a sample
         if found:
-            awake = max(found.resident + (found.head[0] - seen.head[0] + seen.first) / L
+            awake = max(found.resident + (sum(found.head) - sum(seen.head) + seen.first) / L
                         - seen.first / sample_spec(model.spec).L, 0.0)
         return replace(own if form == AS_IS else found, other=seen.other, head=seen.head, predict=seen.predict,
-                       resident=awake, around=partial(seen.around, own.delays))
+                       resident=awake, rest=found and found.rest, around=partial(seen.around, own.delays))
     return costs_of

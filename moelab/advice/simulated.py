@@ -75,12 +75,15 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
 
 
 def searched(model: Model, costs_of: Callable[..., Costs | None], seen: Scene, memory: int, context: int, batch: int,
-             kept: real.Kept | None, loss: float) -> Search:
-    """What there is to be found by simulation, each form's loss being what was measured of it."""
+             kept: real.Kept | None, loss: float, before: Search | None = None) -> Search:
+    """What there is to be found by simulation, each form's loss being what was measured of it.
+
+    before : a search with another loss and all else the same, whose ways are not played again."""
     def loss_of(form: str) -> float | None:
         _, lossless = model.forms().get(form, (0, True))
         return 0.0 if lossless else kept.loss(form) if kept else None
     search = Search(model, costs_of, seen, memory, context, batch, loss_of, loss)
+    search.played = before.played if before else {}
     search.run(forms_of(model))
     return search
 

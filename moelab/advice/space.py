@@ -56,8 +56,9 @@ PREFETCH, RECALL = "router", 0.75
 @dataclass(frozen=True)
 class Costs:
     """What a form costs on a machine: an expert's delays, seconds before a layer's experts and after the last layer,
-    bytes of a slot, bytes of an expert on disk; seconds before a layer's experts with everything in memory, where
-    nothing is decided (None: as `other`); seconds of a prediction; what an engine adds to the delays."""
+    bytes of a slot, bytes of an expert on disk; with everything in memory, where nothing is decided, seconds before a
+    layer's experts, and of a token without any experts (None: as `other` and `head`); seconds of a prediction; what an
+    engine adds to the delays."""
 
     delays: Delays
     other: Linear
@@ -65,6 +66,7 @@ class Costs:
     sizes: Sizes
     disk: int
     resident: float | None = None
+    rest: float | None = None
     predict: float = 0.0
     around: Callable[[Delays], Delays] | None = None
 
@@ -117,9 +119,11 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
     """A way with what the simulator finds; None where its memory holds no expert beside those that are loaded."""
     spec, sizes = model.spec, costs.sizes
     delays = costs.delays if way.resident or costs.around is None else costs.around(costs.delays)
-    pools, ahead, staging, (base, token) = Pools(F=spec.L * spec.E), 0, 1, costs.other
-    if way.resident and costs.resident is not None:
-        base = costs.resident
+    pools, ahead, staging, batch = Pools(F=spec.L * spec.E), 0, 1, seen.batch
+    # of one token and of a whole prompt: no line goes through both exactly
+    other, head = ((base + token * batch, 0.0) for base, token in (costs.other, costs.head))
+    if way.resident and costs.rest is not None:
+        other, head = (costs.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
     if not way.resident:
         ahead = min(spec.K, way.budget // (4 * sizes.in_flight)) if way.prefetch else 0
         room = way.budget - ahead * sizes.in_flight
@@ -129,17 +133,17 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         if sizes.sm:
             pools = way.pools or best_pools(
                 seen.shares, seen.steps[:1 + WARM + FEW], room - staging * sizes.in_flight, sizes, delays, most=FEW,
-                workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM, other=(base, token))[0].pools
+                workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM, other=other)[0].pools
     gate, across = PrefetchGate(), CrossToken(spec.E)
 
-    def run(residency: Residency, steps: Steps, forwards: list[tuple[int, str]], predictions: Predictions
-            ) -> Simulation:
-        return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=(base, token),
-                        head=costs.head, quiet=True, **({} if not ahead else {
+    def run(residency: Residency, steps: Steps, forwards: list[tuple[int, str]], predictions: Predictions,
+            other: Linear = other, head: Linear = head) -> Simulation:
+        return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=other,
+                        head=head, quiet=True, **({} if not ahead else {
                             "predictions": predictions, "ahead": ahead, "gate": gate, "across": across,
                             "predict": costs.predict}),
                         awake=None if costs.around is None else costs.resident)
-    tokens = seen.batch * context
+    tokens = batch * context
     whole = [[(layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))}) for layer, f in
               enumerate(seen.shares)]]
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
@@ -149,7 +153,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
             residency.begin(*step)
             if way.form == AS_IS and model.stored is None:                  # all is read when the model is opened
                 long.begin(*step)
-    prompt = run(long, whole, [(tokens, "prefill")], [[]])
+    prompt = run(long, whole, [(tokens, "prefill")], [[]], costs.other, costs.head)
     first, gone = 1 + WARM, 0 if ahead else WARM            # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
@@ -167,6 +171,7 @@ class Search:
     """Plays ways in the space: one of every form, then others until `SECONDS` are over.
 
     found, elsewhere : the ways that were played, in the memory that is given and in other memory.
+    played : of each way what it gives, which another search of the same memory may share.
 
     costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
     memory : bytes for everything.
@@ -178,6 +183,7 @@ class Search:
         self.context, self.batch, self.loss, self.allowed = context, batch, loss, allowed
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
+        self.played: dict[Way, Way | None] = {}
         self.end = time.monotonic() + SECONDS
 
     @property
@@ -191,9 +197,10 @@ class Search:
                                 self.context, self.batch)
 
     def play(self, way: Way, kept: list[Way]) -> Way | None:
-        costs = self.costs_of(way.form, way.executor)
-        played = costs and play(self.model, way, costs, self.seen, self.context)
-        if played:
+        if way not in self.played:
+            costs = self.costs_of(way.form, way.executor)
+            self.played[way] = costs and play(self.model, way, costs, self.seen, self.context)
+        if played := self.played[way]:
             kept.append(played)
         return played
 

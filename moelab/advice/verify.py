@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -43,6 +43,40 @@ SPARE = 256 << 20
 LEAST = 0.05
 
 
+def opened(source: str, options: Mapping[str, Any]) -> Any:
+    """A model as `options_of` says."""
+    from moelab.cache.pools import Pools
+    from moelab.opening import open_model
+    plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
+    return open_model(source, **dict(options) | plan)
+
+
+def given(lm: Any, batch: int, tokens: int) -> tuple[Any, bool]:
+    """(tokens [batch, tokens] for a model, whether they are of text); random ones where it has no text of so many."""
+    import torch
+
+    from moelab.evaluation import scores
+    if lm.tokenizer is not None:
+        try:
+            return scores.text_windows(lm.tokenizer, "test", batch, tokens), True
+        except ValueError:                              # the library has no text of so many tokens
+            pass
+    return torch.randint(3, lm.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0)), False
+
+
+def forwards(lm: Any, ids: Any, prompt: int) -> Iterator[None]:
+    """Give a model a prompt of `ids` [batch, tokens], and then the other tokens, each when the next is asked for."""
+    import torch
+    from transformers import DynamicCache
+    cache, at = DynamicCache(config=lm.config), 0
+    while at < ids.shape[1]:
+        n = 1 if at else prompt
+        with torch.inference_mode():
+            lm(input_ids=ids[:, at:at + n], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        at += n
+        yield
+
+
 def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, batch: int = 1, loss: bool = False,
         profile: str | None = None) -> dict[str, Any]:
     """One way, here and now: open the model, give it `prompt` and then `tokens` single tokens of `batch` sequences.
@@ -53,30 +87,13 @@ def run(source: str, options: Mapping[str, Any], *, prompt: int, tokens: int, ba
     "forwards", "loss": nats a token of each window, and with a profile what took how long in this run: all that is
     "observed", and how "late" a throttled read came.
     """
-    import torch
-    from transformers import DynamicCache
-
     from moelab.advice import sample
-    from moelab.cache.pools import Pools
     from moelab.evaluation import scores
     from moelab.offloading.observed import observed
-    from moelab.opening import open_model
-    plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
-    with open_model(source, **dict(options) | plan) as lm:
-        text = lm.tokenizer is not None
-        if text:
-            try:
-                ids = scores.text_windows(lm.tokenizer, "test", batch, prompt + tokens)
-            except ValueError:                          # the library has no text of so many tokens
-                text = False
-        if not text:
-            ids = torch.randint(3, lm.config.vocab_size, (batch, prompt + tokens),
-                                generator=torch.Generator().manual_seed(0))
-        cache, at = DynamicCache(config=lm.config), 0
-        with torch.inference_mode():
-            for n in [prompt] + [1] * tokens:
-                lm(input_ids=ids[:, at:at + n], past_key_values=cache, use_cache=True, logits_to_keep=1)
-                at += n
+    with opened(source, options) as lm:
+        ids, text = given(lm, batch, prompt + tokens)
+        for _ in forwards(lm, ids, prompt):
+            pass
         this, seconds = lm.moelab, [end - start for start, end, *_ in lm.moelab.forwards]
         found = this.metrics()
         recall = [] if this.speculation is None else this.speculation.recall()

@@ -1,8 +1,9 @@
 """Everything against everything: techniques alone and together, and other engines, at several budgets and disk rates.
 
-All take the same tokens on the same model. A configuration is opened anew for each disk rate, in a process of its own
-with a budget's memory, in interleaved rounds (`moelab.bench.harness`); other engines have the same memory limit, page
-cache included, but only our reader can be throttled, so they run at the disk's own rate. No speed is shown before the
+All take the same tokens on the same model, for each context (tokens of the prompt) and batch (sequences at a time). A
+configuration is opened anew for each disk rate, in a process of its own with a budget's memory, in interleaved rounds
+(`moelab.bench.harness`); other engines have the same memory limit, page cache included, but only our reader can be
+throttled, so they run at the disk's own rate. No speed is shown before the
 output is: what computes as transformers does must agree with its eager experts bit for bit, and what does not says the
 Kullback-Leibler divergence of its next-token distribution from theirs, in nats a token. Limits follow from a run's own
 bytes and times and the best rate at which it read whole experts: Σ over layers of (attention, router + max(read,
@@ -16,9 +17,10 @@ import os
 import random
 import tempfile
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,13 +34,14 @@ from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interprete
 from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
 from moelab.offloading.budget import parse_budget
+from moelab.offloading.limits import kv_bytes
 from moelab.progress import progress
 from moelab.specs import MoESpec
 
 SPEC = MoESpec("synthetic-0.5GB", "qwen3_moe", 5, tuple(range(5)), 32, 4, 1024, 512, vocab=8192, heads=16, kv_heads=4,
                head_dim=64)
 BASE, RESIDENT = "on demand", "transformers resident"
-EXTERNAL = (*(f"llama.cpp {kind} mmap" for kind in GGUF), "ftllm")
+EXTERNAL = (*(f"llama.cpp {kind} mmap" for kind in GGUF), "ftllm")      # of Qwen3-MoE, one sequence at a time
 LOSSLESS = 1e-3                         # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
 PROBE = 8                               # experts read to measure the disk, each time
 BUDGETED = "LRU baseline", "ftllm"      # keep to a number of bytes themselves
@@ -102,13 +105,14 @@ def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Seque
 
 def trace(bench: EngineBenchmark, arm: str, share: float, rate: int) -> Path:
     """Where a configuration leaves its steps."""
-    return bench.folder / f"steps of {arm}, {share}, {rate}.json"
+    return bench.folder / f"steps of {arm}, {share}, {rate}, {bench.prompt}, {len(bench.tokens)}.json"
 
 
-def absent(external: bool) -> dict[str, str]:
+def absent(external: bool, batch: int = 1) -> dict[str, str]:
     """Engines that are not run at all, and why."""
+    why = "takes one sequence at a time here" if batch > 1 else "needs a Qwen3-MoE checkpoint and a process of its own"
     return dict.fromkeys(("MoE-Infinity", "DeepSpeed ZeRO-3"), "needs an NVIDIA GPU; this bench runs on the CPU") | (
-        {} if external else dict.fromkeys(EXTERNAL, "needs a Qwen3-MoE checkpoint and a process of its own"))
+        {} if external and batch == 1 else dict.fromkeys(EXTERNAL, why))
 
 
 def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
@@ -118,9 +122,9 @@ def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
     return max(float((np.exp(p) * (p - q)).sum(1).mean()), 0.0)
 
 
-def collect(bench: EngineBenchmark, plan: Mapping[Any, Arm]) -> dict[Any, list[list[dict[str, Any]]]]:
+def collect(bench: EngineBenchmark, plan: Mapping[str, Arm]) -> dict[str, list[list[dict[str, Any]]]]:
     """Reports of every configuration: [rounds][rates]. What cannot run is not tried again."""
-    reports: dict[Any, list[list[dict[str, Any]]]] = {name: [] for name in plan}
+    reports: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in plan}
     order = [name for i in range(bench.rounds) for name in (list(plan)[::-1] if i % 2 else plan)]
     kept = bench.folder / "logits.npy"
     for name in progress(order, "end to end", unit="runs"):
@@ -144,11 +148,11 @@ def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[dict[str, Any]]], ra
     output = bench.judge(arm, found)
     if "≠" in output:
         return {"result": f"{output}: its speed does not count"}
-    tpot = [seconds for report in found for seconds in report["tpot_s"]]
-    (low, high), middle, decode = measure.tenths(tpot), median(tpot), bench.decode
+    tpot, batch = [seconds for report in found for seconds in report["tpot_s"]], len(bench.tokens)
+    (low, high), middle, decode = measure.tenths(tpot), median(tpot), bench.decode * batch
     ttft, energy = median(report["ttft_s"][0] for report in found), mean(found, "decode_joules", decode)
     figures = {"TTFT s": ttft, "TPOT s": middle, "10 %": low, "90 %": high,
-               f"÷ {BASE}": base and middle / base, "tokens/s": 1 / (sum(tpot) / len(tpot)),
+               f"÷ {BASE}": base and middle / base, "tokens/s": batch * len(tpot) / sum(tpot),
                "MB a token": mean(found, "decode_read_bytes", 1e6 * decode), "hit rate": mean(found, "decode_hit_rate"),
                "CPU s a token": mean(found, "decode_cpu_s", decode), "J a token": energy if (energy or 0) > 0 else None,
                "peak GB": None if bench.here else mean(found, "peak_rss_bytes", 1e9),
@@ -161,8 +165,8 @@ def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[dict[str, Any]]], ra
 def beside_limits(arm: Arm, found: list[dict[str, Any]], ttft: float, tpot: float) -> dict[str, Any]:
     """What our own engine's reports say of limits, of what waits, and of what overlaps."""
     ran = [report["metrics"] for report in found]
-    reading = median((of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / (2 * report["read_rate"])
-                     for of, report in zip(ran, found))         # of both prompts' mean: the first reads no less
+    reading = median((of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / report["read_rate"]
+                     for of, report in zip(ran, found))
     least = median(report["overlapped_s" if arm[1]["predictor"] else "on_demand_s"] for report in found)
     bytes_ = sum(found[-1][key] for key in ("budget_bytes", "others_bytes", "kv_bytes"))
     best = found[-1]["belady_hit_rate"]
@@ -174,8 +178,8 @@ def beside_limits(arm: Arm, found: list[dict[str, Any]], ttft: float, tpot: floa
             "least GB": bytes_ / 1e9}
 
 
-def predict(bench: EngineBenchmark, arms: Iterable[str], budgets: Sequence[float], rates: Sequence[float],
-            sections: Mapping[str, Rows]) -> None:
+def predict(bench: EngineBenchmark, arms: Iterable[str], share: float, rates: Sequence[float], sections: Sections,
+            axes: Sequence[str]) -> None:
     """Beside the measured TPOT, what the simulator says for the same steps and this machine's profile; of what reads on
     demand by the executors that the profile knows."""
     from moelab.offloading.profile import profile
@@ -187,11 +191,10 @@ def predict(bench: EngineBenchmark, arms: Iterable[str], budgets: Sequence[float
             fast = {"executor": "fast", "compact": True} if "executor" in given else {}
             profiled = profile(bench.folder / given["codec"], seconds=0.5, **fast,
                                **({"bandwidth": rate} if rate else {}))
-            for share in budgets:
-                figures = sections[section(share, rate)][arm]
-                if "TPOT s" in figures:
-                    said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiled)
-                    figures |= {"simulated TPOT s": said.tpot, "simulated ÷ measured": said.tpot / figures["TPOT s"]}
+            figures = sections[section(share, rate, axes)][arm]
+            if "TPOT s" in figures:
+                said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiled)
+                figures |= {"simulated TPOT s": said.tpot, "simulated ÷ measured": said.tpot / figures["TPOT s"]}
 
 
 def together(sections: Sections) -> Rows:
@@ -265,74 +268,88 @@ def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
 
 
 def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
-        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, prompt: int = 16, decode: int = 8,
-        seed: int = 0, model: str | None = None, folder: str | Path | None = None, alone: bool = False,
-        here: bool = False, simulated: bool = False, python: Sequence[str] = (), spec: MoESpec = SPEC
-        ) -> dict[str, Any]:
+        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 8,
+        batches: Sequence[int] = (1,), seed: int = 0, model: str | None = None, folder: str | Path | None = None,
+        alone: bool = False, here: bool = False, simulated: bool = False, python: Sequence[str] = (),
+        spec: MoESpec = SPEC) -> dict[str, Any]:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
     load, engines = measure.load_average(), interpreters(python)
+    sections: dict[str, Rows] = {}
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()
-        count = 2 * prompt + decode
+        count = max(batches) * (max(contexts) + decode)
         source, spec, tokens = text_for(model, count, seed) if model else (
             None, spec, random.Random(seed).choices(range(spec.vocab), k=count))
+        conditions = {
+            "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
+            "tokens": f"{'of a text' if model else 'random'}, given; contexts of {_words(contexts)}, then {decode} "
+                      f"more; batches of {_words(batches)}",
+            "processes": "one for all" if here else "one for each configuration and budget", "rounds": rounds,
+            "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read" if joules() else
+            f"none can be read from {RAPL} or by NVML; Apple's is not read",
+            "load average before": load, "cores": os.cpu_count()}
         place.mkdir(parents=True, exist_ok=True)
         apart = nullcontext((place, "as it is")) if here else disk(place, 9 * spec.experts_bytes + 3e9)
-        with apart as (place, words):
+        with apart as (place, conditions["file system"]):
             if source and not (place / "model").exists():
                 (place / "model").symlink_to(source.resolve(), target_is_directory=True)
             if source and not (place / "model").samefile(source):
                 raise ValueError(f"{folder} has another model's forms; give another folder")
-            bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines, tokens=tokens, here=here)
+            bench = EngineBenchmark(spec, place, 0, decode, rounds, engines, here=here, prompts=1)
             qwen = spec.model_type == "qwen3_moe" and not here and not alone
             bench.prepare(external=qwen, forms=sorted(forms))
-            sections = tables(bench, arms, budgets, [1e6 * rate for rate in rates], alone, qwen, simulated)
-    return {"conditions": {
-        "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts", "file system": words,
-        "tokens": f"{'of a text' if model else 'random'}, given; two prompts of {prompt}, then {decode} more, batch 1",
-        "processes": "one for all" if here else "one for each configuration and budget", "rounds": rounds,
-        "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read" if joules() else
-        f"none can be read from {RAPL} or by NVML; Apple's is not read",
-        "load average before": load, "cores": os.cpu_count()}, **sections,
-        "together (two sources)": together(sections), "ablation (TPOT ÷ that of all)": ablation(sections)}
+            try:
+                for context, batch in product(contexts, batches):
+                    axes = [f"context {context}"] * (len(contexts) > 1) + [f"batch {batch}"] * (len(batches) > 1)
+                    rows = [tokens[i * (context + decode):][:context + decode] for i in range(batch)]
+                    for found in tables(replace(bench, prompt=context, tokens=rows), arms, budgets,
+                                        [1e6 * rate for rate in rates], alone, qwen, simulated, axes):
+                        sections |= found
+            except KeyboardInterrupt:                       # it takes minutes: what is done is kept
+                of = len(budgets) * len(rates) * len(contexts) * len(batches)
+                conditions["stopped"] = f"after {len(sections)} of {of} tables"
+    return {"conditions": conditions, **sections,
+            "together (two sources)": together(sections), "ablation (TPOT ÷ that of all)": ablation(sections)}
+
+
+def _words(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float | str], rates: Sequence[float],
-           alone: bool, external: bool, simulated: bool) -> dict[str, Rows]:
-    """Run everything, and a table of each budget and rate."""
-    spec, kept = bench.spec, bench.folder / "logits.npy"
-    budgets = [parse_budget(budget, spec.experts_bytes, bench.dense_bytes) / spec.experts_bytes for budget in budgets]
+           alone: bool, external: bool, simulated: bool, axes: Sequence[str]) -> Iterator[dict[str, Rows]]:
+    """Everything of a context and a batch: the tables of all rates as soon as a budget has run; `axes` end titles."""
+    spec, kept, batch = bench.spec, bench.folder / "logits.npy", len(bench.tokens)
+    more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
     reference = bench.report(("eager", {"logits": str(kept)}, None))
     if "result" in reference:
         raise RuntimeError(f"transformers' eager experts could not be run to compare with: {reference['result']}")
     bench.reference = reference | {"logits": np.load(kept)}
-    plan: dict[Any, Arm] = {}
-    for share in budgets:
+    gone = {} if alone else absent(external, batch)
+    resident = {} if alone else {RESIDENT: ("eager", {}, None)}
+    for budget in budgets:
+        share = parse_budget(budget, spec.experts_bytes, bench.dense_bytes) / spec.experts_bytes
         budget = int(share * spec.experts_bytes)
-        limit = int(budget + bench.dense_bytes + PROCESS)
-        plan |= {(share, arm): own(bench, arm, share, limit, rates) for arm in arms}
-        plan |= {} if alone else {
-            (share, name): (engine, options | {"logits": str(kept)}, most) for name, (engine, options, most)
-            in bench.others(budget, limit).items() if external or name not in EXTERNAL}
-    plan |= {} if alone else {(1.0, RESIDENT): ("eager", {"logits": str(kept)}, None)}
-    reports = collect(bench, plan)
-    sections: dict[str, Rows] = {}
-    for share in budgets:
+        limit = int(budget + bench.dense_bytes + more)
+        ours = {arm: own(bench, arm, share, limit, rates) for arm in arms}
+        others = {} if alone else {name: (engine, options | {"logits": str(kept)}, most) for name, (
+            engine, options, most) in bench.others(budget, limit).items() if name not in gone}
+        reports, found = collect(bench, ours | others) | {RESIDENT: [[reference | {"kl": 0.0}]]}, {}
         for i, rate in enumerate(rates):
-            chosen = [key for key in plan if key[1] == RESIDENT or key[0] == share and (key[1] in arms or not rate)]
-            base = row(bench, plan[share, BASE], reports[share, BASE], i, None).get("TPOT s")
-            rows = {key[1]: row(bench, plan[key], reports[key], i, base) for key in chosen}
-            sections[section(share, rate)] = rows | (
-                {} if rate or alone else {name: {"result": why} for name, why in absent(external).items()})
-    if simulated:
-        predict(bench, arms, budgets, rates, sections)
-    return sections
+            base = row(bench, ours[BASE], reports[BASE], i, None).get("TPOT s")
+            found[section(share, rate, axes)] = {
+                name: row(bench, arm, reports[name], i, base)
+                for name, arm in (ours | ({} if rate else others) | resident).items()} | (
+                {} if rate else {name: {"result": why} for name, why in gone.items()})
+        if simulated:
+            predict(bench, arms, share, rates, found, axes)
+        yield found
 
 
-def section(share: float, rate: float) -> str:
+def section(share: float, rate: float, axes: Sequence[str] = ()) -> str:
     """The title of a table."""
-    return f"{share:.0%} of experts, " + (f"{rate / 1e6:g} MB/s" if rate else "the disk as it is")
+    return ", ".join([f"{share:.0%} of experts", f"{rate / 1e6:g} MB/s" if rate else "the disk as it is", *axes])
 
 
 def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list[int]]:
@@ -362,8 +379,9 @@ OPTIONS = {
              + ", ".join(TECHNIQUES)),
     "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take"),
     "rates": (several(number(0)), "of the disk, MB/s, by throttling our reader; 0: as it is"),
-    "rounds": (whole(1), "of every configuration"), "prompt": (whole(2), "tokens of each of two prompts"),
-    "decode": (whole(1), "tokens after them"), "seed": (whole(), "picks the tokens"),
+    "rounds": (whole(1), "of every configuration"),
+    "contexts": (several(whole(2)), "tokens of a prompt"), "decode": (whole(1), "tokens after it"),
+    "batches": (several(whole(1)), "sequences at a time"), "seed": (whole(), "picks the tokens"),
     "model": (None, "your own: a checkpoint's folder or a hub id"),
     "folder": (None, "where the model's forms are kept for the next time, ten times its size; else they are temporary"),
     "alone": ({"action": "store_true"}, "without the other engines"),

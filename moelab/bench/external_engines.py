@@ -39,16 +39,17 @@ class Llama(BenchmarkedEngine):
         self.api = llama_cpp
         self.model = llama_cpp.Llama(
             options["gguf"], n_gpu_layers=0, n_threads=CORES, n_threads_batch=CORES, use_mmap=True, verbose=False,
-            n_ctx=len(options["tokens"]) + 64, n_batch=max(options["prompts"]), n_ubatch=max(options["prompts"]))
+            n_ctx=len(options["tokens"][0]) + 64, n_batch=max(options["prompts"]), n_ubatch=max(options["prompts"]))
 
     def restart(self) -> None:
         self.model.reset()
 
-    def feed(self, ids: list[int]) -> Any:
+    def feed(self, ids: list[list[int]]) -> Any:
+        """Of one sequence: more cannot be evaluated at a time in Python."""
         import numpy as np
-        self.model.eval(ids)
+        self.model.eval(*ids)
         logits = self.api.llama_get_logits_ith(self.model._ctx.ctx, -1)
-        return np.ctypeslib.as_array(logits, (self.model.n_vocab(),)).astype(np.float32)
+        return np.ctypeslib.as_array(logits, (1, self.model.n_vocab())).astype(np.float32)
 
 
 class Ftllm(BenchmarkedEngine):
@@ -71,28 +72,28 @@ class Ftllm(BenchmarkedEngine):
     def restart(self) -> None:
         self.handle = None
 
-    def feed(self, ids: list[int]) -> Any:
+    def feed(self, ids: list[list[int]]) -> Any:
         """One more token; a new sequence begins with `ids`, later ones are its own."""
         import numpy as np
         library = self.api.fastllm_lib
         if self.handle is None:
             # up to so many new tokens, at least as many; sampled: top_p 1, top_k 400, temperature 1000; no penalty
             self.handle = library.launch_response_llm_model(
-                self.model.model, len(ids), (ctypes.c_int * len(ids))(*ids), self.new, self.new, ctypes.c_bool(True),
-                ctypes.c_float(1), 400, ctypes.c_float(1000), ctypes.c_float(1), ctypes.c_bool(False),
-                *self.model.stop_token_ctypes(None))
+                self.model.model, len(*ids), (ctypes.c_int * len(*ids))(*ids[0]), self.new, self.new,
+                ctypes.c_bool(True), ctypes.c_float(1), 400, ctypes.c_float(1000), ctypes.c_float(1),
+                ctypes.c_bool(False), *self.model.stop_token_ctypes(None))
         token = library.fetch_response_llm_model(self.model.model, self.handle)
         if token < 0:
             raise RuntimeError(f"ftllm ended its answer early ({token})")
-        return np.zeros(1, np.float32)
+        return np.zeros((1, 1), np.float32)
 
-    def measure(self, tokens: list[int], prompts: list[int]) -> dict[str, Any]:
+    def measure(self, tokens: list[list[int]], prompts: list[int]) -> dict[str, Any]:
         """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt."""
-        first = sum(prompts[:-1])
+        (tokens,), first = tokens, sum(prompts[:-1])
         self.new = 1
-        alone = super().measure(tokens[:first], prompts[:-1]) if first else {"ttft_s": []}
+        alone = super().measure([tokens[:first]], prompts[:-1]) if first else {"ttft_s": []}
         self.new = 1 + len(tokens) - sum(prompts)
-        last = super().measure(tokens[first:], prompts[-1:])
+        last = super().measure([tokens[first:]], prompts[-1:])
         return last | {"ttft_s": alone["ttft_s"] + last["ttft_s"], "digest": None, "best": None}
 
     def decoding(self) -> None:

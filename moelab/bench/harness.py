@@ -35,8 +35,9 @@ FORMS = ("huffman", "bf12", "raw", "int8", "int4")      # stores: codecs, and fo
 
 @dataclass
 class EngineBenchmark:
-    """prompt, decode : tokens of each of two prompts, and after the second. python : engine → its interpreter.
-    tokens : given to the engines; random ones without. here : engines run in this process, without a limit."""
+    """prompt, decode : tokens of each of `prompts` prompts, and after the last. python : engine → its interpreter.
+    tokens : given to the engines, a row a sequence; one of random ones without. here : engines run in this process,
+    without a limit."""
 
     spec: MoESpec
     folder: Path
@@ -47,8 +48,10 @@ class EngineBenchmark:
     samples: dict[str, list[float]] = field(default_factory=dict)
     aims: dict[str, dict[str, Any]] = field(default_factory=dict)
     reference: dict[str, Any] | None = None
-    tokens: list[int] | None = None
+    tokens: list[list[int]] | None = None
     here: bool = False
+    prompts: int = 2
+    missing: dict[str, str] = field(default_factory=dict)       # engine that is not installed → why
 
     def prepare(self, external: bool, forms: Iterable[str] = FORMS) -> None:
         """Write the model in every form that is missing; an interrupted conversion is resumed."""
@@ -82,36 +85,41 @@ class EngineBenchmark:
     def report(self, arm: Arm, decode: int | None = None) -> Any:
         """One process of an engine: its report, or {"result": why there is none}; a list of them with "each"."""
         (name, options, limit), rng = arm, random.Random(0)
+        if name in self.missing:
+            return {"result": self.missing[name]}
         drop_cached(self.folder)
         if (self.folder / "model").is_symlink():
             drop_cached((self.folder / "model").resolve())
-        tokens = [rng.randrange(self.spec.vocab) for _ in range(2 * self.prompt + (decode or self.decode))]
-        options = {"model": str(self.folder / "model"), "tokens": self.tokens or tokens,
-                   "prompts": [self.prompt] * 2} | options
+        tokens = [rng.randrange(self.spec.vocab) for _ in range(self.prompts * self.prompt + (decode or self.decode))]
+        options = {"model": str(self.folder / "model"), "tokens": self.tokens or [tokens],
+                   "prompts": [self.prompt] * self.prompts} | options
         if self.here:
             try:
                 found = peers.run(name, options)
             except (ValueError, RuntimeError, OSError) as error:
                 return {"result": f"failed: {error}"}
-            return self._told(found, {"limit": "in one process, nothing was limited", "group_peak_bytes": None})
+            return self._told(found, {"limit": "in one process, nothing was limited", "group_peak_bytes": None}, name)
         with memory_limit(limit) as group:
             options["cgroup"] = str(group.procs) if group.procs else None
             try:
                 done = _python(self.python.get(name), "-m", "moelab.bench.peers", name, json.dumps(options))
             except OSError as error:
-                return {"result": f"not installed (no interpreter: {error})"}
+                return self._told({"missing": f"not installed (no interpreter: {error})"}, {}, name)
             except subprocess.TimeoutExpired:
                 return {"result": f"gave up after {TIMEOUT / 60:.0f} minutes"}
             if done.returncode:
                 last = (done.stderr.strip() or "no word").splitlines()[-1]
                 return {"result": f"failed: {'killed, out of memory?' if done.returncode == -9 else last}"}
             report = json.loads(done.stdout.strip().splitlines()[-1])
-            return self._told(report, {"limit": group.reason, "group_peak_bytes": group.peak_bytes})
+            return self._told(report, {"limit": group.reason, "group_peak_bytes": group.peak_bytes}, name)
 
-    def _told(self, found: Any, more: dict[str, Any]) -> Any:
+    def _told(self, found: Any, more: dict[str, Any], engine: str) -> Any:
         if isinstance(found, list):
-            return [self._told(one, more) for one in found]
-        return {"result": found["missing"]} if "missing" in found else found | more
+            return [self._told(one, more, engine) for one in found]
+        if "missing" in found:                  # it need not be tried again
+            self.missing[engine] = found["missing"]
+            return {"result": found["missing"]}
+        return found | more
 
     def moelab(self, codec: str, budget: float, limit: int | None = None, trace: Path | None = None,
                predictor: str | None = None, compressed: bool = False, **options: Any) -> Arm:

@@ -1,11 +1,12 @@
 """Engines on one task: the same tokens through moelab, transformers, accelerate, llama.cpp or ftllm, measured alike.
 
-    python -m moelab.bench.peers moelab '{"store": …, "budget": …, "tokens": …, "prompts": [128, 128]}'
+    python -m moelab.bench.peers moelab '{"store": …, "budget": …, "tokens": [[…]], "prompts": [128, 128]}'
 
 prints JSON as its last line. Tokens are given (teacher forcing), because a random model repeats itself when it decodes
-greedily: its routing freezes, and every access hits the cache. Each prompt is a new sequence; the last continues token
-by token. Batch size 1, CPU only; only ftllm samples, as it cannot be given tokens. Starting needs the standard library
-and numpy alone, so that an engine may live in another interpreter than moelab.
+greedily: its routing freezes, and every access hits the cache. "tokens" has a row for each sequence of a batch; each
+prompt begins new sequences, and the last continue token by token. CPU only; only ftllm samples, as it cannot be given
+tokens. Starting needs the standard library and numpy alone, so that an engine may live in another interpreter than
+moelab.
 """
 
 from __future__ import annotations
@@ -105,15 +106,15 @@ def _proc(file: str, pattern: str) -> int | None:
 
 
 class BenchmarkedEngine(ABC):
-    """What every engine can do: `restart` a sequence, and `feed` it tokens for the logits after the last one."""
+    """What every engine can do: `restart` its sequences, and `feed` them tokens for the logits after the last ones."""
 
     @abstractmethod
     def restart(self) -> None:
-        """The next tokens begin a new sequence."""
+        """The next tokens begin new sequences."""
 
     @abstractmethod
-    def feed(self, ids: list[int]) -> Any:
-        """The logits [V] after the last of `ids`: a numpy array, fp32 or the bits of bf16 as int16."""
+    def feed(self, ids: list[list[int]]) -> Any:
+        """The logits [B, V] after the last of `ids` [B][T]: a numpy array, fp32 or the bits of bf16 as int16."""
 
     def decoding(self) -> None:
         """Called once, between the prompts and the single tokens."""
@@ -122,21 +123,23 @@ class BenchmarkedEngine(ABC):
         """Further entries of the report, asked for at the end."""
         return {}
 
-    def measure(self, tokens: list[int], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
-        """Feed prompts of the given lengths, each a new sequence, then the other tokens one by one: `ttft_s` [prompts],
-        `tpot_s` [tokens after them], bytes read, faults, processor seconds and joules of each phase, `digest`, `best`
-        (argmax) of all logits, which a file `logits_to` may keep: fp32 [prompts + tokens, V], .npy."""
+    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
+        """Feed prompts of the given lengths, each of new sequences, then the other tokens [B][T] one by one: `ttft_s`
+        [prompts], `tpot_s` [tokens after them], bytes read, faults, processor seconds and joules of each phase,
+        `digest`, `best` (argmax) of all logits, which a file `logits_to` may keep: fp32 [(prompts + tokens) · B, V]."""
         found: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
         digest, at, last, kept = hashlib.sha256(), 0, counters(), []
 
-        def step(ids: list[int], seconds: list[float]) -> None:
+        def step(n: int, seconds: list[float]) -> None:
+            nonlocal at
+            ids, at = [row[at:at + n] for row in tokens], at + n
             start = time.perf_counter()
             logits = self.feed(ids)
             seconds.append(time.perf_counter() - start)
             digest.update(logits.tobytes())
             if logits.dtype != "float32":           # bf16 as int16 has no order; as the upper half of an fp32 it does
                 logits = (logits.astype("int32") << 16).view("float32")
-            found["best"].append(int(logits.argmax()))
+            found["best"] += logits.argmax(-1).tolist()
             if logits_to:
                 kept.append(logits.astype("float32"))
 
@@ -148,16 +151,15 @@ class BenchmarkedEngine(ABC):
 
         for number, length in enumerate(prompts):
             self.restart()
-            step(tokens[at:at + length], found["ttft_s"])
-            at += length
+            step(length, found["ttft_s"])
             phase("prompt" if not number else "next_prompts")
         self.decoding()
-        for token in tokens[at:]:
-            step([token], found["tpot_s"])
+        while at < len(tokens[0]):
+            step(1, found["tpot_s"])
         phase("decode")
         if logits_to:
             import numpy as np
-            np.save(logits_to, np.stack(kept))
+            np.save(logits_to, np.concatenate(kept))
         return found | {"digest": digest.hexdigest()[:16]}
 
 
@@ -171,11 +173,11 @@ class Transformers(BenchmarkedEngine):
         from transformers import DynamicCache
         self.cache = DynamicCache(config=self.model.config)
 
-    def feed(self, ids: list[int]) -> Any:
+    def feed(self, ids: list[list[int]]) -> Any:
         import torch
         with torch.inference_mode():
-            logits = self.model(input_ids=torch.tensor([ids]), past_key_values=self.cache, use_cache=True,
-                                logits_to_keep=1).logits[0, -1]
+            logits = self.model(input_ids=torch.tensor(ids), past_key_values=self.cache, use_cache=True,
+                                logits_to_keep=1).logits[:, -1]
         return logits.view(torch.int16).numpy() if logits.dtype == torch.bfloat16 else logits.float().numpy()
 
 
@@ -224,13 +226,14 @@ class Moelab(Transformers):
             "imports_rss_bytes": self.imports, "peak_rss_bytes": peak,
             "anonymous_bytes": anonymous and 1024 * anonymous, "budget_bytes": this.budget,
             "others_bytes": this.store.weights_bytes,
-            "kv_bytes": kv_bytes(spec, self.cache.get_seq_length()), "experts_bytes": spec.experts_bytes,
+            "kv_bytes": kv_bytes(spec, len(self.options["tokens"]) * self.cache.get_seq_length()),
+            "experts_bytes": spec.experts_bytes,
             "stored_fraction": this.store.table()[-1]["fraction"], "read_rate": rate, "read_rates": rates,
             "decode_hit_rate": hits / max(hits + misses, 1), "belady_hit_rate": best, "metrics": asdict(metrics),
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None,
             "overlapped_s": overlapped_limit(records, rate, decoded, workers) if decoded else None}
 
-    def measure(self, tokens: list[int], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
+    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
         self.rates = {"before": self.read_rate()}
         return super().measure(tokens, prompts, logits_to)
 

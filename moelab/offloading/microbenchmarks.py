@@ -128,7 +128,8 @@ class Microbenchmarks:
         return range(start, min(start + self.together, self.kept))
 
     def _read(self, name: str, function: Callable[..., Any], layer: int, *args: Any) -> Any:
-        """Right after another read, as in the engine: a disk that has rested takes longer to answer."""
+        """After another read, as in the engine, which reads a layer's experts in a row: what follows a pause takes up
+        to twice as long."""
         self._reading()()
         self.reader.drop_cache(layer)
         return self.timed(name, function, layer, *args)

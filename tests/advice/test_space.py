@@ -52,6 +52,15 @@ def test_forms_by_hand():
     assert kept.pools.capacity > 4 and kept.written == pytest.approx(16 * WEIGHTS * (1 + 2.65 / 8), rel=1e-3)
 
 
+def test_a_token_in_memory_takes_its_experts_and_the_rest_that_was_measured():
+    """Whatever a line through one token and a prompt says of one: 7 s besides experts of 2 layers, 2 each."""
+    costs = replace(card_costs(CARD, MODEL)(AS_IS), other=(3.0, 5.0), head=(1.0, 1.0), resident=9.0, rest=7.0)
+    way = fitted(MODEL, AS_IS, 0.0, costs.sizes.full, 10**9, 16, 1)
+    assert play(MODEL, way, costs, scene(zipf(SPEC)), 16).tpot == pytest.approx(7 + 2 * 2 * BYTES[AS_IS] / 1e9)
+    assert play(MODEL, way, replace(costs, rest=None), scene(zipf(SPEC)), 16).tpot == pytest.approx(
+        2 * (3 + 5 + 2 * BYTES[AS_IS] / 1e9) + 2)
+
+
 @given(st.integers(1, 3))
 @settings(max_examples=3)
 def test_a_scene_has_as_many_tokens_as_it_says(batch):

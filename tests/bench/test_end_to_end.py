@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moelab.bench import end_to_end, harness, peers
 from moelab.bench.end_to_end import BASE, RESIDENT, ablation, divergence, front, parts, together
+from moelab.bench.harness import EngineBenchmark
 from moelab.claims import ledger
 from moelab.offloading.limits import LayerRecord, on_demand_limit, overlapped_limit
 from moelab.specs import MoESpec
@@ -19,13 +20,13 @@ ARMS = ("huffman", "prefetch", "huffman + prefetch", "mxfp4 + fast")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return end_to_end.run(ARMS, (0.75,), (100, 0), prompt=5, decode=3, here=True, spec=SPEC, simulated=True,
+    return end_to_end.run(ARMS, (0.75,), (100, 0), contexts=(5,), decode=3, here=True, spec=SPEC, simulated=True,
                           folder=tmp_path_factory.mktemp("bench"))
 
 
 def test_a_table_for_each_budget_and_rate_has_every_configuration(found):
     titles = [f"75% of experts, {rate}" for rate in ("100 MB/s", "the disk as it is")]
-    assert list(found)[1:-2] == titles
+    assert list(end_to_end.titled(found)) == titles
     for title in titles:
         rows, peers_ = found[title], [RESIDENT] + ["LRU baseline", "transformers mmap", "accelerate disk",
                                                    *end_to_end.absent(False)] * title.endswith("is")
@@ -49,15 +50,35 @@ def test_a_wrong_output_has_no_speed(tmp_path, monkeypatch):
         return report
     right = peers.run
     monkeypatch.setattr(harness.peers, "run", wrong)
-    found = end_to_end.run(("prefetch",), (0.5,), (0,), prompt=3, decode=2, here=True, alone=True, spec=SPEC,
+    found = end_to_end.run(("prefetch",), (0.5,), (0,), contexts=(3,), decode=2, here=True, alone=True, spec=SPEC,
                            folder=tmp_path)
     rows = found["50% of experts, the disk as it is"]
     assert rows["prefetch"] == {"result": "≠ EAGER: its speed does not count"} and rows[BASE]["output"] == "= eager"
 
 
+def test_contexts_and_batches_are_axes_and_what_is_done_is_kept(tmp_path, monkeypatch):
+    def stops(bench, arm):
+        asked.extend((arm[0], len(set(map(tuple, bench.tokens))), len(row)) for row in bench.tokens)
+        if (bench.prompt, len(bench.tokens), arm[0]) == (6, 1, "moelab"):
+            raise KeyboardInterrupt
+        return right(bench, arm)
+    right, asked = EngineBenchmark.report, []
+    monkeypatch.setattr(EngineBenchmark, "report", stops)
+    found = end_to_end.run(("fast",), (0.5,), (0,), contexts=(3, 6), decode=2, batches=(1, 2), here=True, alone=True,
+                           spec=SPEC, folder=tmp_path)
+    sections = end_to_end.titled(found)
+    assert list(sections) == [f"50% of experts, the disk as it is, context 3, batch {n}" for n in (1, 2)]
+    assert found["conditions"]["stopped"] == "after 2 of 4 tables"
+    for rows in sections.values():
+        assert rows[BASE]["output"] == "= eager" and 0 <= rows["fast"]["KL"] < 1e-2
+    assert rows[BASE]["tokens/s"] > 1 / rows[BASE]["TPOT s"]            # two at a time
+    assert set(asked) == {("eager", 1, 5), ("moelab", 1, 5), ("eager", 2, 5), ("moelab", 2, 5), ("eager", 1, 8),
+                          ("moelab", 1, 8)}                             # each sequence is of its own tokens
+
+
 def test_your_own_model_by_a_text_of_its_own_tokenizer(tmp_path):
     from moelab.files import small_model
-    found = end_to_end.run((), (0.5,), (0,), prompt=8, decode=2, here=True, alone=True, model=str(small_model()),
+    found = end_to_end.run((), (0.5,), (0,), contexts=(8,), decode=2, here=True, alone=True, model=str(small_model()),
                            folder=tmp_path)
     assert found["conditions"]["tokens"].startswith("of a text")
     assert found["50% of experts, the disk as it is"][BASE]["output"] == "= eager"
