@@ -184,11 +184,13 @@ class Bench:
         return float(self.pace(pools, policy)[:, 1:].mean())
 
     def check(self, how: How, simulation: Simulation) -> None:
-        """AssertionError unless every run made the simulation's decisions: all hits, evictions and bytes read."""
+        """RuntimeError unless every run made the simulation's decisions: all hits, evictions and bytes read."""
         for session in self.measured[how]:
-            assert session.steps == self.steps, "the engine was asked for other experts than the trace says"
-            assert session.residency.counters == simulation.counters, "other hits or evictions"
-            assert session.metrics().read_bytes == simulation.metrics().read_bytes, "other bytes"
+            measure.agree("the experts that the engine and the trace name", session.steps, self.steps)
+            measure.agree("hits and evictions of the engine and the simulation", session.residency.counters,
+                          simulation.counters)
+            measure.agree("bytes read by the engine and the simulation", session.metrics().read_bytes,
+                          simulation.metrics().read_bytes)
 
     def ordered(self, pools: Pools) -> dict[str, float]:
         """TPOT by the order of reading, in turn."""

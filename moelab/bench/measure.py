@@ -90,6 +90,12 @@ def in_process(code: str, *arguments: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def agree(what: str, *found: Any) -> None:
+    """RuntimeError unless all are equal: `what` then differs between ways of which none may change it."""
+    if any(one != found[0] for one in found):
+        raise RuntimeError(f"{what} differ between runs that must be alike; what was measured means nothing")
+
+
 def load_average() -> float | None:
     """Of the last minute; None where the system does not tell."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

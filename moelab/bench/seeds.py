@@ -14,9 +14,9 @@ from typing import Any
 
 from moelab import open_model
 from moelab.arguments import whole
-from moelab.bench import evictions, ndp, static
-from moelab.bench.contest import Contest, mean
+from moelab.bench import ndp, prediction, static
 from moelab.bench.popularity import Popularity
+from moelab.bench.speculation import Contest, mean
 from moelab.calibration import calibrate, chunk_loads
 from moelab.intervals import ratio
 from moelab.journal import Journal
@@ -55,8 +55,8 @@ def speculation(contest: Contest, tokens: int, seed: int) -> list[float]:
         contest.train, contest.model, contest.vectors, validation=contest.validation, kind=kind, tokens=tokens,
         every=-(-tokens // 5), seed=seed).estimator), PREFILL)) for kind in ("residual", "appendix-a")]
     s, q = (mean(of) for of in contest.scores(("router", "quasi")).values())
-    arms = {"default": evictions.DEFAULT, "ours": evictions.OURS}
-    missed = evictions.missed(contest.train, contest.test, "0.5", arms)[0.5]
+    arms = {"default": prediction.DEFAULT, "ours": prediction.OURS}
+    missed = prediction.missed(contest.train, contest.test, "0.5", arms)[0.5]
     return [q - s, learned[0] - q, learned[0] - learned[1], ratio(missed["ours"], missed["default"])[0]]
 
 
