@@ -77,5 +77,5 @@ def named(name: str, of: Interval) -> dict[str, float]:
 
 
 def told(of: Interval) -> str:
-    """As Markdown: **0.97** [0.93, 1.01]."""
-    return "**{:.2f}** [{:.2f}, {:.2f}]".format(*of)
+    """As Markdown: **0.97** [0.93, 1.01]; without an interval, if too few samples have none."""
+    return ("**{:.2f}**" if math.isnan(of[1]) else "**{:.2f}** [{:.2f}, {:.2f}]").format(*of)

@@ -70,5 +70,5 @@ def test_a_skewed_median_is_held_in_at_least_95_of_100_cases(n):
 
 
 def test_an_interval_in_words_and_as_metrics():
-    assert told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]"
+    assert told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]" and told(interval([1.234])) == "**1.23**"
     assert named("lead", (1.2, 1.1, 1.3)) == {"lead": 1.2, "lead_from": 1.1, "lead_to": 1.3}
