@@ -35,6 +35,7 @@ from moelab.offloading.profile import profile
 from moelab.offloading.simulator import Simulation, flat, simulate, steps_of
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
+from moelab.registry import make
 from moelab.specs import State
 
 SOURCES = ("code", "prose", "needle", "lookup")
@@ -144,8 +145,12 @@ class Bench:
     def play(self, pools: Pools, policy: Any = "zipmoe") -> Simulation:
         """The test prompts, simulated."""
         policy = Belady(flat(self.steps)) if policy == "belady" else policy
-        return simulate(self.steps, self.forwards, Residency(self.L, self.E, pools, policy), self.delays,
-                        workers=self.workers, staging=self.staging, other=self.other, head=self.head)
+        return self.simulated(self.steps, self.forwards, Residency(self.L, self.E, pools, policy))
+
+    def simulated(self, steps: Any, forwards: Any, residency: Residency, order: str = "default") -> Simulation:
+        """Other steps, with this machine's delays and what is in the cache."""
+        return simulate(steps, forwards, residency, self.delays, workers=self.workers, staging=self.staging,
+                        other=self.other, head=self.head, scheduler=make("scheduler", order), quiet=True)
 
     # --------------------------------------------------------------------------------------------------------- run
 

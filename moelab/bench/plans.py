@@ -28,8 +28,7 @@ from moelab.bench.cache_planning import POLICY, Bench, tpot
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import Interval, ratio
-from moelab.offloading.simulator import flat, simulate
-from moelab.registry import make
+from moelab.offloading.simulator import flat
 
 STATES = "FCSE"
 WITHIN = 1.3
@@ -56,6 +55,7 @@ class Warm(NamedTuple):
     arms: dict[str, Arm]
     took: dict[str, np.ndarray]
     simulated: dict[str, float]
+    since: dict[str, dict[str, float]]                          # of `since_start`
 
     @property
     def best(self) -> str:
@@ -84,23 +84,39 @@ class Warm(NamedTuple):
                 for part, (without, with_) in ABLATION.items() if {without, with_} <= self.took.keys()}
 
 
+def since_start(bench: Bench, filled: Any, forwards: Any, arms: dict[str, Arm]) -> dict[str, dict[str, float]]:
+    """Tokens since the start, from an empty cache → best single state's time over the plan's, simulated: what a plan
+    that takes popularity as known gains before its cache has learned it."""
+    taken = {}
+    for name, arm in arms.items():
+        played = bench.simulated(filled, forwards, Residency(bench.L, bench.E, arm.pools, arm.policy), arm.order)
+        taken[name] = np.array([end - start for start, end, _, phase in played.forwards if phase == "decode"])
+    each = len(bench.unseen[::2])                               # sequences that are decoded together
+    parts = np.array_split(np.arange(len(taken["plan"])), min(4, len(taken["plan"])))
+    return {f"{each * (part[0] + 1)} to {each * (part[-1] + 1)}": {"best single state ÷ plan (simulated)": float(
+        min(taken[state][part].sum() for state in taken.keys() & set(STATES)) / taken["plan"][part].sum())}
+        for part in parts}
+
+
 def stationary(bench: Bench, share: float, before: int, tokens: int, ablation: bool = False) -> Warm:
     """One budget: every other test prompt, all at once, with `before` new tokens in all fills the caches, the others
     with `tokens` each are timed one by one. RuntimeError: an engine decided otherwise than another, or than the
     simulator."""
-    tried = {of.pools: of.tpot for of in bench.tried(share)}
-    alone = {state: bench.plan(share, state).pools for state in STATES}
-    least, planned = min(tried[of] for of in alone.values()), bench.plan(share).pools
-    arms = {"plan": Arm(planned)} | ({
-        "plan, Algorithm 1": Arm(planned, order="affinity"), "plan, naive order": Arm(planned, order="naive"),
-        "C": Arm(alone["C"]), "F": Arm(alone["F"]), "F, LRU": Arm(alone["F"], "lru")} if ablation else {
-        "auto": Arm(next(iter(tried))),
-        **{state: Arm(of) for state, of in alone.items() if tried[of] <= WITHIN * least}})
+    planned, alone = bench.plan(share).pools, {state: bench.plan(share, state).pools for state in STATES}
+    if ablation:
+        arms = {"plan": Arm(planned), "plan, Algorithm 1": Arm(planned, order="affinity"),
+                "plan, naive order": Arm(planned, order="naive"), "C": Arm(alone["C"]), "F": Arm(alone["F"]),
+                "F, LRU": Arm(alone["F"], "lru")}
+    else:
+        tried = {of.pools: of.tpot for of in bench.tried(share)}
+        least = min(tried[of] for of in alone.values())
+        arms = {"plan": Arm(planned), "auto": Arm(next(iter(tried)))} | {
+            state: Arm(of) for state, of in alone.items() if tried[of] <= WITHIN * least}
     fill, timed = bench.unseen[::2], bench.unseen[1::2].split(1)
     took: dict[Arm, list[float]] = {of: [] for of in arms.values()}
     with ExitStack() as stack:
         models = {of: stack.enter_context(bench.open(*of)) for of in took}
-        steps = []
+        steps, cold = [], []
         for model in models.values():
             session, reader = model.moelab, model.moelab.engine.pipeline.reader
             session.reset()
@@ -108,6 +124,7 @@ def stationary(bench: Bench, share: float, before: int, tokens: int, ablation: b
             bench.text(model, fill, max(2, before // len(fill)))
             reader.bandwidth = bench.disk
             steps.append(session.steps)
+            cold.append(session.forwards)
             session.reset()
         for i, of in measure.turns(list(models), len(timed), f"{share:.0%} of the memory", "prompt"):
             bench.text(models[of], timed[i], tokens)
@@ -119,13 +136,11 @@ def stationary(bench: Bench, share: float, before: int, tokens: int, ablation: b
             measure.agree("the experts that tokens need", session.steps, next(iter(models.values())).moelab.steps)
             for step in flat(filled):
                 residency.begin(*step)
-            played[of] = simulate(session.steps, session.forwards, residency, bench.delays, workers=bench.workers,
-                                  staging=bench.staging, other=bench.other, head=bench.head, quiet=True,
-                                  scheduler=make("scheduler", of.order))
+            played[of] = bench.simulated(session.steps, session.forwards, residency, of.order)
             measure.agree("hits and evictions of the engine and the simulator", session.run.counters,
                           played[of].counters)
     return Warm(arms, {name: np.array(took[of]) for name, of in arms.items()},
-                {name: tpot(played[of]) for name, of in arms.items()})
+                {name: tpot(played[of]) for name, of in arms.items()}, since_start(bench, steps[0], cold[0], arms))
 
 
 def run(budgets: Sequence[float] = (0.2, 0.35, 0.5, 0.65, 0.8), disk_mbs: float = 20.0, prompts: int = 8,
@@ -136,7 +151,8 @@ def run(budgets: Sequence[float] = (0.2, 0.35, 0.5, 0.65, 0.8), disk_mbs: float 
         for share in budgets:
             found = stationary(bench, share, before, tokens, ablation)
             title = f"{share:.0%} of the experts' bytes, {disk_mbs:g} MB/s (measured)"
-            sections |= {f"ablation, {title}": found.ablation()} if ablation else {title: found.rows()}
+            sections |= {f"ablation, {title}": found.ablation()} if ablation else {
+                title: found.rows(), f"tokens since the start, {title}": found.since}
     return sections
 
 

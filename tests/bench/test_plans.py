@@ -12,7 +12,7 @@ MADE = plans.Warm(
     dict.fromkeys(("plan", "auto", *"FCSE"), plans.Arm(Pools(F=1))),
     {"plan": np.array([2.0, 4, 3]), "auto": np.array([1.0, 2, 3]), "F": np.array([9.0, 9, 9]),
      "C": np.array([2.0, 2, 3]), "S": np.array([4.0, 4, 4]), "E": np.array([9.0, 9, 9])},
-    {"plan": 2.0, "auto": 2.5, "F": 5.0, "C": 3.0, "S": 4.0, "E": 9.0})
+    {"plan": 2.0, "auto": 2.5, "F": 5.0, "C": 3.0, "S": 4.0, "E": 9.0}, {})
 
 
 def test_the_best_single_state_is_that_of_the_measurement():
@@ -31,6 +31,7 @@ def test_equal_pools_run_once_and_decide_as_the_simulator():
     torch.set_num_threads(1)
     bench = Bench("", "", None, 8, 4, 1, 0.4, workers=1, rounds=1, seconds=0.1, seed=0)
     found = plans.stationary(bench, 0.4, before=8, tokens=3)
+    assert list(found.since)[0].startswith("4 to ") and all(of > 0 for row in found.since.values() for of in row.values())
     assert {"plan", "auto"} < set(found.took) == set(found.simulated) <= {"plan", "auto", *"FCSE"}
     ablated = plans.stationary(bench, 0.4, before=8, tokens=3, ablation=True)
     assert set(ablated.took) == {"plan", "plan, Algorithm 1", "plan, naive order", "C", "F", "F, LRU"}
