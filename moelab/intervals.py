@@ -66,7 +66,7 @@ def median(values: Sequence[float] | np.ndarray) -> Interval:
     """(median, low, high) of values [n]: as many values lie below as above both ends, the most that a fair coin leaves
     outside with a probability of 5 % (sign test); nan ends of fewer than six."""
     ordered, n = sorted(map(float, values)), len(values)
-    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n // 2)])        # of the k + 1st value from both ends
+    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n // 2)])       # the k + 1st value from both ends
     k = int((outside <= 0.05).sum()) - 1
     return float(np.median(ordered)), *((ordered[k], ordered[n - 1 - k]) if k >= 0 else (math.nan, math.nan))
 

@@ -3,8 +3,8 @@
 ZipMoE §3.4. Each division has an engine of its own with the same memory and the rule "zipmoe", and all run the same
 held-out prompts: first a stretch that only fills their caches, read as fast as the disk can, then, from a slowed-down
 disk and in turn, prompt by prompt, what is timed. Popularity is of other prompts. Their tokens, hits and evictions are
-equal to the simulator's on the same steps, or nothing is measured; so a plan that loses in both loses by its division, and
-one that loses in measurement only by what the clock leaves out.
+equal to the simulator's on the same steps, or nothing is measured; so a plan that loses in both loses by its division,
+and one that loses in measurement only by what the clock leaves out.
 
 "plan" is the paper's (Algorithms 2–4), "auto" the fastest in simulation of its ten best and of the single states; of
 these, the ones that take more than `WITHIN` times the fastest there are not run. The best single state is the one that

@@ -97,7 +97,8 @@ def popularity(of: Trial) -> list[float]:
 def compression(of: Trial) -> list[float]:
     weights = store.synthetic_expert(2 << 20, of.seed)
     sizes = store.sizes(weights, store.coders(weights, ("huffman", "zstd", "zstd-huffman")))
-    return [sizes["huffman"]["points above the bound"], sizes["zstd"]["fraction %"] - sizes["zstd-huffman"]["fraction %"]]
+    return [sizes["huffman"]["points above the bound"],
+            sizes["zstd"]["fraction %"] - sizes["zstd-huffman"]["fraction %"]]
 
 
 def planning(of: Trial) -> list[float]:
