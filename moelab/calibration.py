@@ -140,8 +140,12 @@ def chunk_loads(trace: RoutingTrace, B: int) -> torch.Tensor:
     if n == 0:
         raise ValueError(f"a chunk of B={B} tokens cannot be cut from {len(ids)} prefill tokens; "
                          f"choose B between 1 and that, or record more prompts")
-    chunk = torch.arange(n).repeat_interleave(B)
-    return torch.stack(list(_counts_by_layer(chunk, n, ids[: n * B], trace.spec.E)), 1)
+    return loads_of_ids(ids[: n * B], B, trace.spec.E)
+
+
+def loads_of_ids(ids: torch.Tensor, B: int, E: int) -> torch.Tensor:
+    """The same of ids [T, L, K], the last chunk with what is left: int64 [⌈T/B⌉, L, E]."""
+    return torch.stack(list(_counts_by_layer(torch.arange(len(ids)) // B, -(-len(ids) // B), ids, E)), 1)
 
 
 def capacity_needed(loads: torch.Tensor, quantile: float = 1.0) -> torch.Tensor:

@@ -16,6 +16,8 @@ def format_value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, list):             # samples
+        return f"{format_value(min(value))} … {format_value(max(value))}" if value else "–"
     if isinstance(value, float):
         return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
     return str(value)

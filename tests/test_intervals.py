@@ -1,4 +1,4 @@
-"""Student's intervals against scipy's, and by drawing: how often they hold the truth."""
+"""Intervals against scipy's, and by drawing: how often they hold the truth."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.intervals import interval, named, ratio, standard_error, t95, told
+from moelab.intervals import interval, median, named, ratio, standard_error, t95, told
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
@@ -50,6 +50,25 @@ def test_the_ratio_of_sums_is_held_in_95_of_100_cases(n):
     assert 0.92 < held / draws < 0.965              # an approximation: a little short of 95 % with few samples
 
 
+@pytest.mark.parametrize("n", range(1, 60))
+def test_the_median_lies_where_the_sign_test_does_not_refuse_it(n):
+    values = np.random.default_rng(n).normal(size=n)
+    found, low, high = median(values)
+    kept = [below for below in range(n + 1) if scipy_stats.binomtest(below, n).pvalue > 0.05]     # the median's place
+    assert found == np.median(values)
+    if 0 in kept:
+        assert n < 6 and math.isnan(low) and math.isnan(high)
+    else:
+        assert (low, high) == (sorted(values)[kept[0] - 1], sorted(values)[kept[-1]])
+
+
+@pytest.mark.parametrize("n", [6, 9, 24])
+def test_a_skewed_median_is_held_in_at_least_95_of_100_cases(n):
+    rng, draws = np.random.default_rng(n), 4000
+    held = sum(low <= math.log(2) <= high for _, low, high in (median(rng.exponential(1, n)) for _ in range(draws)))
+    assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / draws) < held / draws < 0.98
+
+
 def test_an_interval_in_words_and_as_metrics():
-    assert told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]"
+    assert told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]" and told(interval([1.234])) == "**1.23**"
     assert named("lead", (1.2, 1.1, 1.3)) == {"lead": 1.2, "lead_from": 1.1, "lead_to": 1.3}

@@ -1,14 +1,12 @@
-"""How many tokens each expert gets: from recorded ids, or from a synthetic popularity where no calibration exists.
+"""How many tokens each expert gets where no calibration exists: a synthetic popularity.
 
-Synthetic popularity is drawn per layer from a log-normal, and the loads of single chunks vary around it by a Dirichlet
+It is drawn per layer from a log-normal, and the loads of single chunks vary around it by a Dirichlet
 distribution. With "typical", 16 experts and top-2 the most popular expert gets about twice the mean load (NPUMoE §4.1);
 the variation between chunks is fitted so that pruning at the default tiers drops and pads as much as its Table 3.
 Whatever is computed from these numbers must say "assumed".
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
@@ -43,13 +41,3 @@ def assumed_counts(spec: MoESpec, chunk: int = 256, chunks: int = 64, skew: str 
                    ) -> tuple[np.ndarray, int]:
     """(counts [L, E], tokens): what a calibration on `assumed_loads` would have counted."""
     return assumed_loads(spec, chunk, chunks, skew, seed).sum(0), chunk * chunks
-
-
-def loads_of_ids(ids: Any, chunk: int, E: int) -> np.ndarray:
-    """Tokens that each expert gets in each chunk, from ids [T, L, K]; the id E ("no expert") is not counted."""
-    ids = np.asarray(ids)
-    T, L, K = ids.shape
-    loads = np.zeros((-(-T // chunk), L, E + 1), dtype=np.int64)
-    token, layer, _ = np.indices(ids.shape)
-    np.add.at(loads, (token // chunk, layer, ids), 1)
-    return loads[:, :, :E]

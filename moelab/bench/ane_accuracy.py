@@ -18,10 +18,9 @@ import torch
 from moelab import datasets, open_model
 from moelab.ane.device.published import TABLE_3
 from moelab.ane.plan import Account, ANEPlan, count, make_plan
-from moelab.ane.popularity import loads_of_ids
 from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, one_of, several, whole
-from moelab.calibration import calibrate
+from moelab.calibration import calibrate, loads_of_ids
 from moelab.evaluation import accuracy
 from moelab.recording import record
 from moelab.trace import PREFILL, RoutingTrace
@@ -87,7 +86,7 @@ def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> Rout
 def prompt_loads(trace: RoutingTrace, chunk: int) -> np.ndarray:
     """Tokens that each expert gets in each chunk of the prompts, int64 [n, L, E]; each prompt has chunks of its own."""
     ids, sequence = (values[trace.phase == PREFILL] for values in (trace.ids, trace.sequence))
-    return np.concatenate([loads_of_ids(ids[sequence == s], chunk, trace.spec.E) for s in sequence.unique()])
+    return torch.cat([loads_of_ids(ids[sequence == s], chunk, trace.spec.E) for s in sequence.unique()]).numpy()
 
 
 def fitting_plan(trace: RoutingTrace, chunk: int, drop: float, slack: float | None = None, **options: Any

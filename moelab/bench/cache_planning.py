@@ -29,12 +29,14 @@ from moelab.datasets import prompts
 from moelab.models.convert import kept_store
 from moelab.offloading import limits
 from moelab.offloading.budget import parse_budget
+from moelab.offloading.observed import Observed
 from moelab.offloading.offload import offload
 from moelab.offloading.planner import Tried, best_pools
 from moelab.offloading.profile import profile
 from moelab.offloading.simulator import Simulation, flat, simulate, steps_of
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
+from moelab.registry import make
 from moelab.specs import State
 
 SOURCES = ("code", "prose", "needle", "lookup")
@@ -144,8 +146,14 @@ class Bench:
     def play(self, pools: Pools, policy: Any = "zipmoe") -> Simulation:
         """The test prompts, simulated."""
         policy = Belady(flat(self.steps)) if policy == "belady" else policy
-        return simulate(self.steps, self.forwards, Residency(self.L, self.E, pools, policy), self.delays,
-                        workers=self.workers, staging=self.staging, other=self.other, head=self.head)
+        return self.simulated(self.steps, self.forwards, Residency(self.L, self.E, pools, policy))
+
+    def simulated(self, steps: Any, forwards: Any, residency: Residency, order: str = "default",
+                  engine: Observed | None = None) -> Simulation:
+        """Other steps, with this machine's delays and what is in the cache; with what an engine took besides."""
+        delays, around = (engine.around(self.delays), engine) if engine else (self.delays, self)
+        return simulate(steps, forwards, residency, delays, workers=self.workers, staging=self.staging,
+                        other=around.other, head=around.head, scheduler=make("scheduler", order), quiet=True)
 
     # --------------------------------------------------------------------------------------------------------- run
 
@@ -184,11 +192,13 @@ class Bench:
         return float(self.pace(pools, policy)[:, 1:].mean())
 
     def check(self, how: How, simulation: Simulation) -> None:
-        """AssertionError unless every run made the simulation's decisions: all hits, evictions and bytes read."""
+        """RuntimeError unless every run made the simulation's decisions: all hits, evictions and bytes read."""
         for session in self.measured[how]:
-            assert session.steps == self.steps, "the engine was asked for other experts than the trace says"
-            assert session.residency.counters == simulation.counters, "other hits or evictions"
-            assert session.metrics().read_bytes == simulation.metrics().read_bytes, "other bytes"
+            measure.agree("the experts that the engine and the trace name", session.steps, self.steps)
+            measure.agree("hits and evictions of the engine and the simulation", session.residency.counters,
+                          simulation.counters)
+            measure.agree("bytes read by the engine and the simulation", session.metrics().read_bytes,
+                          simulation.metrics().read_bytes)
 
     def ordered(self, pools: Pools) -> dict[str, float]:
         """TPOT by the order of reading, in turn."""

@@ -5,7 +5,8 @@ configuration is opened anew for each disk rate, in a process of its own with a 
 (`moelab.bench.harness`); other engines have the same memory limit, page cache included, but only our reader can be
 throttled, so they run at the disk's own rate. No speed is shown before the
 output is: what computes as transformers does must agree with its eager experts bit for bit, and what does not says the
-Kullback-Leibler divergence of its next-token distribution from theirs, in nats a token. Limits follow from a run's own
+Kullback-Leibler divergence of its next-token distribution from theirs, in nats a token. Ratios are of the same tokens,
+their intervals over tokens: another run, on another day's disk, may differ by more. Limits follow from a run's own
 bytes and times and the best rate at which it read whole experts: Σ over layers of (attention, router + max(read,
 decode, compute)) on demand, the longest of these sums when prefetching; Belady's hits; the bytes that must be in
 memory.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moelab import intervals
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.engine import replayed
@@ -149,9 +151,9 @@ def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[dict[str, Any]]], ra
     if "≠" in output:
         return {"result": f"{output}: its speed does not count"}
     tpot, batch = [seconds for report in found for seconds in report["tpot_s"]], len(bench.tokens)
-    (low, high), middle, decode = measure.tenths(tpot), median(tpot), bench.decode * batch
+    middle, decode = median(tpot), bench.decode * batch
     ttft, energy = median(report["ttft_s"][0] for report in found), mean(found, "decode_joules", decode)
-    figures = {"TTFT s": ttft, "TPOT s": middle, "10 %": low, "90 %": high,
+    figures = {"TTFT s": ttft, "TPOT s": middle, "each token s": tpot,
                f"÷ {BASE}": base and middle / base, "tokens/s": batch * len(tpot) / sum(tpot),
                "MB a token": mean(found, "decode_read_bytes", 1e6 * decode), "hit rate": mean(found, "decode_hit_rate"),
                "CPU s a token": mean(found, "decode_cpu_s", decode), "J a token": energy if (energy or 0) > 0 else None,
@@ -197,9 +199,15 @@ def predict(bench: EngineBenchmark, arms: Iterable[str], share: float, rates: Se
                 figures |= {"simulated TPOT s": said.tpot, "simulated ÷ measured": said.tpot / figures["TPOT s"]}
 
 
+def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> dict[str, float]:
+    """TPOT of a row over another's, median over the tokens, which are the same, and its 95 % interval: three cells."""
+    ratios = [a / b for a, b in zip(row["each token s"], base["each token s"], strict=True)]
+    return dict(zip((before + name, f"{before}95 % from", f"{before}to"), intervals.median(ratios)))
+
+
 def together(sections: Sections) -> Rows:
-    """Of two techniques of different sources, where both together are faster than each alone, and why: bytes read and
-    time waited a token, of the two and of both."""
+    """Of two techniques of different sources, where both together are faster than each alone beyond the interval, and
+    why: bytes read and time waited a token, of the two and of both."""
     found: Rows = {}
     for title, rows in sections.items():
         for arm in filter(names_us, rows):
@@ -207,24 +215,22 @@ def together(sections: Sections) -> Rows:
             if len(names) == 2 == len({TECHNIQUES[name].source for name in names}) and all(
                     "TPOT s" in rows.get(name, {}) for name in (*names, arm)):
                 alone, both = [rows[name] for name in names], rows[arm]
-                gain = both["TPOT s"] / min(of["TPOT s"] for of in alone)
-                found[f"{title}: {arm}"] = {"÷ better of both": gain, "beats each": gain < 1} | {
+                gain = over(both, min(alone, key=lambda of: of["TPOT s"]), "÷ better of both")
+                found[f"{title}: {arm}"] = gain | {"beats each": gain["to"] < 1} | {
                     f"{what}, {name}": of[what] for what in ("MB a token", "stall ms a token")
                     for name, of in ((names[0], alone[0]), (names[1], alone[1]), ("both", both))}
     return found
 
 
 def ablation(sections: Sections) -> Rows:
-    """What the configuration of most techniques loses without each of them: TPOT ÷ its own."""
+    """What the configuration of most techniques loses without each of them, and without all: TPOT ÷ its own."""
     found: Rows = {}
     for title, rows in sections.items():
-        there = {frozenset(parts(arm)): of["TPOT s"] for arm, of in rows.items() if names_us(arm) and "TPOT s" in of}
+        there = {frozenset(parts(arm)): of for arm, of in rows.items() if names_us(arm) and "TPOT s" in of}
         whole_ = max(there, key=len, default=frozenset())
-        less = {name: there[whole_ - {name}] / there[whole_] for name in sorted(whole_) if whole_ - {name} in there}
-        if less:
-            found[title] = {"all of": " + ".join(sorted(whole_)), "TPOT s": there[whole_]} | {
-                f"without {name}": ratio for name, ratio in less.items()} | (
-                {"with none": there[frozenset()] / there[whole_]} if frozenset() in there else {})
+        less = {f"without {name}": whole_ - {name} for name in sorted(whole_)} | {"with none": frozenset()}
+        found |= {f"{name}, {title}": over(there[of], there[whole_], f"÷ {' + '.join(sorted(whole_))}")
+                  for name, of in less.items() if of in there and of != whole_}
     return found
 
 
@@ -242,14 +248,13 @@ def winners(sections: Sections) -> Rows:
         found[title] = {}
         exact = {name: of for name, of in ran.items() if of.get("KL", 0) < LOSSLESS or name == NORMALISES}
         for kind, among in (("lossless", exact), ("any", ran)):
-            ours, theirs = ({name: of["TPOT s"] for name, of in among.items() if names_us(name) == us}
-                            for us in (True, False))
-            for whose, of in (("ours", ours), ("others", theirs)):
-                if of:
-                    name = min(of, key=of.__getitem__)
-                    found[title] |= {f"{kind}, {whose}": name, f"{kind}, {whose}, ms": 1e3 * of[name]}
-            if ours and theirs:
-                found[title][f"{kind}: ours ÷ others"] = min(ours.values()) / min(theirs.values())
+            best = []
+            for whose in ("ours", "others"):
+                if of := [name for name in among if names_us(name) == (whose == "ours")]:
+                    best.append(name := min(of, key=lambda name: among[name]["TPOT s"]))
+                    found[title] |= {f"{kind}, {whose}": name, f"{kind}, {whose}, ms": 1e3 * among[name]["TPOT s"]}
+            if len(best) == 2:
+                found[title] |= over(*(among[name] for name in best), "ours ÷ others", f"{kind}: ")
     return found
 
 

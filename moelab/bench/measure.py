@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from moelab import intervals
+from moelab.intervals import Interval
 from moelab.progress import progress
 
 TOLERANCE = 0.05
@@ -52,9 +54,14 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     return time.perf_counter() - start
 
 
+def gain(samples: Samples, name: str, base: str) -> Interval:
+    """How many times faster `name` is than `base`: median over the rounds that both ran in, with a 95 % interval."""
+    return intervals.median([b / a for a, b in zip(samples[name], samples[base])])
+
+
 def speed_up(samples: Samples, name: str, base: str) -> float:
-    """How many times faster `name` is than `base`: median over the rounds that both ran in."""
-    return statistics.median(b / a for a, b in zip(samples[name], samples[base]))
+    """`gain` without its interval."""
+    return gain(samples, name, base)[0]
 
 
 def tenths(values: Sequence[float]) -> tuple[float, float]:
@@ -81,6 +88,12 @@ def in_process(code: str, *arguments: Any) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def agree(what: str, *found: Any) -> None:
+    """RuntimeError unless all are equal: `what` then differs between ways of which none may change it."""
+    if any(one != found[0] for one in found):
+        raise RuntimeError(f"{what} differ between runs that must be alike; what was measured means nothing")
 
 
 def load_average() -> float | None:

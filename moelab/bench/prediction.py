@@ -8,7 +8,8 @@ weights, without estimators.
 
 All is fitted to prompts of the train split and scored on prompts of the test split: 95 % intervals are over these,
 paired in differences and ratios. An estimator is trained several times; its hits are the mean, and "least" is the worst
-training. Misses are exact counts of tokens one by one, prompt after prompt.
+training. Misses are exact counts of every policy, Belady's among them, with a cache for a share of the experts: prompts
+are decoded token by token, one after another, and the cache is never emptied.
 
 Shapes: hits and requests [P], of each prompt, summed over predicting layers.
 """
@@ -19,23 +20,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from moelab import open_model
 from moelab.arguments import number, several, whole
-from moelab.bench.contest import Contest, mean, random_weights
-from moelab.bench.evictions import OURS, compare
+from moelab.bench.speculation import Contest, mean, random_weights
+from moelab.cache.next_token import NextTokenPolicy
+from moelab.cache.policies import DEFAULT_POLICY, POLICIES, Belady
+from moelab.cache.pools import Pools
+from moelab.cache.residency import SCOPES, Residency
 from moelab.evaluation.scores import language_loss, text_windows
 from moelab.files import small_model
 from moelab.intervals import ratio
+from moelab.progress import progress
+from moelab.specs import State
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
 from moelab.speculate.next_token import NextToken, fit
 from moelab.speculate.scoring import Score, score
 from moelab.speculate.training import train
-from moelab.trace import PREFILL
+from moelab.trace import PREFILL, RoutingTrace
 
 ROUTERS = {"next router on s": "router", "next router on q": "quasi"}
-NEXT, _ = OURS
+#: policies that also run with a pool for each layer
+BY_LAYER = ("lru", "lfu", "lrfu")
+#: (policy, scope)
+DEFAULT, OURS, CEILING = (DEFAULT_POLICY, "model"), (NEXT := "next-token", "model"), ("belady", "model")
 
 
 def scores(contest: Contest, tokens: Sequence[int], seeds: int, seed: int) -> dict[str, list[Score]]:
@@ -77,15 +87,55 @@ def leads(found: dict[str, list[Score]], tokens: Sequence[int]) -> dict[str, dic
     return rows
 
 
+def steps(trace: RoutingTrace) -> list[tuple[int, int, dict[int, int]]]:
+    """(row of the trace, layer, {expert: 1}), token by token, prompt after prompt; no prefill."""
+    ids, E = trace.ids.tolist(), trace.spec.E
+    return [(row, layer, dict.fromkeys((e for e in chosen if e != E), 1))
+            for row in torch.argsort(trace.sequence.long(), stable=True).tolist()
+            for layer, chosen in enumerate(ids[row]) if chosen[0] != E]
+
+
+def misses(trace: RoutingTrace, policy: Any, scope: str, share: float) -> np.ndarray:
+    """Misses in each sequence, int64 [P], with memory for a share of the experts; scope "model" or "layer"."""
+    L, E = trace.spec.L, trace.spec.E
+    residency = Residency(L, E, Pools(F=round(share * (E if scope == "layer" else L * E))), policy, scope)
+    inputs = trace.router_inputs.float().numpy() if residency.sees else None
+    sequence, found = trace.sequence.tolist(), np.zeros(trace.sequences, np.int64)
+    for row, layer, tokens in steps(trace):
+        if inputs is not None:
+            residency.see(layer, inputs[row, layer][None])
+        found[sequence[row]] += sum(r.state is State.MISSED for r in residency.begin(layer, tokens).requests)
+    return found
+
+
+def compare(fitted: NextToken, trace: RoutingTrace, share: float,
+            arms: Sequence[tuple[str, str]] = ()) -> dict[tuple[str, str], np.ndarray]:
+    """(policy, scope) → misses in each sequence of `trace`; of all policies unless `arms` says which."""
+    future = [step[1:] for step in steps(trace)]
+    made = {"next-token": lambda: NextTokenPolicy(fitted), "belady": lambda: Belady(future)}
+    arms = arms or [(name, scope) for name in POLICIES for scope in SCOPES if scope == "model" or name in BY_LAYER]
+    return {(name, scope): misses(trace, made.get(name, lambda name=name: name)(), scope, share)
+            for name, scope in progress(arms, f"{share:.0%} of the experts", unit="policy")}
+
+
+def missed(seen: RoutingTrace, test: RoutingTrace, shares: str, arms: dict[str, tuple[str, str]]
+           ) -> dict[float, dict[str, np.ndarray]]:
+    """`compare` at each share of "0.25,0.5" on every other prompt, by the names of `arms`; "next-token" is fitted to
+    `seen`."""
+    fitted, some = fit(seen), test.select(test.sequence % 2 == 0)
+    found = {share: compare(fitted, some, share, list(arms.values())) for share in map(float, shares.split(","))}
+    return {share: {name: of[arm][::2] for name, arm in arms.items()} for share, of in found.items()}
+
+
 def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, dict[str, float]]:
     """Misses of every policy over LRU's, and those of the prediction across tokens over the policy's; fewest first."""
     found = compare(fitted, contest.test, share)
     requests = int((contest.test.ids != contest.test.spec.E).sum())
     rows = {}
-    for (name, scope), missed in sorted(found.items(), key=lambda item: item[1].sum()):
-        over, ours = ratio(missed, found["lru", "model"]), ratio(found[OURS], missed)
+    for (name, scope), of in sorted(found.items(), key=lambda item: item[1].sum()):
+        over, ours = ratio(of, found["lru", "model"]), ratio(found[OURS], of)
         rows[name if scope == "model" else f"{name}, layer by layer"] = {
-            "hit rate": 1 - missed.sum() / requests,
+            "hit rate": 1 - of.sum() / requests,
             **dict(zip(("misses ÷ lru", "from", "to"), over)),
             **dict(zip((f"{NEXT} ÷ its misses", f"{NEXT} from", f"{NEXT} to"), ours))}
     return rows

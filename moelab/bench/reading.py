@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.bench.measure import Samples, speed_up
+from moelab.bench import measure
+from moelab.bench.measure import Samples
+from moelab.intervals import Interval
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.store.layout import ExpertStore
@@ -28,6 +30,7 @@ from moelab.store.writer import StoreWriter
 
 #: row of a timeline → (kind, begin, end) in seconds from the start
 Timeline = dict[str, list[tuple[str, float, float]]]
+BASE = "uncompressed, read only"
 
 
 def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str) -> ExpertStore:
@@ -106,7 +109,7 @@ def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequenc
             bandwidth: float | None = None) -> tuple[Samples, dict[str, Timeline]]:
     """Seconds of loading the same experts, uncompressed and compressed, in each way and with each number of decoding
     threads, in `repeats` interleaved rounds after a first; and the last timelines."""
-    arms = {"uncompressed, read only": (plain, None), "compressed, read only": (packed, None),
+    arms = {BASE: (plain, None), "compressed, read only": (packed, None),
             "read, then decoded": (packed, 0)} | {f"overlapped, {n} decoding": (packed, n) for n in threads}
     samples, last = {name: [] for name in arms}, {}
     for repeat in progress(range(repeats + 1), "reading", unit="rounds"):
@@ -121,12 +124,14 @@ def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequenc
 class Study:
     """Loading from this machine's disk, and from slower ones that a bandwidth limit emulates.
 
-    ways : of `summary`, by the disk's limit in bytes a second, 0 for none. rows : `compare`'s last timelines.
+    nbytes : of the weights that are loaded. samples : of `compare`, by the disk's limit in bytes a second, 0 for none.
+    rows : `compare`'s last timelines.
     """
 
     mode: str
     threads: Sequence[int]
-    ways: dict[float, dict[str, dict[str, float]]]
+    nbytes: int
+    samples: dict[float, Samples]
     rows: dict[str, Timeline]
 
     @classmethod
@@ -134,22 +139,20 @@ class Study:
            make: Callable[[int, int], torch.Tensor], codec: str) -> Study:
         """`experts` made by make(nbytes, seed), in the system's temporary folder, raw and in a codec."""
         weights, mode = [make(nbytes, seed + i) for i in range(experts)], modes()[0]
-        total, ways = sum(w.numel() * 2 for w in weights), {}
         with tempfile.TemporaryDirectory(prefix="moelab-store-") as folder:
             stores = [write_store(f"{folder}/{name}", weights, name) for name in ("raw", codec)]
             samples, rows = compare(*stores, mode, threads, repeats)
-            ways[0.0] = summary(samples, total)
-            for limit in limits:
-                ways[limit] = summary(compare(*stores, mode, threads, 2, limit)[0], total)
-        return cls(mode, threads, ways, rows)
+            every = {0.0: samples} | {limit: compare(*stores, mode, threads, repeats, limit)[0] for limit in limits}
+        return cls(mode, threads, sum(w.numel() * 2 for w in weights), every, rows)
 
-    def gain(self, way: str, limit: float = 0.0) -> float:
+    def gain(self, way: str, limit: float = 0.0) -> Interval:
         """Times the rate of uncompressed reading."""
-        return self.ways[limit][way]["÷ uncompressed"]
+        return measure.gain(self.samples[limit], way, BASE)
 
     @property
     def here(self) -> dict[str, dict[str, float]]:
-        return self.ways[0.0]
+        """`summary` of the disk as it is."""
+        return summary(self.samples[0.0], self.nbytes)
 
     def rate(self, f: float) -> float:
         """GB a second that this disk reads of a compressed store, f of the weights' size."""
@@ -166,11 +169,11 @@ class Study:
 
     def curves(self, f: float, D: dict[int, float]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list]]:
         """(read rates, GB/s; what is modelled to be delivered, by the way; what was measured, (rate, delivered))."""
-        by_rate = {limit / 1e9 or self.rate(f): found for limit, found in self.ways.items()}
+        by_rate = {limit / 1e9 or self.rate(f): summary(of, self.nbytes) for limit, of in self.samples.items()}
         rates = np.geomspace(min(0.1, *by_rate), max(4.0, *by_rate), 60)
         modelled = {"uncompressed": rates, "in turn": 1 / (f / rates + 1 / D[1])}
         modelled |= {f"overlapped, {n} decoding": np.minimum(rates / f, D[n]) for n in self.threads}
-        names = {"uncompressed": "uncompressed, read only", "in turn": "read, then decoded"}
+        names = {"uncompressed": BASE, "in turn": "read, then decoded"}
         return rates, modelled, {name: [(rate, found[names.get(name, name)]["GB/s"]) for rate, found in by_rate.items()]
                                  for name in modelled}
 
@@ -178,5 +181,5 @@ class Study:
 def summary(samples: Samples, nbytes: float) -> dict[str, dict[str, float]]:
     """GB of weights a second of each way, and how many times the uncompressed rate that is, round by round."""
     return {name: {"GB/s": nbytes / statistics.median(values) / 1e9,
-                   "÷ uncompressed": speed_up(samples, name, "uncompressed, read only")}
+                   "÷ uncompressed": measure.speed_up(samples, name, BASE)}
             for name, values in samples.items()}

@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from moelab.bench import reading
-from moelab.bench.measure import Samples, interleaved, load_average, speed_up
+from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
+from moelab.intervals import Interval
 from moelab.models.direct import CheckpointExperts
 from moelab.models.opening import examine
 from moelab.models.synthesize import COLUMNS, draw
@@ -165,48 +166,68 @@ def scaling(samples: Samples, nbytes: float, loops: int = 4) -> dict[str, float]
 class Rates:
     """What coders do on one expert: alone by processor time, together by the clock; GB of weights a second."""
 
-    alone: dict[str, dict[str, Any]]        # of `rates`
-    several: dict[str, float]               # of `scaling`
-    memcpy: float
-    recovery: float                         # time of recovery alone over that of memcpy
+    nbytes: int
+    single: Samples                         # of `per_thread`
+    several: Samples                        # of `together`
     threads: list[int]
-    load: float                             # of the machine, before threads ran together
+    load: float | None                      # of the machine, before threads ran together
 
     @classmethod
     def of(cls, weights: torch.Tensor, made: Mapping[str, Coder], repeats: int, threads: list[int]) -> Rates:
-        size, samples = weights.numel() * 2, per_thread(weights, made, repeats)
+        samples = per_thread(weights, made, repeats)
         load, real = load_average(), {name: coder for name, coder in made.items() if name != "raw"}
-        return cls({name: row for name, row in rates(samples, size).items() if name != "raw"},
-                   scaling(together(real, threads, repeats), size), rate(samples, "memcpy", size),
-                   1 / speed_up(samples, "recovery", "memcpy"), threads, load)
+        return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
+
+    @cached_property
+    def alone(self) -> dict[str, dict[str, Any]]:
+        """Of `rates`."""
+        return {name: row for name, row in rates(self.single, self.nbytes).items() if name != "raw"}
+
+    @property
+    def memcpy(self) -> float:
+        return rate(self.single, "memcpy", self.nbytes)
+
+    @property
+    def recovery(self) -> Interval:
+        """Time of recovery alone over that of memcpy."""
+        return gain(self.single, "memcpy", "recovery")
+
+    def over(self, base: str) -> Interval:
+        """How many times as fast the default codec decodes on one thread as `base`, a name of `single`."""
+        return gain(self.single, f"{DEFAULT} decode", base)
+
+    @property
+    def over_peer(self) -> Interval | None:
+        """The same against zipnn, if it is installed."""
+        return self.over(f"{PEER} decode") if f"{PEER} decode" in self.single else None
 
     def by_task(self) -> dict[str, dict[str, float]]:
         found = {what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
                  for what in ("compress", "decode")}
-        found["decode"]["recovery alone"] = self.memcpy / self.recovery
+        found["decode"]["recovery alone"] = self.memcpy / self.recovery[0]
         return found
 
     def by_threads(self) -> dict[str, dict[str, float]]:
-        return {f"{n} thread{'s' * (n > 1)}": {name: self.several[f"{name} × {n} GB/s"] for name in self.alone}
+        found = scaling(self.several, self.nbytes)
+        return {f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
                 for n in self.threads}
 
     def decode(self, n: int) -> float:
         """Of the default codec by n threads together."""
-        return self.several[f"{DEFAULT} × {n} GB/s"]
+        return scaling(self.several, self.nbytes)[f"{DEFAULT} × {n} GB/s"]
 
-    def scaling(self, n: int) -> float:
+    def scaling(self, n: int) -> Interval:
         """Of the default codec, n threads over one."""
-        return self.several[f"{DEFAULT} × {n} ÷ × 1"] if n > 1 else 1.0
+        return tuple(n * x for x in gain(self.several, f"{DEFAULT} × {n}", f"{DEFAULT} × 1"))
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Unit → name of a metric → value."""
         alone = {f"{what}_{name.replace('-', '_')}": row[f"{what} GB/s"] for name, row in self.alone.items()
                  for what in ("compress", "decode")}
-        peer = self.alone[DEFAULT][f"decode ÷ {PEER}"]
-        return {"GB/s": {"memcpy_rate": self.memcpy}, "× the time": {"recovery_over_memcpy": self.recovery},
+        return {"GB/s": {"memcpy_rate": self.memcpy}, "× the time": {"recovery_over_memcpy": self.recovery[0]},
                 "GB of weights/s a thread": alone, "processes": {"load_before_threads": self.load},
-                "× one thread": {f"decode_scaling_{n}_threads": self.scaling(n) for n in self.threads if n > 1},
-                "×": {} if peer == MISSING else {f"decode_over_{PEER}": peer}}
+                "× one thread": {f"decode_scaling_{n}_threads": self.scaling(n)[0] for n in self.threads if n > 1},
+                "×": {f"decode_over_{PEER}": self.over_peer[0]} if self.over_peer else {}}
 
 
 @dataclass(frozen=True, eq=False)

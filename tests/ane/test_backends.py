@@ -17,8 +17,8 @@ from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
-from moelab.ane.popularity import loads_of_ids
 from moelab.ane.runtime import prefill_through
+from moelab.calibration import loads_of_ids
 from moelab.experts.tiers import Tiers
 from moelab.recording import record
 from tests.models import tiny
@@ -205,4 +205,4 @@ def test_every_tier_runs_the_smallest_that_fits(checkpoint, model, tmp_path):
 
 def chunk_loads(model, ids, chunk):
     """Tokens of each expert in each chunk, of a model as it is."""
-    return loads_of_ids(record(model, ids.tolist(), max_new_tokens=0).ids, chunk, model.spec.E)
+    return loads_of_ids(record(model, ids.tolist(), max_new_tokens=0).ids, chunk, model.spec.E).numpy()

@@ -5,14 +5,16 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import cards
 from moelab.ane.device.published import TABLE_3
 from moelab.ane.plan import FORMAT, MAX_GRAPH_BYTES, ANEPlan, attention_params, cold_experts, count, make_plan
-from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads, loads_of_ids
+from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, OPERATORS, SYSTEMS, TABLE_2, why_no_graph
+from moelab.calibration import loads_of_ids
 from moelab.experts.tiers import capacity_tiers, capacity_tiers_of_loads
 from moelab.specs import MoESpec
 from tests.depth import depth
@@ -51,9 +53,9 @@ def naive(plan, ids):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_account_is_a_naive_loops(system):
     ids, seen = random_ids(150, seed=1), random_ids(300)
-    counts = loads_of_ids(seen, len(seen), SMALL.E)[0]
+    counts = loads_of_ids(torch.tensor(seen), len(seen), SMALL.E)[0].numpy()
     plan = make_plan(SMALL, counts, len(seen), 64, 2, system=system, slack=0.5, min_rows=12)
-    account = count(plan, loads_of_ids(ids, 64, SMALL.E))
+    account = count(plan, loads_of_ids(torch.tensor(ids), 64, SMALL.E).numpy())
     for ours, theirs in zip((account.executed, account.slots, account.launches), naive(plan, ids)):
         assert ours.tolist() == theirs
     assert account.routed.tolist() == [(ids[:, l] < SMALL.E).sum() for l in range(SMALL.L)]
@@ -63,7 +65,7 @@ def test_the_account_is_a_naive_loops(system):
 
 def test_loads_of_ids_are_counted_chunk_by_chunk():
     ids = random_ids(50)
-    loads = loads_of_ids(ids, 20, SMALL.E)
+    loads = loads_of_ids(torch.tensor(ids), 20, SMALL.E)
     assert loads.shape == (3, SMALL.L, SMALL.E)
     for n, l, e in np.ndindex(loads.shape):
         assert loads[n, l, e] == (ids[20 * n:20 * n + 20, l] == e).sum()

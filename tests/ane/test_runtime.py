@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import moelab
 from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
-from moelab.ane.popularity import loads_of_ids
 from moelab.ane.runtime import PlannedExperts, prefill_through
+from moelab.calibration import loads_of_ids
 from moelab.experts.static import Grouped
 from moelab.experts.tiers import Group, Tiers
 from moelab.models import SeamExperts, discover, plugged
@@ -108,7 +108,7 @@ def test_counts_are_those_that_the_plan_accounts_for():
     plan = plan_of(TOY, 64)
     executor = PlannedExperts(plan, TorchBackend(plan), order="random")
     executor(torch.randn(64, H), ids, weights, experts)
-    account, found = count(plan, loads_of_ids(ids[:, None], 64, E)), executor.total
+    account, found = count(plan, loads_of_ids(ids[:, None], 64, E).numpy()), executor.total
     assert (found.routed, found.executed, found.slots, found.launches) == (
         account.routed.sum(), account.executed.sum(), account.slots.sum(), account.launches.sum())
     assert found.drop_rate == pytest.approx(account.drop_rate) and found.drop_rate > 0

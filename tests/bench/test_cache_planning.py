@@ -30,7 +30,7 @@ def test_what_runs_is_what_is_simulated(bench):
         bench.check(how, bench.play(*how))
         assert bench.pace(*how).shape == (2, 4)
     wrong = bench.play(Pools(F=1), "zipmoe")
-    with pytest.raises(AssertionError):
+    with pytest.raises(RuntimeError, match="hits and evictions"):
         bench.check((found.pools["plan"], "zipmoe"), wrong)
 
 

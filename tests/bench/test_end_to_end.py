@@ -105,17 +105,19 @@ def test_the_divergence_is_torchs():
 
 ROWS = {BASE: 8.0, "huffman": 5.0, "prefetch": 6.0, "huffman + prefetch": 4.0, "bf12": 6.0, "fast": 7.0,
         "bf12 + fast": 3.0, "mxfp4 + fast": 2.0, "llama.cpp": 1.0}
-SECTION = {"x": {name: {"TPOT s": s, "MB a token": 1.0, "stall ms a token": s, "result": "no limit"}
+TOKENS = [0.5, 0.9, 1.0, 1.0, 1.1, 2.0]                         # times the median
+SECTION = {"x": {name: {"TPOT s": s, "each token s": [s * of for of in TOKENS], "MB a token": 1.0, "stall ms a token": s, "result": "no limit"}
                  for name, s in ROWS.items()}}
 
 
 def test_two_techniques_together_are_compared_with_each_alone():
     assert together(SECTION) == {"x: huffman + prefetch": {
-        "÷ better of both": 0.8, "beats each": True, "MB a token, huffman": 1.0, "MB a token, prefetch": 1.0,
+        "÷ better of both": 0.8, "95 % from": 0.8, "to": 0.8, "beats each": True, "MB a token, huffman": 1.0, "MB a token, prefetch": 1.0,
         "MB a token, both": 1.0, "stall ms a token, huffman": 5.0, "stall ms a token, prefetch": 6.0,
         "stall ms a token, both": 4.0}}                         # bf12 and fast are of one source; mxfp4 alone is absent
-    worse = {"x": SECTION["x"] | {"huffman": {"TPOT s": 3.0, "MB a token": 1.0, "stall ms a token": 3.0}}}
-    assert not together(worse)["x: huffman + prefetch"]["beats each"]
+    once = SECTION["x"]["huffman"] | {"each token s": [2.0, 4.5, 5, 5, 5, 10]}             # one token in six is faster
+    assert together({"x": SECTION["x"] | {"huffman": once}})["x: huffman + prefetch"] == {
+        **together(SECTION)["x: huffman + prefetch"], "to": 1.0, "beats each": False}
 
 
 def test_winners_are_the_fastest_of_each_kind():
@@ -125,16 +127,19 @@ def test_winners_are_the_fastest_of_each_kind():
             "TPOT s": 0.1, "result": "no control group can be made here: nothing was limited"}}
     assert end_to_end.winners({"x": rows}) == {"x": {
         "lossless, ours": "huffman + prefetch", "lossless, ours, ms": 4000, "lossless, others": "llama.cpp",
-        "lossless, others, ms": 1000, "lossless: ours ÷ others": 4, "any, ours": "mxfp4 + fast", "any, ours, ms": 2000,
-        "any, others": "llama.cpp", "any, others, ms": 1000, "any: ours ÷ others": 2}}
+        "lossless, others, ms": 1000, "lossless: ours ÷ others": 4, "lossless: 95 % from": 4, "lossless: to": 4, "any, ours": "mxfp4 + fast", "any, ours, ms": 2000,
+        "any, others": "llama.cpp", "any, others, ms": 1000, "any: ours ÷ others": 2, "any: 95 % from": 2, "any: to": 2}}
 
 
 def test_an_ablation_takes_one_technique_away():
-    rows = SECTION["x"] | {"bf12 + fast + prefetch": {"TPOT s": 2.0}, "fast + prefetch": {"TPOT s": 5.0},
-                           "bf12 + prefetch": {"result": "killed"}}
-    assert ablation({"x": rows}) == {"x": {
-        "all of": "bf12 + fast + prefetch", "TPOT s": 2.0, "without bf12": 2.5, "without prefetch": 1.5, "with none": 4}}
-    assert ablation({"x": {BASE: {"result": "killed"}}}) == {}
+    rows = SECTION["x"] | {
+        "bf12 + fast + prefetch": {"TPOT s": 2.0, "each token s": [2.0] * 6}, "bf12 + prefetch": {"result": "killed"},
+        "fast + prefetch": {"TPOT s": 5.0, "each token s": [5.0] * 6}}
+    found = ablation({"x": rows})
+    assert {name: of["÷ bf12 + fast + prefetch"] for name, of in found.items()} == {
+        "without bf12, x": 2.5, "without prefetch, x": 1.5, "with none, x": 4}
+    assert found["with none, x"]["95 % from"] == 4 * TOKENS[0] and found["with none, x"]["to"] == 4 * TOKENS[-1]
+    assert ablation({"x": {BASE: {"result": "killed"}}}) == {} == ablation({"x": {BASE: SECTION["x"][BASE]}})
 
 
 @settings(max_examples=50)

@@ -1,4 +1,4 @@
-"""The two findings about prediction: recall and its leads against loops, and that all of it runs."""
+"""The two findings about prediction: recall, its leads and misses against loops, and that all of it runs."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ import torch
 from moelab.bench import prediction as bench
 from moelab.cache.policies import POLICIES
 from moelab.files import small_model
+from moelab.specs import MoESpec
 from moelab.speculate.scoring import Score
+from moelab.trace import DECODE, RoutingTrace
 
 
 def scored(seed, P=5, L=3):
@@ -42,6 +44,33 @@ def test_leads_are_differences_of_recall_paired_by_prompt():
                      / 2 / len(FOUND[other]) for p in range(5)]             # all prompts have as many requests
         error = torch.tensor(by_prompt, dtype=torch.double).std() / 5**0.5
         assert (row["to"] - row["from"]) / 2 == pytest.approx(2.776 * float(error), rel=1e-3)
+
+
+SPEC = MoESpec("made", "qwen3_moe", 2, (0, 1), 6, 2, 8, 8, vocab=9, heads=1, kv_heads=1, head_dim=8)
+
+
+def test_misses_are_what_a_list_counts():
+    ids = torch.rand(30, 2, 6, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.int16)
+    row = torch.arange(30)
+    trace = RoutingTrace(ids, torch.ones(ids.shape), torch.full((30,), DECODE), row % 3, row // 3, row, SPEC, "")
+    recent, missed = [], [0, 0, 0]                                      # the last used comes last
+    for t in sorted(range(30), key=lambda t: t % 3):                    # prompt after prompt
+        for layer in range(2):
+            wanted = [(layer, e) for e in sorted(ids[t, layer].tolist())]
+            missed[t % 3] += sum(key not in recent for key in wanted)
+            recent = ([key for key in recent if key not in wanted] + wanted)[-6:]
+    assert bench.misses(trace, "lru", "model", 0.5).tolist() == missed
+
+
+def test_every_other_prompt_is_compared():
+    ids = torch.rand(60, 2, 6, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.int16)
+    row, hidden = torch.arange(60), torch.randn(60, 2, 8)
+    trace = RoutingTrace(ids, torch.ones(ids.shape), torch.full((60,), DECODE), row % 6, row // 6, row, SPEC, "",
+                         router_inputs=hidden, residuals=hidden)
+    found = bench.missed(trace, trace, "0.5", {"LRU": ("lru", "model"), "ours": bench.OURS})[0.5]
+    some = trace.select(trace.sequence % 2 == 0)
+    assert found["LRU"].tolist() == [n for n in bench.misses(some, "lru", "model", 0.5).tolist() if n]
+    assert len(found["LRU"]) == len(found["ours"]) == 3
 
 
 def test_the_bench_runs_on_every_model_that_is_given(tmp_path):

@@ -74,7 +74,7 @@ def test_comparison_and_summary(stores):
 
 def test_a_study_of_disks():
     found = reading.Study.of(1 << 16, 2, [1], 1, 0, [5e7], synthetic_expert, "huffman")
-    assert set(found.ways) == {0.0, 5e7} and found.gain("uncompressed, read only") == 1
+    assert set(found.samples) == {0.0, 5e7} and found.gain(reading.BASE)[0] == 1
     assert found.rate(0.5) == pytest.approx(found.here["compressed, read only"]["GB/s"] / 2)
     rates, modelled, measured = found.curves(0.6, {1: 3.0})
     assert all(len(values) == len(rates) for values in modelled.values()) and set(measured) == set(modelled)

@@ -14,12 +14,13 @@ def test_a_conclusion_holds_on_its_side_of_the_bar(side, limit, hold):
 def test_finished_seeds_are_kept_and_not_run_again(tmp_path, monkeypatch):
     ran = []
 
-    def one(model, seed, **sizes):
+    def one(trial, notebooks):
+        seed = trial.seed
         if seed == 2 and ran.count(2) == 0:
             ran.append(2)
             raise KeyboardInterrupt
         ran.append(seed)
-        return dict.fromkeys(bench.BARS, float(seed))
+        return {name: float(seed) for name in bench.BARS if name[:2] in notebooks}
     monkeypatch.setattr(bench, "one", one)
     journal = str(tmp_path / "seeds.journal")
     rows, = bench.run(seeds=4, journal=journal).values()
@@ -29,8 +30,11 @@ def test_finished_seeds_are_kept_and_not_run_again(tmp_path, monkeypatch):
     assert list(rows) == list(bench.BARS)
     rows, = bench.run(seeds=2, first=2, journal=journal).values()
     assert len(ran) == 5 and all((row["min"], row["seeds"]) == (2, 2) for row in rows.values())
-    with pytest.raises(ValueError, match="other sizes"):
-        bench.run(seeds=4, windows=9, journal=journal)
+    for other in ({"windows": 9}, {"notebooks": ["01"]}):
+        with pytest.raises(ValueError, match="other sizes"):
+            bench.run(seeds=4, journal=journal, **other)
+    with pytest.raises(ValueError, match="no conclusions of 11 are tried; there are: 00, 01"):
+        bench.run(notebooks=["01", "11"])
 
 
 def test_every_conclusion_has_a_number():

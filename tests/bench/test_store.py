@@ -150,4 +150,4 @@ def test_rates_of_coders_have_the_names_of_metrics():
     assert set(found.by_task()["decode"]) >= {"huffman", "recovery alone"} and list(found.by_threads())[1] == "2 threads"
     metrics = found.metrics()
     assert metrics["GB of weights/s a thread"]["decode_huffman"] > 0
-    assert metrics["× one thread"] == {"decode_scaling_2_threads": found.scaling(2)}
+    assert metrics["× one thread"] == {"decode_scaling_2_threads": found.scaling(2)[0]}
