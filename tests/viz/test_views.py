@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-go = pytest.importorskip("plotly.graph_objects")
+pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab.viz import theme                                                    # noqa: E402
 from moelab.viz.figures import finish                                           # noqa: E402
+from moelab.viz.plain import Figure                                             # noqa: E402
 from moelab.viz.views.base import View, menu, several, slider, switch           # noqa: E402
 
 #: one black pixel: the chunks of a PNG
@@ -27,7 +28,7 @@ def powers(n, kind, who, fails):
 
 
 def lines(data):
-    figure = go.Figure()
+    figure = Figure()
     for name in data[1]:
         figure.add_scatter(x=[x for x, _ in data[0]], y=[y for _, y in data[0]], name=name)
     return finish(figure, "x", "y")
