@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import time
 import zlib
 from base64 import b64decode
 from types import SimpleNamespace
@@ -149,3 +150,21 @@ def test_files_are_made_when_they_are_asked_for(view, monkeypatch):
     view._tools._handle_custom_msg({"file": "csv"}, [])
     view._tools._handle_custom_msg({"file": "html"}, [])
     assert sent[0] == ({"name": "demo.csv", "type": "text/csv"}, view.csv().encode()) and b"Plotly" in sent[1][1]
+
+
+def test_steps_ahead_end_at_one_that_computes_for_long_and_their_errors_are_not_told(view):
+    done = []
+
+    def steps(slow):
+        for i in range(4):
+            done.append(i)
+            begun = time.thread_time()
+            while i == slow and time.thread_time() - begun < 0.2:
+                pass
+            yield i
+        raise ValueError("nobody has asked")
+    for slow, wanted in ((9, [0, 1, 2, 3]), (1, [0, 1])):
+        view._ahead = lambda: steps(slow)
+        view._prepare()
+        assert done == wanted
+        done.clear()

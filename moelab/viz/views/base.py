@@ -209,12 +209,12 @@ class View:
         return box
 
     def _prepare(self) -> None:
-        steps, begun = iter(self._ahead()), time.monotonic()
+        steps, begun = iter(self._ahead()), time.thread_time()
         with suppress(Exception):                       # it is told to whoever asks for it
-            while time.monotonic() - begun < 0.1:
+            while time.thread_time() - begun < 0.1:
                 time.sleep(0.005)                       # a control that was turned is first
                 with self._turn:
-                    begun = time.monotonic()
+                    begun = time.thread_time()
                     if next(steps, steps) is steps:
                         return
 

@@ -274,8 +274,8 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
     known = [name for name in names("cache") if name not in NEEDS]
 
     def ahead() -> Iterator[Point]:
-        for one in explorers.values():
-            for policy in dict.fromkeys([*policies, BELADY, *known]):
+        for policy in dict.fromkeys([*policies, BELADY, *known]):
+            for one in explorers.values():
                 yield from (one.play(policy, memory) for memory in one.grid())
     controls = {
         "share": slider("memory for experts (% of all)", share, 1.0, 100.0, log=True),
