@@ -24,6 +24,7 @@ MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 #: cividis in nine steps: even in lightness, the same to every kind of colour vision
 SEQUENTIAL = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#fee838")
+SCALE = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
 PLOTLY = "application/vnd.plotly.v1+json"
 #: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not change them
 DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "#9a9a9a", "#444444": "#9a9a9a",
@@ -34,11 +35,10 @@ DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "
 def _template() -> dict[str, Any]:
     axis = {"showgrid": True, "gridcolor": "#e5e5e5", "linecolor": "#444", "ticks": "outside", "zeroline": False,
             "title": {"standoff": 8}, "automargin": True}
-    scale = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
     layout = {"colorway": PALETTE, "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 14,
               "color": "#222"}, "title": {"font": {"size": 16}, "x": 0, "xref": "paper"},
               "paper_bgcolor": "white", "plot_bgcolor": "white", "xaxis": axis, "yaxis": axis | {"rangemode": "tozero"},
-              "colorscale": {"sequential": scale}, "hovermode": "closest",
+              "colorscale": {"sequential": SCALE}, "hovermode": "closest",
               "legend": {"bgcolor": "rgba(255,255,255,0.8)"}, "margin": {"l": 64, "r": 24, "t": 48, "b": 56}}
     lines = [{"line": {"dash": dash, "width": 2}, "marker": {"symbol": symbol, "size": 7}}
              for dash, symbol in zip(DASHES, MARKERS)]
@@ -46,7 +46,7 @@ def _template() -> dict[str, Any]:
     bars = [{"marker": {"pattern": {"shape": shape, "fillmode": "overlay", "fgcolor": "white", "size": 6}}}
             for shape in PATTERNS]
     return {"layout": layout, "data": {
-        "scatter": lines, "bar": bars, "histogram": bars, "heatmap": [{"colorscale": scale}]}}
+        "scatter": lines, "bar": bars, "histogram": bars, "heatmap": [{"colorscale": SCALE}]}}
 
 
 TEMPLATE = json.loads(json.dumps(_template()))          # no tuples

@@ -18,12 +18,14 @@ from moelab.comparison import HEAD, Comparison, Metric, are_numbers, compare, fi
 from moelab.files import results_root
 from moelab.viz.figures import EDGE, finish, interval, point_look
 from moelab.viz.plain import Figure, merged
+from moelab.viz.theme import BLUE, VERMILLION
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 METRICS = "all metrics: B ÷ A"
 #: traces of which two can be laid over each other
 OVERLAID = {"scatter", "scattergl", "bar"}
+CHANGE = [[0, BLUE], [0.5, "white"], [1, VERMILLION]]
 
 
 def everyone(results: str | Path | None = None) -> dict[str, Path]:
@@ -77,7 +79,7 @@ def overlaid(a: Figure, b: Figure, names: tuple[str, str]) -> Figure:
         if [of.shape for of in z[0]] == [of.shape for of in z[1]]:
             changes = [after - before for before, after in zip(*z)]
             widest = [max(np.nanmax(np.abs(change), initial=0), 1e-12) for change in changes]
-            return Figure([merged(trace, {"z": change, "zmin": -most, "zmax": most, "colorscale": "RdBu",
+            return Figure([merged(trace, {"z": change, "zmin": -most, "zmax": most, "colorscale": CHANGE,
                                           "colorbar_title_text": "B − A"})
                            for trace, change, most in zip(a.traces, changes, widest)], a.frame)
     return Figure(a.traces, a.frame).add_annotation(

@@ -27,7 +27,7 @@ from moelab.table import format_value
 from moelab.viz.figures import finish
 from moelab.viz.plain import Figure
 from moelab.viz.store_figures import microscope
-from moelab.viz.theme import SEQUENTIAL
+from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
@@ -98,7 +98,7 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
         values=[node.bytes for node in tree], branchvalues="total", maxdepth=3, customdata=[node.name for node in tree],
         text=[f"{node.bytes / 1e6:,.2f} MB" + ("" if node.value is None else f", {node.value:.4g}") for node in tree],
         marker={"colors": [float("nan") if node.value is None else node.value for node in tree],
-                "colorscale": list(SEQUENTIAL), "cmin": low, "cmax": high, "showscale": bool(there),
+                "colorscale": SCALE, "cmin": low, "cmax": high, "showscale": bool(there),
                 "line": {"width": 1},
                 "colorbar": {"thickness": 20, "tickfont": {"size": 11}, "title": {
                     "text": SCALES.get(colour, "relative error"), "side": "right", "font": {"size": 13}}}},
