@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import plotly.graph_objects as go
-
 from moelab.advice.answer import Advice
 from moelab.advice.ways import Way, front
 from moelab.viz import theme
 from moelab.viz.figures import add_points, finish, panels
 from moelab.viz.notebook import say, show, table
+from moelab.viz.plain import Figure
 
 
-def pareto(advice: Advice) -> go.Figure:
+def pareto(advice: Advice) -> Figure:
     """TPOT against memory and, of ways whose loss is known, against their loss; the Pareto front is a line.
 
     Ways that lose nothing, ways of known and of unknown loss differ in colour and symbol; each says in the legend

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import plotly.graph_objects as go
-
 from moelab.viz.figures import DASHED, GREY, NOTE, add_points, finish, hover, panels
+from moelab.viz.plain import Figure
 
 Point = tuple[float, float]
 
 
-def against(sections: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> go.Figure:
+def against(sections: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
     """TPOT of every configuration, a panel a disk rate and a marker a budget, logarithmic; a grey bar is the limit of
     the same run. Those that could not run are left out.
 
@@ -36,7 +35,7 @@ def against(sections: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> go.Figur
     return finish(figure, y="", legend="measured", height=140 + 26 * len(names), margin_l=170)
 
 
-def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: str) -> go.Figure:
+def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: str) -> Figure:
     """Points that a line joins where no other is better in both, a panel a trade.
 
     groups : {title of the horizontal axis: ({name: (x, y)}, names on the front, by x)}. y : the vertical axis.

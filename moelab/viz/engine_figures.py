@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import plotly.graph_objects as go
 
 from moelab.specs import Event
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, EDGE, GREY, NOTE, add_band, add_points, bar_look, finish, hover, line_look,
                                 panels, pattern, point_look)
+from moelab.viz.plain import Figure
 
 AHEAD = "prefetch"
 #: kind of work → colour, pattern, colour of the number on it
@@ -27,7 +27,7 @@ RESOURCES = ("gpu", "link", "host", "disk", "copy", "worker", "compute")        
 POOLS = {"F": "F: full", "C": "C: compressed", "S": "S: sign-mantissa", "E": "E: exponents"}
 
 
-def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: str = "simulated") -> go.Figure:
+def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: str = "simulated") -> Figure:
     """Timelines, one below the other: a row a resource, a look a kind of work; a dashed line marks a run's end.
 
     runs : {title: events}. numbers : on the bars, "experts" or "layers".
@@ -72,7 +72,7 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
                  limits: Mapping[str, Sequence[tuple[float, float]]] | None = None,
                  marks: Mapping[str, float] | None = None, *, most_hits: Sequence[tuple[float, float]] = (),
                  measured: Sequence[tuple[str, Sequence[float]]] = (), target: tuple[float, str] | None = None
-                 ) -> go.Figure:
+                 ) -> Figure:
     """TPOT and hit rate against the memory for experts, simulated, a line a policy.
 
     curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1, …), …]}. ceiling : the same of Belady's optimum.
@@ -121,10 +121,10 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
     return finish(figure, legend="policies: simulated", height=560)
 
 
-def memory_bar(parts: Mapping[str, float], on_disk: str) -> go.Figure:
+def memory_bar(parts: Mapping[str, float], on_disk: str) -> Figure:
     """What takes memory, {part: bytes}, stacked; a line where memory ends and the part `on_disk` begins, hatched."""
     scale, unit = _unit([sum(parts.values())])
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, size) in enumerate(parts.items()):
         look = bar_look(i) if name != on_disk else {"color": "#dddddd", "pattern": pattern("x", "#888888", size=6)}
         figure.add_bar(y=["memory"], x=[size / scale], name=name, orientation="h", marker=look | {"line": EDGE},
@@ -140,7 +140,7 @@ def memory_bar(parts: Mapping[str, float], on_disk: str) -> go.Figure:
 
 
 def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str, float],
-                measured: Mapping[str, float] | None = None) -> go.Figure:
+                measured: Mapping[str, float] | None = None) -> Figure:
     """What the planner chose, {budget: {pool: bytes}}, and the TPOT, predicted and measured, {budget: seconds}."""
     scale, unit = _unit(sum(plan.values()) for plan in plans.values())
     figure, (left, right) = panels([""] * 2, x="budget for experts", column_widths=[0.54, 0.46],
@@ -161,9 +161,9 @@ def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str
     return finish(figure, legend="", barmode="stack", bargap=0.35, height=380)
 
 
-def ablation(points: Mapping[str, tuple[float, float]]) -> go.Figure:
+def ablation(points: Mapping[str, tuple[float, float]]) -> Figure:
     """Latency against throughput, measured, a point a variant: {"LRU": (seconds, tokens/s), …}; ZipMoE's Fig. 10."""
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, point) in enumerate(points.items()):
         add_points(figure, [point], name, i, "%{x:.3f} s, %{y:.2f} tokens/s", marker=point_look(i, 14))
     for axis, values in zip((figure.update_xaxes, figure.update_yaxes), np.array(list(points.values())).T):
@@ -174,9 +174,9 @@ def ablation(points: Mapping[str, tuple[float, float]]) -> go.Figure:
     return finish(figure, "latency of a generation (s)", "throughput (tokens/s)", "measured")
 
 
-def batches(by_system: Mapping[str, Mapping[int, float]]) -> go.Figure:
+def batches(by_system: Mapping[str, Mapping[int, float]]) -> Figure:
     """Throughput by batch size, measured: {"moelab": {1: tokens/s, 4: …, 16: …}}; ZipMoE's Fig. 8."""
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, values) in enumerate(by_system.items()):
         figure.add_bar(x=[str(batch) for batch in values], y=list(values.values()), name=name, marker=bar_look(i),
                        text=[f"{value:.3g}" for value in values.values()], textposition="outside",
@@ -185,12 +185,12 @@ def batches(by_system: Mapping[str, Mapping[int, float]]) -> go.Figure:
     return finish(figure, "batch size (sequences)", "throughput (tokens/s)", "measured", bargap=0.25)
 
 
-def output_lengths(by_system: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> go.Figure:
+def output_lengths(by_system: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> Figure:
     """Mean latency of a generation by output length, measured, with a band from p10 to p90; ZipMoE's Fig. 9.
 
     by_system : {"moelab": [(tokens, mean, p10, p90 in seconds), …]}.
     """
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, points) in enumerate(by_system.items()):
         tokens, mean, low, high = np.array(sorted(points), dtype=float).T
         add_band(figure, tokens, low, high, theme.PALETTE[i % 8], 0.18, f"{name}, p10 to p90", showlegend=False,
@@ -201,11 +201,11 @@ def output_lengths(by_system: Mapping[str, Sequence[tuple[float, float, float, f
                   xaxis_rangemode="tozero")
 
 
-def simulated_vs_measured(by_series: Mapping[str, Sequence[tuple[float, float]]], title: str = "TPOT") -> go.Figure:
+def simulated_vs_measured(by_series: Mapping[str, Sequence[tuple[float, float]]], title: str = "TPOT") -> Figure:
     """Points (measured, simulated) in seconds; the band is ±15 % of measured."""
     values = 1e3 * np.array([point for points in by_series.values() for point in points], dtype=float).reshape(-1, 2)
     ends = np.array((values.min() / 1.3, values.max() * 1.3) if len(values) else (1.0, 10.0))
-    figure = go.Figure()
+    figure = Figure()
     add_band(figure, ends, 0.85 * ends, 1.15 * ends, GREY, 0.15, "within ±15 %")
     figure.add_scatter(x=ends, y=ends, mode="lines", name="equal", hoverinfo="skip", line=EDGE | {"dash": "dash"})
     for i, (name, points) in enumerate(by_series.items()):

@@ -12,11 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import ArrayLike
-from plotly.subplots import make_subplots
 
 from moelab.viz import theme
+from moelab.viz.plain import Figure, merged
 
 GREY = "#555555"
 EDGE = {"color": theme.BLACK, "width": 1}
@@ -60,35 +59,35 @@ def hover(template: str, name: str) -> str:
 
 
 def panels(titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **how: Any
-           ) -> tuple[go.Figure, list[dict[str, int]]]:
+           ) -> tuple[Figure, list[dict[str, int]]]:
     """A figure with a panel a title, which may be empty, and where each panel is.
 
     columns : how many are side by side, all if 0. x, y : titles of the bottom and of the left axes.
     """
     titles = list(titles)
     columns = min(columns or len(titles), len(titles))
-    figure = go.Figure(_grid(tuple(map(bool, titles)), columns, x, y, tuple(
-        (name, tuple(value) if isinstance(value, list) else value) for name, value in how.items())))
-    for note, title in zip(figure.layout.annotations, filter(None, titles)):
-        note.text = title
+    figure = Figure((), _grid(tuple(map(bool, titles)), columns, tuple(
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in how.items())), columns)
+    for note, title in zip(figure.frame.get("annotations", ()), filter(None, titles)):
+        note["text"] = title
+    for column in range(1, columns + 1):
+        figure.update_xaxes(title=x, row=(len(titles) - column) // columns + 1, col=column)
+    figure.update_yaxes(title=y, col=1).update_annotations(font_size=13)
     return figure, [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
 
 
 @lru_cache(maxsize=None)
-def _grid(titled: tuple[bool, ...], columns: int, x: str, y: str, how: tuple[tuple[str, Any], ...]) -> go.Figure:
-    """The empty panels, some with a title: plotly takes ten times as long to make them as to copy them."""
+def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The empty panels, some with a title, as plotly lays them out."""
+    from plotly.subplots import make_subplots
     n = len(titled)
-    with theme.bare():
-        figure = make_subplots(rows=-(-n // columns), cols=columns, **dict(how), subplot_titles=[
-            "title" * there for there in titled] if n > 1 and any(titled) else None)
-    for column in range(1, columns + 1):
-        figure.update_xaxes(title=x, row=(n - column) // columns + 1, col=column)
-    figure.update_yaxes(title=y, col=1)
-    return figure.update_annotations(font_size=13)
+    return merged(make_subplots(rows=-(-n // columns), cols=columns, **dict(how), subplot_titles=[
+        "title" * there for there in titled] if n > 1 and any(titled) else None).layout.to_plotly_json(),
+        {"template": None})
 
 
-def add_lines(figure: go.Figure, series: Mapping[str, Sequence[Sequence[Any]]], template: str = "%{x:g}: %{y:.3g}",
-              names: Iterable[str] = (), **how: Any) -> go.Figure:
+def add_lines(figure: Figure, series: Mapping[str, Sequence[Sequence[Any]]], template: str = "%{x:g}: %{y:.3g}",
+              names: Iterable[str] = (), **how: Any) -> Figure:
     """Add a line a series of points (x, y) or (x, y, low, high); one of `names` has the same look in every panel."""
     names = list(names or series)
     for name, points in series.items():
@@ -98,14 +97,14 @@ def add_lines(figure: go.Figure, series: Mapping[str, Sequence[Sequence[Any]]], 
     return figure
 
 
-def add_points(figure: go.Figure, points: Points, name: str, i: int, template: str, **how: Any) -> None:
+def add_points(figure: Figure, points: Points, name: str, i: int, template: str, **how: Any) -> None:
     """Add points (x, y) in the look of the i-th series."""
     x, y = zip(*points) if points else ((), ())
     figure.add_scatter(**{"x": x, "y": y, "name": name, "mode": "markers", "marker": point_look(i),
                           "hovertemplate": hover(template, name)} | how)
 
 
-def add_ranges(figure: go.Figure, rows: Mapping[str, Spread], name: str, template: str, **at: int) -> None:
+def add_ranges(figure: Figure, rows: Mapping[str, Spread], name: str, template: str, **at: int) -> None:
     """Add a point with its interval in each named row: {row: (value, low, high)}."""
     value, low, high = np.array(list(rows.values()), dtype=float).T
     figure.add_scatter(x=value, y=list(rows), name=name, mode="markers", showlegend=False,
@@ -114,7 +113,7 @@ def add_ranges(figure: go.Figure, rows: Mapping[str, Spread], name: str, templat
                        hovertemplate=hover(template, name), **at)
 
 
-def add_band(figure: go.Figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, colour: str, opacity: float,
+def add_band(figure: Figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, colour: str, opacity: float,
              name: str, **how: Any) -> None:
     """Add a band from low to high in a colour "#rrggbb"."""
     red, green, blue = (int(colour[i:i + 2], 16) for i in (1, 3, 5))
@@ -123,7 +122,7 @@ def add_band(figure: go.Figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, c
                        line={"width": 0}, fillcolor=f"rgba({red},{green},{blue},{opacity})", hoverinfo="skip", **how)
 
 
-def add_reference(figure: go.Figure, y: float, text: str, dash: str = "dash", shift: int = 0) -> None:
+def add_reference(figure: Figure, y: float, text: str, dash: str = "dash", shift: int = 0) -> None:
     """Add a grey horizontal line, labelled in the right margin; the label is `shift` pixels up."""
     figure.add_hline(y=y, line=DASHED | {"dash": dash}, annotation_text=text, annotation_position="right",
                      annotation_font_size=11, annotation_yshift=shift)
@@ -140,17 +139,17 @@ def apart(values: Sequence[float], gap: float, high: float) -> list[float]:
     return moved.tolist()
 
 
-def label_ends(figure: go.Figure, high: float, height: int) -> go.Figure:
+def label_ends(figure: Figure, high: float, height: int) -> Figure:
     """Names beside the last points of the right panel's lines in place of a legend, moved apart where they are close.
 
     high : the upper end of the vertical axis, which begins at 0. height : of the figure, pixels.
     """
-    last = figure.data[-1].yaxis or "y"
-    lines = {trace.name: trace for trace in figure.data if (trace.yaxis or "y") == last}
-    ends = [next((y for y in trace.y[::-1] if np.isfinite(y)), 0.0) for trace in lines.values()]
+    last = figure.traces[-1].get("yaxis", "y")
+    lines = {trace["name"]: trace for trace in figure.traces if trace.get("yaxis", "y") == last}
+    ends = [next((y for y in trace["y"][::-1] if np.isfinite(y)), 0.0) for trace in lines.values()]
     for (name, trace), y in zip(lines.items(), apart(ends, 17 * high / (height - 96), high)):
         figure.add_annotation(x=1.01, xref="paper", y=y, yref=last, xanchor="left", showarrow=False, font={"size": 12},
-                              text=f'<span style="color:{trace.line.color}">■</span> {name}')
+                              text=f'<span style="color:{trace["line"]["color"]}">■</span> {name}')
     return figure.update_layout(showlegend=False, margin_r=40 + 7 * max(map(len, lines)), height=height)
 
 
@@ -165,13 +164,13 @@ def whole_steps(n: int) -> int:
     return max(1, -(-n // 12))
 
 
-def power_ticks(figure: go.Figure, values: Iterable[float]) -> None:
+def power_ticks(figure: Figure, values: Iterable[float]) -> None:
     """Logarithmic horizontal axes with a tick at each of the values."""
     ticks = sorted({float(value) for value in values})
     figure.update_xaxes(type="log", tickmode="array", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
-def finish(figure: go.Figure, x: str = "", y: str = "", legend: str | None = None, **layout: Any) -> go.Figure:
+def finish(figure: Figure, x: str = "", y: str = "", legend: str | None = None, **layout: Any) -> Figure:
     """The figure in moelab's look: titles of all axes, every name once in the legend.
 
     legend : the title of a legend beside the figure; without, the legend is above, and the right margin holds notes.
@@ -180,20 +179,19 @@ def finish(figure: go.Figure, x: str = "", y: str = "", legend: str | None = Non
         figure.update_xaxes(title=x)
     if y:
         figure.update_yaxes(title=y)
-    names = [trace.name for trace in figure.data]
-    for i, trace in enumerate(figure.data):
-        if names.count(trace.name) > 1 and trace.showlegend is None:
-            trace.update(legendgroup=trace.name, showlegend=trace.name not in names[:i])
+    names = [trace.get("name") for trace in figure.traces]
+    for i, (name, trace) in enumerate(zip(names, figure.traces)):
+        if name and names.count(name) > 1 and "showlegend" not in trace:
+            trace |= {"legendgroup": name, "showlegend": name not in names[:i]}
     if legend is None:
         place = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-        notes = [len(note.text) for note in figure.layout.annotations if note.xref == "x domain"]
+        notes = [len(note["text"]) for note in figure.frame.get("annotations", ()) if note.get("xref") == "x domain"]
         right = 20 + 6 * max(notes, default=0)              # plotly leaves no room for them
     else:
         title = {"text": legend, "font": {"size": 13}}
         place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title}
         right = 24
-    figure.update_layout(template=theme.pio.templates.default and "moelab", legend=place,
-                         showlegend=legend is not None or len(figure.data) > 1,
+    figure.update_layout(legend=place, showlegend=legend is not None or len(figure.traces) > 1,
                          margin={"l": 72, "r": right, "t": 40, "b": 56})
     return figure.update_layout(**layout)
 
@@ -201,7 +199,7 @@ def finish(figure: go.Figure, x: str = "", y: str = "", legend: str | None = Non
 def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str, x: str = "", *,
          paper: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] | None = None, columns: int = 2,
          line: tuple[float, str] | None = None, percent: bool = False, kind: str = "modelled",
-         upwards: bool = True) -> go.Figure:
+         upwards: bool = True) -> Figure:
     """Groups of bars with whiskers, panels side by side.
 
     groups : {panel: {series: {group: (value, low, high)}}}; None is drawn as N.S., not supported.
@@ -244,7 +242,7 @@ def bars(groups: Mapping[str, Mapping[str, Mapping[str, Spread | None]]], y: str
 
 
 def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns: int = 2, log: str = "",
-          at: float | None = None, kind: str = "modelled") -> go.Figure:
+          at: float | None = None, kind: str = "modelled") -> Figure:
     """A line a series, panels side by side.
 
     groups : {panel: {series: [(x, y), …]}}; NaN where there is nothing. A series looks alike in all panels.
@@ -271,7 +269,7 @@ def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns
 
 
 def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, str] | str,
-                limits: Mapping[str, float] | None = None) -> go.Figure:
+                limits: Mapping[str, float] | None = None) -> Figure:
     """Each way's difference from a baseline with its interval, a panel a task.
 
     tasks : {task: {way: (value, low, high)}}; NaN where a point is off the scale.
@@ -290,18 +288,18 @@ def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, s
     return finish(figure, legend="measured", height=150 + 38 * len(names), margin_l=130)
 
 
-def heatmap(counts: ArrayLike) -> go.Figure:
+def heatmap(counts: ArrayLike) -> Figure:
     """Expert popularity: each expert's share of its layer's routings; `counts` [L, E], layers down, experts across."""
     counts = np.asarray(counts, dtype=float)
-    figure = go.Figure(go.Heatmap(
+    figure = Figure().add_heatmap(
         z=100 * counts / np.maximum(counts.sum(1, keepdims=True), 1), zmin=0, xgap=1, ygap=1,
         colorbar={"title": {"text": "share of<br>routings (%)"}},
-        hovertemplate="layer %{y}, expert %{x}: %{z:.2f} %<extra></extra>"))
+        hovertemplate="layer %{y}, expert %{x}: %{z:.2f} %<extra></extra>")
     figure.update_yaxes(autorange="reversed", dtick=whole_steps(len(counts)), showgrid=False)
     return finish(figure, "expert", "MoE layer", xaxis_showgrid=False)
 
 
-def imbalance(by_phase: Mapping[str, ArrayLike]) -> go.Figure:
+def imbalance(by_phase: Mapping[str, ArrayLike]) -> Figure:
     """Imbalance ratio r_l by layer, one line a phase: {"prefill": [L], "decode": [L]}; 1 is perfect balance."""
     figure = _by_layer(by_phase)
     add_reference(figure, 1, "perfect balance")
@@ -309,7 +307,7 @@ def imbalance(by_phase: Mapping[str, ArrayLike]) -> go.Figure:
 
 
 def overlap(by_name: Mapping[str, ArrayLike], paper: Mapping[str, float] | None = None,
-            chance: Mapping[str, float] | None = None) -> go.Figure:
+            chance: Mapping[str, float] | None = None) -> Figure:
     """Overlap@K by layer, one line a comparison: {"top-4, code": [L], ...}, values from 0 to 1.
 
     chance : what two random rankings would reach, k/E; drawn across, like the published values of `paper`.
@@ -321,17 +319,17 @@ def overlap(by_name: Mapping[str, ArrayLike], paper: Mapping[str, float] | None 
     return finish(figure, y="Overlap@K (%)", yaxis_range=[0, 104])
 
 
-def agreement(values: ArrayLike, rows: Sequence[str], columns: Sequence[str]) -> go.Figure:
+def agreement(values: ArrayLike, rows: Sequence[str], columns: Sequence[str]) -> Figure:
     """Overlap, 0 to 1 [rows, columns], each cell with its number: calibrated on a row, run on a column."""
-    figure = go.Figure(go.Heatmap(
+    figure = Figure().add_heatmap(
         z=100 * np.asarray(values, dtype=float), x=list(columns), y=list(rows), zmin=0, zmax=100, xgap=2, ygap=2,
         texttemplate="%{z:.0f} %", colorbar={"title": {"text": "Overlap@K (%)"}},
-        hovertemplate="calibrated on %{y}, run on %{x}: %{z:.1f} %<extra></extra>"))
+        hovertemplate="calibrated on %{y}, run on %{x}: %{z:.1f} %<extra></extra>")
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return finish(figure, "run on", "calibrated on", xaxis_showgrid=False)
 
 
-def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> go.Figure:
+def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> Figure:
     """Tokens of each expert of one layer in a chunk, `loads` [chunks, E], busiest expert first.
 
     Bands: all chunks, and the middle half of them; line: the median; `capacities` are drawn across.
@@ -340,7 +338,7 @@ def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None =
     order = np.argsort(-loads.mean(0), kind="stable")
     low, q1, median, q3, high = np.quantile(loads[:, order], [0, 0.25, 0.5, 0.75, 1], axis=0)
     ranks = np.arange(loads.shape[1])
-    figure = go.Figure()
+    figure = Figure()
     add_band(figure, ranks, low, high, theme.BLUE, 0.25, "all chunks")
     add_band(figure, ranks, q1, q3, theme.BLUE, 0.5, "middle half of the chunks")
     figure.add_scatter(x=ranks, y=median, name="median chunk", customdata=order, **line_look(0),
@@ -353,13 +351,13 @@ def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None =
     return finish(figure, "popularity rank of the expert (0 = busiest)", "tokens in a chunk")
 
 
-def inclusion(by_name: Mapping[str, ArrayLike]) -> go.Figure:
+def inclusion(by_name: Mapping[str, ArrayLike]) -> Figure:
     """Rank-based inclusion probabilities f_r, one curve a batch size: {"batch 1": [E], ...}."""
-    figure = add_lines(go.Figure(), {name: list(enumerate(np.asarray(f))) for name, f in by_name.items()})
+    figure = add_lines(Figure(), {name: list(enumerate(np.asarray(f))) for name, f in by_name.items()})
     return finish(figure, "popularity rank of the expert (0 = busiest)", "probability that a step needs it",
                   yaxis_range=[0, 1.02])
 
 
-def _by_layer(series: Mapping[str, ArrayLike]) -> go.Figure:
-    figure = add_lines(go.Figure(), {name: list(enumerate(np.asarray(of, float))) for name, of in series.items()})
+def _by_layer(series: Mapping[str, ArrayLike]) -> Figure:
+    figure = add_lines(Figure(), {name: list(enumerate(np.asarray(of, float))) for name, of in series.items()})
     return figure.update_xaxes(title="MoE layer", dtick=whole_steps(max(map(len, series.values()), default=1)))

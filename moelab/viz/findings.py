@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.datasets import REMEMBERED
 from moelab.files import atomic, read_json, results_root
@@ -20,12 +18,13 @@ from moelab.ndp.fit import JUDGED
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, NOTE, add_lines, bar_look, bars, differences, finish, hover, interval, panels,
                                 power_ticks)
+from moelab.viz.plain import Figure
 
 Rows = Mapping[str, Mapping[str, float]]
 ABOVE = {"legend_y": 1.08, "margin_t": 70, "margin_r": 24}     # the legend, above the panels' titles
 
 
-def bf12(results: Mapping[str, Any]) -> go.Figure:
+def bf12(results: Mapping[str, Any]) -> Figure:
     """Bytes that a decode step's products read and what they take, of weights in sixteen and in twelve bits; `results`
     of bench experts."""
     rows = results["bf16 decode, 1 token"]
@@ -45,7 +44,7 @@ def bf12(results: Mapping[str, Any]) -> go.Figure:
     return finish(figure.update_xaxes(type="category", showgrid=False), height=320, showlegend=False, margin_b=72)
 
 
-def balancing(metrics: Mapping[str, Any]) -> go.Figure:
+def balancing(metrics: Mapping[str, Any]) -> Figure:
     """What load balancing and prefetching add to tensor parallelism while decoding, by whether the link's reads cost
     the modules' DRAM anything; metrics of notebook 07."""
     ways = {"the link reads for free (as published)": "decode {}",
@@ -60,18 +59,18 @@ def balancing(metrics: Mapping[str, Any]) -> go.Figure:
         height=340, legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "title": {"text": ""}})
 
 
-def combinations(metrics: Mapping[str, Any]) -> go.Figure:
+def combinations(metrics: Mapping[str, Any]) -> Figure:
     """With how many figures that were held out the combinations agree that fit all others; metrics of notebook 07."""
     counts = [metrics.get(f"readings_judged_{n}", {"value": 0})["value"] for n in range(len(JUDGED) + 1)]
-    figure = go.Figure(go.Bar(
+    figure = Figure().add_bar(
         x=list(range(len(counts))), y=counts, marker=bar_look(0), text=[f"{n:,}" for n in counts],
-        textposition="outside", cliponaxis=False, hovertemplate="%{x}: %{y:,}<extra></extra>"))
+        textposition="outside", cliponaxis=False, hovertemplate="%{x}: %{y:,}<extra></extra>")
     for name, key in (("chosen in notebook 07", "agree_judge"),
                       ("ratios of published numbers,<br>without any simulator", "agree_null")):
         n = metrics[key]["value"]
         figure.add_annotation(x=n, y=counts[n], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, xanchor="left",
                               align="left", font={"size": 13})
-    figure.update_xaxes(tickvals=figure.data[0].x, range=[-0.6, len(counts) + 0.4], showgrid=False)
+    figure.update_xaxes(tickvals=list(range(len(counts))), range=[-0.6, len(counts) + 0.4], showgrid=False)
     return finish(figure, f"of {len(JUDGED)} published figures that were held out, agree",
                   "combinations that fit (modelled)", height=360)
 
@@ -82,7 +81,7 @@ def by_model(results: Mapping[str, Any], what: str) -> dict[str, Rows]:
     return {model: rows for (model, about), rows in parts.items() if about.startswith(what)}
 
 
-def estimators(results: Mapping[str, Any]) -> go.Figure:
+def estimators(results: Mapping[str, Any]) -> Figure:
     """Recall of the next layer's experts by training tokens, a panel a model; `results` of bench prediction."""
     found = by_model(results, "recall one layer ahead")
     figure, places = panels(found, x="training tokens (thousands)", y="recall@K (%, measured)", shared_yaxes=True,
@@ -104,7 +103,7 @@ def estimators(results: Mapping[str, Any]) -> go.Figure:
     return finish(figure.update_yaxes(range=[0, 100]), height=390, **ABOVE)
 
 
-def evictions(results: Mapping[str, Any]) -> go.Figure:
+def evictions(results: Mapping[str, Any]) -> Figure:
     """Misses of eviction policies over LRU's by the share of experts in memory, a panel a model; `results` of bench
     prediction."""
     found: dict[str, dict[float, Rows]] = {}
@@ -130,7 +129,7 @@ def evictions(results: Mapping[str, Any]) -> go.Figure:
     return finish(figure.update_yaxes(rangemode="tozero"), height=390, **ABOVE)
 
 
-def dropping(results: Mapping[str, Any]) -> go.Figure:
+def dropping(results: Mapping[str, Any]) -> Figure:
     """What dropping costs in right answers, by which routings go first, a panel a task; `results` of bench
     ane_accuracy."""
     found: dict[str, dict[str, tuple[float, float, float]]] = {task: {} for task in REMEMBERED}
@@ -151,7 +150,7 @@ def notebook(name: str) -> Callable[[Path], Any]:
 
 
 #: picture → (what it is drawn from, how)
-FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], go.Figure]]] = {
+FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "bf12": (bench("experts"), bf12), "balancing": (notebook("07_ndp_scheduling"), balancing),
     "combinations": (notebook("07_ndp_scheduling"), combinations), "estimators": (bench("prediction"), estimators),
     "evictions": (bench("prediction"), evictions), "dropping": (bench("ane_accuracy"), dropping)}

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import ipywidgets
-import plotly.graph_objects as go
 from IPython.display import DisplayHandle, Markdown, clear_output, display
 
 from moelab.table import head_and_rows, markdown_table
 from moelab.viz import theme
+from moelab.viz.plain import Figure
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 #: width of what stands before a control, so that all controls begin below one another
@@ -23,10 +23,11 @@ DARK = ('<style>[data-jp-theme-light="false"] .jp-RenderedPlotly '
         "{ filter: invert(0.93) hue-rotate(180deg); }</style>")
 
 
-def show(fig: go.Figure, caption: str, alt: str, name: str | None = None) -> None:
+def show(fig: Figure, caption: str, alt: str, name: str | None = None) -> None:
     """Show a figure with its caption below; `alt` describes it in words, `name` is that under which a run keeps it."""
-    config = {"displaylogo": False, "responsive": True}
-    display({theme.PLOTLY: theme.to_json(fig) | {"config": config}, "text/plain": f"[Figure: {alt}]"}, raw=True,
+    drawn = theme.to_json(fig)
+    drawn |= {"data": theme.packed(drawn["data"]), "config": {"displaylogo": False, "responsive": True}}
+    display({theme.PLOTLY: drawn, "text/plain": f"[Figure: {alt}]"}, raw=True,
             metadata={"moelab_figure": name} if name else {})
     if caption.strip():
         display({"text/markdown": f"*{caption.strip()}*", "text/plain": caption}, raw=True)

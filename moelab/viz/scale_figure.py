@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-
 from moelab.files import atomic
 from moelab.viz import theme
 from moelab.viz.figures import add_points, bar_look, finish, hover, panels, point_look
+from moelab.viz.plain import Figure
 
 
 def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
-                  limits: Mapping[str, Mapping[str, float]], turns: Mapping[str, Mapping[str, float]]) -> go.Figure:
+                  limits: Mapping[str, Mapping[str, float]], turns: Mapping[str, Mapping[str, float]]) -> Figure:
     """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the time of
     a token, on demand and prefetching in turn, beside the limit. Arms that failed are left out; ValueError if all are.
     """

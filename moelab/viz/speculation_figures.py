@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
 from moelab.bench.speculation import Learned
@@ -21,6 +20,7 @@ from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt
 from moelab.viz.figures import (DASHED, EDGE, NOTE, add_lines, bars, differences, finish, hover, label_ends,
                                 line_look, panels, quantiles)
+from moelab.viz.plain import Figure
 
 #: predictor of `moelab.bench.speculation` → how figures call it
 LABEL = {"router": "next router on s", "quasi": "next router on q", "frequency": "frequent in the prompt",
@@ -31,7 +31,7 @@ LABEL = {"router": "next router on s", "quasi": "next router on q", "frequency":
 
 def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
              errors: Mapping[str, Mapping[str, ArrayLike]] | None = None, chance: float | None = None,
-             percent: bool = True) -> go.Figure:
+             percent: bool = True) -> Figure:
     """Values by predicting layer, a line a series, panels side by side with a common scale (Figs. 3, 4, 5 and 10).
 
     groups : {panel: {series: [L − 1]}}, NaN where there is nothing; the last panel has all series, named at their ends.
@@ -59,7 +59,7 @@ def by_layer(groups: Mapping[str, Mapping[str, ArrayLike]], title: str, *,
     return label_ends(finish(figure), scale, 400)
 
 
-def recall(found: Mapping[str, Mapping[str, Score]], chance: float) -> go.Figure:
+def recall(found: Mapping[str, Mapping[str, Score]], chance: float) -> Figure:
     """`by_layer` of scores, {panel: {predictor: score}}, with 95 % intervals over prompts; the last panel has all."""
     shares, errors = ({panel: {LABEL[name]: getattr(score, what) for name, score in of.items()}
                        for panel, of in found.items()} for what in ("recall", "margin"))
@@ -73,7 +73,7 @@ def learning_curves(learned: Learned) -> dict[str, list[tuple[float, ...]]]:
 
 
 def costs(found: Mapping[str, Mapping[str, Interval]], title: Mapping[str, str], limits: Mapping[str, float]
-          ) -> go.Figure:
+          ) -> Figure:
     """`differences` of executing predictions; the controls' loss, which is off the scale, is left out."""
     controls = [] if len(found["loss"]) < 3 else list(found["loss"])[-2:]
     return differences({task: {LABEL[name]: (np.nan,) * 3 if task == "loss" and name in controls else of
@@ -85,14 +85,14 @@ def told(costs: Mapping[str, Interval]) -> str:
     return ", ".join(f"**{of[0]:+.2f} %** [{of[1]:+.2f}, {of[2]:+.2f}] ({LABEL[name]})" for name, of in costs.items())
 
 
-def misses(over: Mapping[float, Mapping[str, Interval]]) -> go.Figure:
+def misses(over: Mapping[float, Mapping[str, Interval]]) -> Figure:
     """Misses of policies over LRU's, {share of the experts: {policy: ratio}}, exact counts."""
     return differences({f"memory for {share:.0%}": {name: tuple(100 * (x - 1) for x in of)
                                                     for name, of in rows.items() if name != "LRU"}
                         for share, rows in over.items()}, "misses against LRU (%)")
 
 
-def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapping[str, float]) -> go.Figure:
+def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapping[str, float]) -> Figure:
     """Hit rate against tokens trained on, measured: {estimator: [(tokens, 0 to 1), …]}, with low and high or without;
     Fig. 9.
 
@@ -100,7 +100,7 @@ def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapp
     """
     lines = {name: [(tokens / 1e3, *(100 * rate for rate in rates)) for tokens, *rates in of]
              for name, of in series.items()}
-    figure = add_lines(go.Figure(), lines, "%{x:.1f} thousand tokens: %{y:.1f} %")
+    figure = add_lines(Figure(), lines, "%{x:.1f} thousand tokens: %{y:.1f} %")
     for i, (name, value) in enumerate(sorted(references.items(), key=lambda item: item[1])):
         figure.add_hline(y=100 * value, line=DASHED, annotation_text=f"{name}: {100 * value:.1f} %",
                          annotation_position="top right" if i else "bottom right",      # neighbours may be close
@@ -109,7 +109,7 @@ def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapp
     return finish(figure, "training tokens seen (thousands)", "hit rate, recall@K (%)", "measured")
 
 
-def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str, float], title: str) -> go.Figure:
+def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str, float], title: str) -> Figure:
     """Median TPOT of each mode, measured: {setting: {mode: its samples, seconds}}; whiskers: p10, p90; Fig. 8.
 
     bounds : {setting: seconds}, the least that eq. (1) allows. title : of the horizontal axis, the settings.
@@ -123,7 +123,7 @@ def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str
     return figure.update_layout(scattermode="overlay")
 
 
-def tpot_of(found: Mapping[float, Mapping[str, Sequence[Taken]]], title: str) -> go.Figure:
+def tpot_of(found: Mapping[float, Mapping[str, Sequence[Taken]]], title: str) -> Figure:
     """`tpot` of tokens, {setting: {mode: tokens}}, with what the layers of "copy, then compute" allow at the least."""
     serial = {f"{setting:g}": of[ARMS[0]] for setting, of in found.items()}
     return tpot({f"{setting:g}": {arm: [one.seconds for one in taken] for arm, taken in of.items()}
@@ -132,7 +132,7 @@ def tpot_of(found: Mapping[float, Mapping[str, Sequence[Taken]]], title: str) ->
                  for setting, taken in serial.items()}, title)
 
 
-def token_timeline(runs: Mapping[str, Sequence[Event]]) -> go.Figure:
+def token_timeline(runs: Mapping[str, Sequence[Event]]) -> Figure:
     """One token in each mode, measured: {mode: the events of one token}; numbers in bars are layers."""
     return gantt({mode: [e._replace(resource="copy" if e.resource == "disk" else e.resource, kind=kind_of(e, events))
                          for e in events if e.resource in ("disk", "compute")] for mode, events in runs.items()},

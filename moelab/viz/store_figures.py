@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
 from moelab.store.entropy import FORMATS, entropy, marginals
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, add_reference, bar_look, finish, hover,
                                 interval, panels, point_look)
+from moelab.viz.plain import Figure
 
 
-def exponents(by_name: Mapping[str, ArrayLike]) -> go.Figure:
+def exponents(by_name: Mapping[str, ArrayLike]) -> Figure:
     """How often each power of two occurs: {"small": histogram [2^e], …}; the legend tells each entropy in bits."""
     counts = {name: np.asarray(values, dtype=float) for name, values in by_name.items()}
     used = np.flatnonzero(sum(values / values.sum() > 1e-4 for values in counts.values()))
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, values) in enumerate(counts.items()):
         kept = slice(used[0], used[-1] + 1)
         figure.add_bar(x=np.arange(len(values))[kept] - len(values) // 2 + 1, y=100 * values[kept] / values.sum(),
@@ -28,10 +28,10 @@ def exponents(by_name: Mapping[str, ArrayLike]) -> go.Figure:
                   bargap=0.15, xaxis_dtick=2)
 
 
-def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float] | None = None) -> go.Figure:
+def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float] | None = None) -> Figure:
     """Compressed size over size of each codec, the entropy bound as the last row and a line; `paper`: published."""
     ours, paper = {**ours, "entropy bound": bound}, dict(paper or {})
-    figure = go.Figure()
+    figure = Figure()
     figure.add_scatter(x=[100 * value for value in ours.values()], y=list(ours), mode="markers+text", name="here",
                        text=[f"{100 * value:.2f} %" for value in ours.values()], textposition="middle right",
                        marker={"symbol": "circle", "size": 11, "color": theme.BLUE})
@@ -48,10 +48,10 @@ def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float
     return finish(figure, "compressed size (% of the weights' size)", "codec")
 
 
-def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bound: float) -> go.Figure:
+def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bound: float) -> Figure:
     """Time of a token's experts (ms; median, whiskers: p10, p90) against stored size over size, a point for each way of
     keeping them; the entropy bound as a line."""
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, samples) in enumerate(seconds.items()):
         milliseconds = 1e3 * np.array(samples)
         middle = float(np.median(milliseconds))
@@ -67,9 +67,9 @@ def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bou
                   showlegend=False)
 
 
-def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str, float] | None = None) -> go.Figure:
+def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str, float] | None = None) -> Figure:
     """GB/s of each codec, a group of bars each, one bar a series: {"1 thread": {"huffman": 4.6, …}, …}."""
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, values) in enumerate(by_series.items()):
         figure.add_bar(x=list(values), y=list(values.values()), name=name, marker=bar_look(i), textposition="outside",
                        text=[f"{value:#.2g}" if value < 10 else f"{value:.0f}" for value in values.values()],
@@ -80,13 +80,13 @@ def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str,
 
 
 def delivery(read_rates: ArrayLike, by_name: Mapping[str, ArrayLike],
-             measured: Mapping[str, Sequence[tuple[float, float]]] | None = None) -> go.Figure:
+             measured: Mapping[str, Sequence[tuple[float, float]]] | None = None) -> Figure:
     """GB of weights delivered a second against what the disk reads a second, a modelled curve a way of loading.
 
     measured : points (read rate, rate of delivery) by the name of their curve.
     """
     curves = {name: list(zip(np.asarray(read_rates), np.asarray(values))) for name, values in by_name.items()}
-    figure = add_lines(go.Figure(), curves, mode="lines")
+    figure = add_lines(Figure(), curves, mode="lines")
     for i, name in enumerate(by_name):
         if points := (measured or {}).get(name):
             add_points(figure, points, f"{name}, measured", i, "%{x:.2f}: %{y:.2f} GB/s", showlegend=False)
@@ -97,9 +97,9 @@ def delivery(read_rates: ArrayLike, by_name: Mapping[str, ArrayLike],
                   legend="lines: modelled<br>points: measured" if measured else "modelled")
 
 
-def timeline(rows: Mapping[str, Sequence[tuple[str, float, float]]]) -> go.Figure:
+def timeline(rows: Mapping[str, Sequence[tuple[str, float, float]]]) -> Figure:
     """{"disk": [("read", begin, end), …], "thread 1": […]}, times in ms; a pattern a kind."""
-    figure = go.Figure()
+    figure = Figure()
     for i, kind in enumerate(dict.fromkeys(kind for spans in rows.values() for kind, _, _ in spans)):
         y, begin, end = zip(*((row, a, b) for row, spans in rows.items() for name, a, b in spans if name == kind))
         figure.add_bar(y=y, base=begin, x=[b - a for a, b in zip(begin, end)], orientation="h", name=kind,
@@ -109,7 +109,7 @@ def timeline(rows: Mapping[str, Sequence[tuple[str, float, float]]]) -> go.Figur
     return finish(figure, "time (ms)", barmode="overlay", showlegend=True, xaxis_rangemode="tozero")
 
 
-def microscope(counts: np.ndarray, dtype: str = "BF16") -> go.Figure:
+def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
     """The bits of a tensor, from its joint histogram [65536]: signs, exponents and mantissas with their entropy."""
     fields = marginals(counts, dtype)
     _, e, m = FORMATS[dtype]

@@ -1,6 +1,6 @@
 """The look of every figure: a plotly template that is readable in grey and by the colour-blind.
 
-Colours are those of Okabe and Ito. Every figure carries a copy of the template, so it is small: 2 KB.
+Colours are those of Okabe and Ito. Every figure carries a copy of the template, so it is small: 1 KB.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from base64 import b64encode
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
-import plotly.io as pio
 
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
@@ -26,6 +24,7 @@ MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 #: cividis in nine steps: even in lightness, the same to every kind of colour vision
 SEQUENTIAL = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#fee838")
+SCALE = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
 PLOTLY = "application/vnd.plotly.v1+json"
 #: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not change them
 DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "#9a9a9a", "#444444": "#9a9a9a",
@@ -33,43 +32,55 @@ DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "
         "#0072b2": "#4aa8e0"}
 
 
-def _template() -> go.layout.Template:
+def _template() -> dict[str, Any]:
     axis = {"showgrid": True, "gridcolor": "#e5e5e5", "linecolor": "#444", "ticks": "outside", "zeroline": False,
             "title": {"standoff": 8}, "automargin": True}
-    scale = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
     layout = {"colorway": PALETTE, "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 14,
               "color": "#222"}, "title": {"font": {"size": 16}, "x": 0, "xref": "paper"},
               "paper_bgcolor": "white", "plot_bgcolor": "white", "xaxis": axis, "yaxis": axis | {"rangemode": "tozero"},
-              "colorscale": {"sequential": scale}, "hovermode": "closest",
+              "colorscale": {"sequential": SCALE}, "hovermode": "closest",
               "legend": {"bgcolor": "rgba(255,255,255,0.8)"}, "margin": {"l": 64, "r": 24, "t": 48, "b": 56}}
     lines = [{"line": {"dash": dash, "width": 2}, "marker": {"symbol": symbol, "size": 7}}
              for dash, symbol in zip(DASHES, MARKERS)]
     # overlay: otherwise the bar's own colour is left out and the white pattern lies on white
     bars = [{"marker": {"pattern": {"shape": shape, "fillmode": "overlay", "fgcolor": "white", "size": 6}}}
             for shape in PATTERNS]
-    return go.layout.Template(layout=layout, data={
-        "scatter": lines, "bar": bars, "histogram": bars, "heatmap": [{"colorscale": scale}]})
+    return {"layout": layout, "data": {
+        "scatter": lines, "bar": bars, "histogram": bars, "heatmap": [{"colorscale": SCALE}]}}
 
 
-pio.templates["moelab"] = _template()
-_PLAIN = json.loads(json.dumps(pio.templates["moelab"].to_plotly_json()))
+TEMPLATE = json.loads(json.dumps(_template()))          # no tuples
 
 
-def to_json(fig: go.Figure) -> dict[str, Any]:
-    """The figure in moelab's look as plain JSON, {"data": …, "layout": …}; what the figure sets itself stays."""
-    found = json.loads(fig.to_json())
-    found["layout"]["template"] = _PLAIN
+def to_json(fig: Any) -> dict[str, Any]:
+    """A figure, ours or plotly's, in moelab's look as plain JSON, {"data": …, "layout": …}; what it sets itself
+    stays."""
+    found = json.loads(fig.to_json(), parse_constant=lambda _: None)
+    kinds = Counter(trace.get("type", "scatter") for trace in found["data"])
+    looks = {kind: TEMPLATE["data"].get(kind, [])[:n] for kind, n in kinds.items()}     # a figure carries what it uses
+    found["layout"]["template"] = TEMPLATE | {"data": looks}
     return found
 
 
-@contextmanager
-def bare() -> Iterator[None]:
-    """Figures have no template, which takes longer to copy than most figures to draw; `to_json` gives them theirs."""
-    before, pio.templates.default = pio.templates.default, None
+def packed(part: Any, name: str = "") -> Any:
+    """The traces of a figure with long arrays of numbers as plotly's base64, of seven digits: a line in a notebook,
+    which has a line a number else. `name` is the part's own."""
+    if isinstance(part, dict):
+        return {key: packed(value, key) for key, value in part.items()}
+    if not isinstance(part, list):
+        return part
     try:
-        yield
-    finally:
-        pio.templates._default = before         # by its property it would be copied, 10 ms
+        array = np.array([np.nan if value is None else value for value in part])
+    except ValueError:                          # lists that differ in length
+        array = np.array([])
+    # what a text shows as it is keeps its digits
+    if array.size < 6 or array.ndim > 2 or array.dtype.kind not in ("i" if name == "customdata" else "if"):
+        return [packed(value, name) for value in part]
+    with np.errstate(all="ignore"):
+        kind = next(kind for kind in (("f4", "f8") if array.dtype.kind == "f" else ("i1", "i2", "i4", "f8"))
+                    if np.allclose(array.astype(kind), array, rtol=1e-6, atol=0, equal_nan=True))
+    return {"dtype": kind, "bdata": b64encode(array.astype(kind).tobytes()).decode(),
+            **({"shape": f"{len(array)}, {len(array[0])}"} if array.ndim == 2 else {})}
 
 
 def darkened(part: Any) -> Any:
@@ -128,6 +139,8 @@ def in_few_colours(png: bytes) -> bytes:
 
 def _write_png(folder: Path) -> None:
     """Draw the plotly figures of FOLDER/figures.json as 0.png, 1.png, …"""
+    import plotly.graph_objects as go
+    import plotly.io as pio
     figures = [go.Figure({"data": f["data"], "layout": f["layout"]})
                for f in json.loads((folder / "figures.json").read_text())]
     pio.write_images(figures, [folder / f"{i}.png" for i in range(len(figures))], format="png",

@@ -1,6 +1,7 @@
 import json
 import struct
 import zlib
+from base64 import b64decode
 
 import numpy as np
 import pytest
@@ -70,3 +71,16 @@ def test_a_picture_in_few_colours_looks_the_same(colours):
     shown = palette[np.frombuffer(zlib.decompress(parts[b"IDAT"]), np.uint8).reshape(60, 81)[:, 1:]]
     assert len(palette) <= 256 and np.abs(shown.astype(int) - rgb).mean() <= (0 if colours == 3 else 20)
     assert theme.in_few_colours(made) == made
+
+
+def test_packed_arrays_are_the_same_numbers_on_a_line():
+    z, sizes = [[1.25, 2.0, 3.0], [4.0, 5.0, 1e-9]], [*range(0, 900, 3)]
+    trace = {"type": "heatmap", "z": z, "marker": {"size": sizes}, "y": [None, 0.5] * 3, "text": ["7"] * 9, "customdata": [0.1] * 9,
+             "x": [0, 1, 2], "colorscale": [[0.0, "red"], [1.0, "blue"]] * 4, "visible": [True] * 9}
+    made, = theme.packed([trace])
+    assert {key for key in trace if made[key] != trace[key]} == {"z", "y", "marker"}
+    flat = np.frombuffer(b64decode(made["z"]["bdata"]), made["z"]["dtype"]).reshape(2, 3)
+    assert made["z"]["shape"] == "2, 3" and np.allclose(flat, z, rtol=1e-6, atol=0)
+    y = np.frombuffer(b64decode(made["y"]["bdata"]), made["y"]["dtype"])
+    assert np.array_equal(y, [np.nan, 0.5] * 3, equal_nan=True)
+    assert np.frombuffer(b64decode(made["marker"]["size"]["bdata"]), made["marker"]["size"]["dtype"]).tolist() == sizes

@@ -3,16 +3,18 @@
 import csv
 import io
 import json
+import time
 import zlib
 from base64 import b64decode
 from types import SimpleNamespace
 
 import pytest
 
-go = pytest.importorskip("plotly.graph_objects")
+pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab.viz import theme                                                    # noqa: E402
 from moelab.viz.figures import finish                                           # noqa: E402
+from moelab.viz.plain import Figure                                             # noqa: E402
 from moelab.viz.views.base import View, menu, several, slider, switch           # noqa: E402
 
 #: one black pixel: the chunks of a PNG
@@ -27,7 +29,7 @@ def powers(n, kind, who, fails):
 
 
 def lines(data):
-    figure = go.Figure()
+    figure = Figure()
     for name in data[1]:
         figure.add_scatter(x=[x for x, _ in data[0]], y=[y for _, y in data[0]], name=name)
     return finish(figure, "x", "y")
@@ -148,3 +150,21 @@ def test_files_are_made_when_they_are_asked_for(view, monkeypatch):
     view._tools._handle_custom_msg({"file": "csv"}, [])
     view._tools._handle_custom_msg({"file": "html"}, [])
     assert sent[0] == ({"name": "demo.csv", "type": "text/csv"}, view.csv().encode()) and b"Plotly" in sent[1][1]
+
+
+def test_steps_ahead_end_at_one_that_computes_for_long_and_their_errors_are_not_told(view):
+    done = []
+
+    def steps(slow):
+        for i in range(4):
+            done.append(i)
+            begun = time.thread_time()
+            while i == slow and time.thread_time() - begun < 0.2:
+                pass
+            yield i
+        raise ValueError("nobody has asked")
+    for slow, wanted in ((9, [0, 1, 2, 3]), (1, [0, 1])):
+        view._ahead = lambda: steps(slow)
+        view._prepare()
+        assert done == wanted
+        done.clear()

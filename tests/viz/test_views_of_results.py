@@ -13,6 +13,7 @@ from moelab.bench.arena import Contest, Standing, Wrong  # noqa: E402
 from moelab.files import CHECKOUT, small_model  # noqa: E402
 from moelab.store import survey  # noqa: E402
 from moelab.viz import views  # noqa: E402
+from moelab.viz.plain import Figure  # noqa: E402
 from moelab.viz.views import ledger as claims_view, pair, standings, treemap  # noqa: E402
 from tests.lab.test_runs import put  # noqa: E402
 
@@ -65,8 +66,7 @@ def test_no_runs_is_said(results):
 
 
 def test_what_cannot_be_laid_over_another_says_so():
-    import plotly.graph_objects as go
-    pie = go.Figure(go.Pie(values=[1, 2]))
+    pie = Figure().add("pie", values=[1, 2])
     assert "cannot be laid over" in pair.overlaid(pie, pie, ("a", "b")).layout.annotations[0].text
 
 
@@ -75,11 +75,11 @@ def test_heatmaps_are_compared_as_numbers_as_saved_runs_have_them():
     import json
     import plotly.graph_objects as go
     a, b = np.array([[1.0, np.nan, 3.0], [4.0, 5.0, 6.0]]), np.array([[2, 2, 2], [7, 7, 0]])
-    kept = [go.Figure(json.loads(go.Figure(go.Heatmap(z=z)).to_json())) for z in (a, b)]
-    assert "bdata" in kept[0].data[0].z
+    kept = [Figure(json.loads(go.Figure(go.Heatmap(z=z)).to_json())["data"]) for z in (a, b)]
+    assert "bdata" in kept[0].traces[0]["z"]
     change = pair.overlaid(*kept, ("a", "b")).data[0]
     assert np.array_equal(np.asarray(change.z, float), b - a, equal_nan=True) and change.zmax == 6 == -change.zmin
-    assert "cannot be laid over" in pair.overlaid(kept[0], go.Figure(go.Heatmap(z=a[:1])), ("a", "b")) \
+    assert "cannot be laid over" in pair.overlaid(kept[0], Figure().add_heatmap(z=a[:1]), ("a", "b")) \
         .layout.annotations[0].text
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import plotly.graph_objects as go
-
 from moelab.ane.device.comparison import (
     MACHINES, RIVALS, Outcome, Setting, Study, claimed, ratio)
 from moelab.ane.device.device_model import Prefill
@@ -18,10 +16,11 @@ from moelab.claims import FITTED, FOLLOWS, NOT_REPRODUCED, REPRODUCED, Row
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, bar_look, bars, finish, line_look, panels, pattern,
                                 point_look, whole_steps)
+from moelab.viz.plain import Figure
 from moelab.viz.story.ane_tables import label
 
 
-def placement(plan: ANEPlan) -> go.Figure:
+def placement(plan: ANEPlan) -> Figure:
     """Each layer's groups as bars, as wide as they have experts; one look a capacity, and one for the CPU."""
     groups = [(l, group) for l, layer in enumerate(plan.layers) for group in layer.on("ane") + layer.on("cpu")]
     starts, ends = [], {}
@@ -29,7 +28,7 @@ def placement(plan: ANEPlan) -> go.Figure:
         starts.append(ends.get(l, 0))
         ends[l] = starts[-1] + len(group.experts)
     kinds = [("ane", capacity) for capacity in sorted({g.capacity for _, g in groups if g.unit == "ane"}, reverse=True)]
-    figure = go.Figure()
+    figure = Figure()
     for i, (unit, capacity) in enumerate([*kinds, ("cpu", None)]):
         chosen = [(l, group, start) for (l, group), start in zip(groups, starts)
                   if group.unit == unit and capacity in (None, group.capacity)]
@@ -47,7 +46,7 @@ def placement(plan: ANEPlan) -> go.Figure:
     return finish(figure, "experts, from hot to cold", "MoE layer", barmode="overlay", showlegend=True)
 
 
-def systems(found: Study, metric: str, title: str) -> go.Figure:
+def systems(found: Study, metric: str, title: str) -> Figure:
     """One metric of `moelab.ane.device.comparison.METRICS` over NPUMoE's, a group of bars a run of PhiMoE's study."""
     ours = {SYSTEMS[s].title: {label(run): (ratio(of, metric, s),) * 3 for run, of in found.items()} for s in RIVALS}
     paper: dict[str, dict[str, tuple[float, float]]] = {}
@@ -57,9 +56,9 @@ def systems(found: Study, metric: str, title: str) -> go.Figure:
     return bars({"": ours}, title, "run", paper={"": paper}, columns=1, line=(1, "NPUMoE"))
 
 
-def sweep(rates: Rates, samples: Sequence[Sample], mode: str = "serial") -> go.Figure:
+def sweep(rates: Rates, samples: Sequence[Sample], mode: str = "serial") -> Figure:
     """Latency of an expert slot against its capacity: fitted lines and timed points, a series a group size."""
-    figure, timed = go.Figure(), [s for s in samples if s.mode == mode]
+    figure, timed = Figure(), [s for s in samples if s.mode == mode]
     capacities = range(16, max(s.C for s in timed) + 1, 4)
     for i, G in enumerate(sorted({s.G for s in timed})):
         add_points(figure, [(C, rates.graph_ms(G, C, mode) / (G * C)) for C in capacities], f"G={G}, fitted", i,
@@ -69,18 +68,18 @@ def sweep(rates: Rates, samples: Sequence[Sample], mode: str = "serial") -> go.F
     return finish(figure, "capacity C (slots of an expert)", f"latency, {mode} (ms a slot)")
 
 
-def graph_weights(gb_by_model: Mapping[str, Mapping[int, float]], limit: float) -> go.Figure:
+def graph_weights(gb_by_model: Mapping[str, Mapping[int, float]], limit: float) -> Figure:
     """Weights of one graph by group size, in GB: {"Phi-3.5-MoE": {1: 0.16, 8: 1.26}, …}, and the limit."""
-    figure = add_lines(go.Figure(), {model: list(by_size.items()) for model, by_size in gb_by_model.items()})
+    figure = add_lines(Figure(), {model: list(by_size.items()) for model, by_size in gb_by_model.items()})
     _limit(figure, sorted(set().union(*gb_by_model.values())), limit, f"limit, {limit:.2f} GB")
     figure.update_xaxes(type="log", tickvals=[1, 2, 4, 8, 16])
     figure.update_yaxes(type="log", tickvals=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5])
     return finish(figure, "group size G (experts a graph)", "weights of one graph (GB)")
 
 
-def parity(by_mode: Mapping[str, Sequence[float]], limit: float) -> go.Figure:
+def parity(by_mode: Mapping[str, Sequence[float]], limit: float) -> Figure:
     """Largest difference of a next token's logit, a point a prompt, on a logarithmic axis, and what is allowed."""
-    figure = add_lines(go.Figure(), {mode: list(enumerate(of, 1)) for mode, of in by_mode.items()}, mode="markers")
+    figure = add_lines(Figure(), {mode: list(enumerate(of, 1)) for mode, of in by_mode.items()}, mode="markers")
     ends = [0.5, max(map(len, by_mode.values())) + 0.5]
     _limit(figure, ends, limit, f"allowed: {limit:g}")
     figure.update_xaxes(dtick=1, range=ends)
@@ -88,17 +87,17 @@ def parity(by_mode: Mapping[str, Sequence[float]], limit: float) -> go.Figure:
     return finish(figure, "prompt", "largest difference of a logit")
 
 
-def dropping(by_order: Mapping[str, Sequence[tuple[float, float, float]]], title: str) -> go.Figure:
+def dropping(by_order: Mapping[str, Sequence[tuple[float, float, float]]], title: str) -> Figure:
     """What dropping costs, a line an order of dropping: points (share dropped, cost in %, its standard error)."""
     lines = {order: [(100 * dropped, cost, cost - error, cost + error) for dropped, cost, error in sorted(of)]
              for order, of in by_order.items()}
-    figure = add_lines(go.Figure(), lines, "%{x:.1f} %: %{y:+.2f}").add_hline(y=0, line=DASHED)
+    figure = add_lines(Figure(), lines, "%{x:.1f} %: %{y:+.2f}").add_hline(y=0, line=DASHED)
     return finish(figure, "choices of an expert that were dropped (%)", title, xaxis_rangemode="tozero")
 
 
-def parts(run: Mapping[str, Prefill]) -> go.Figure:
+def parts(run: Mapping[str, Prefill]) -> Figure:
     """Stacked bars of the seconds of one run's systems, the sum at the end of each bar."""
-    systems, figure = [SYSTEMS[system].title for system in run], go.Figure()
+    systems, figure = [SYSTEMS[system].title for system in run], Figure()
     seconds = {"attention": [p.attention.ms / 1e3 for p in run.values()],
                "experts": [(p.experts.ms - p.dispatch_ms) / 1e3 for p in run.values()],
                "launches and placing": [p.dispatch_ms / 1e3 for p in run.values()],
@@ -114,7 +113,7 @@ def parts(run: Mapping[str, Prefill]) -> go.Figure:
                   xaxis_range=[0, 1.12 * max(sums)])
 
 
-def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> go.Figure:
+def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> Figure:
     """TTFT against energy of the four systems in one run, a panel a model, on the machine of the paper."""
     titles = [f"{model}, {load_device(MACHINES[model]).name.removeprefix('Apple ')}" for model in found]
     figure, places = panels(titles, x="TTFT (s, modelled)", y="energy (mJ a prompt token)", horizontal_spacing=0.09)
@@ -126,7 +125,7 @@ def time_and_energy(found: Mapping[str, Study], run: tuple[int, int]) -> go.Figu
     return finish(figure.update_xaxes(rangemode="tozero"), legend_y=1.12, margin_t=84)
 
 
-def misses(rows: Sequence[Row]) -> go.Figure:
+def misses(rows: Sequence[Row]) -> Figure:
     """How far modelled numbers are from the published ones, by kind and verdict; equal ones are spread.
 
     Orders, and what the source itself contradicts, are left out.
@@ -138,7 +137,7 @@ def misses(rows: Sequence[Row]) -> go.Figure:
     for row in rows:
         if isinstance(row.claim.value, float) and row.claim.value:
             groups[next(kind for part, kind in kinds.items() if part in row.claim.metric[1])].append(row)
-    figure = go.Figure()
+    figure = Figure()
     for name, (symbol, color, verdicts) in looks.items():
         points = [(100 * (row.ours / row.claim.value - 1), at + 0.6 * (i + 0.5) / len(of) - 0.3, row.claim.text)
                   for at, of in enumerate(groups.values()) for i, row in enumerate(of) if row.verdict in verdicts]
@@ -151,7 +150,7 @@ def misses(rows: Sequence[Row]) -> go.Figure:
     return finish(figure, "modelled beside the paper's number (%)")
 
 
-def around(found: Mapping[Setting, Outcome], setting: Setting) -> go.Figure:
+def around(found: Mapping[Setting, Outcome], setting: Setting) -> Figure:
     """All settings with the setting's chunk, the setting itself marked: dropped against padded, TTFT against energy."""
     points = {str(one): of.point for one, of in found.items() if one.chunk == setting.chunk}
     chosen = str(setting)
@@ -168,7 +167,7 @@ def around(found: Mapping[Setting, Outcome], setting: Setting) -> go.Figure:
     return finish(figure)
 
 
-def _limit(figure: go.Figure, x: Sequence[float], limit: float, name: str) -> None:
+def _limit(figure: Figure, x: Sequence[float], limit: float, name: str) -> None:
     """Add a line as a series, since a logarithmic axis misplaces the label of a line across."""
     figure.add_scatter(x=x, y=[limit] * len(x), name=name, mode="lines",
                        line={"color": theme.BLACK, "dash": "longdashdot", "width": 1.5})

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
 from moelab.ndp.fit import CLAIMS
 from moelab.ndp.sweep import SHORT, Spread, Sweep
 from moelab.viz import theme
 from moelab.viz.figures import add_points, bars, finish, hover, interval, line_look, lines, panels, point_look
+from moelab.viz.plain import Figure
 
 SEEN = "modelled<br>whiskers: seeds"
 
 
 def speedups(sweep: Sweep, systems: Mapping[str, str], over: str, what: str, *, columns: int = 2,
-             means: Mapping[str, Spread] | None = None, title: str = "speedup over MoNDE (×)") -> go.Figure:
+             means: Mapping[str, Spread] | None = None, title: str = "speedup over MoNDE (×)") -> Figure:
     """`bars` of a sweep, a panel a model: how much faster systems are, by number of units; whiskers run over the seeds.
 
     systems : label → name. over, what : as in `Sweep.gain`.
@@ -33,7 +33,7 @@ def speedups(sweep: Sweep, systems: Mapping[str, str], over: str, what: str, *, 
     return bars(panels, title, "NDP-DIMMs N", columns=columns, paper=paper, line=(1, over), kind=SEEN)
 
 
-def by_phase(sweep: Sweep, model: str, label: str, system: str, means: Mapping[str, Spread]) -> go.Figure:
+def by_phase(sweep: Sweep, model: str, label: str, system: str, means: Mapping[str, Spread]) -> Figure:
     """`bars` of one model's experts over MoNDE, a panel a phase, with its mean and the paper's; Fig. 8.
 
     means : phase → (mean, least, most) of all units.
@@ -45,7 +45,7 @@ def by_phase(sweep: Sweep, model: str, label: str, system: str, means: Mapping[s
                 paper={phase: {label: {"mean": [CLAIMS[f"{name} {phase}"].value]}} for phase in means})
 
 
-def improvements(sweep: Sweep, systems: Sequence[str], phases: Mapping[str, str]) -> go.Figure:
+def improvements(sweep: Sweep, systems: Sequence[str], phases: Mapping[str, str]) -> Figure:
     """`bars` of what the second of two systems gains over the first, a panel a phase: title → property of `Result`."""
     old, new = systems
     return bars({title: {SHORT[model]: {str(N): sweep.gain(model, N, new, old, what) for N in sweep.units}
@@ -53,14 +53,14 @@ def improvements(sweep: Sweep, systems: Sequence[str], phases: Mapping[str, str]
                 "literal ÷ improved (×)", "NDP-DIMMs N", line=(1, "literal"), kind=SEEN)
 
 
-def additions(sweep: Sweep, systems: Mapping[str, str], over: str) -> go.Figure:
+def additions(sweep: Sweep, systems: Mapping[str, str], over: str) -> Figure:
     """`lines` of what systems add to another one's decoding by number of units, a panel a model."""
     gained = {SHORT[model]: {label: [(N, gain[0]) for N in sweep.units if (gain := sweep.gain(
         model, N, name, over, "moe_decode"))] for label, name in systems.items()} for model in sweep.models}
     return lines(gained, "speedup over +TP alone (×)", "NDP-DIMMs N")
 
 
-def machines(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> go.Figure:
+def machines(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Figure:
     """`lines` of seconds of a decode step, a panel a model, a line a machine: {model: {machine: {units: seconds}}}."""
     return lines({SHORT[model]: {machine: [(N, 1e3 * seconds) for N, seconds in of.items()]
                                  for machine, of in by_machine.items()} for model, by_machine in found.items()},
@@ -68,7 +68,7 @@ def machines(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> go.Figur
 
 
 def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
-            solutions: Mapping[str, Mapping[str, tuple[float, float]]]) -> go.Figure:
+            solutions: Mapping[str, Mapping[str, tuple[float, float]]]) -> Figure:
     """Both sides of a balance condition over the experts on the GPU, with its solutions, modelled; Eqs. 1 to 3.
 
     groups : {panel: {side: (experts, seconds)}}; NaN breaks a line. solutions : {panel: {what: (experts, seconds)}}.
@@ -89,14 +89,15 @@ def balance(groups: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
 
 
 def agreement(groups: Mapping[str, Mapping[str, Spread]], bands: Mapping[str, tuple[float, float]],
-              tolerance: float = 0.1) -> go.Figure:
+              tolerance: float = 0.1) -> Figure:
     """How far from published figures: {group: {figure: (relative error, least, most over the seeds)}}.
 
     bands : figure → least and most relative error of all readings that fit, an open bar. Points outside the grey area
         of ± `tolerance` are labelled with their distance.
     """
-    figure = go.Figure()
-    figure.add_vrect(x0=-100 * tolerance, x1=100 * tolerance, fillcolor="rgba(85,85,85,0.15)", line_width=0)
+    figure = Figure()
+    figure.add_shape(type="rect", x0=-100 * tolerance, x1=100 * tolerance, xref="x", y0=0, y1=1, yref="y domain",
+                     fillcolor="rgba(85,85,85,0.15)", line_width=0)
     figure.add_vline(x=0, line={"color": theme.BLACK, "width": 1})
     low, high = 100 * np.array(list(bands.values()), float).reshape(-1, 2).T
     figure.add_bar(x=high - low, base=low, y=list(bands), orientation="h", width=0.55, name="all readings that fit",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
 from moelab.bench.static import NO_EXPERTS, DropCosts, Ran
@@ -13,24 +12,25 @@ from moelab.experts.blocks import Padding
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, EDGE, NOTE, Points, add_lines, add_points, add_ranges, bar_look, differences,
                                 finish, hover, line_look, panels, power_ticks, quantiles, whole_steps)
+from moelab.viz.plain import Figure
 
 
-def padding(series: Mapping[str, Points]) -> go.Figure:
+def padding(series: Mapping[str, Points]) -> Figure:
     """Padded share of the computed slots against the block size: {skew: [(B, 0 to 1), …]}."""
     lines = {name: [(B, 100 * share) for B, share in sorted(points)] for name, points in series.items()}
-    figure = add_lines(go.Figure(), lines, "B = %{x}: %{y:.1f} % padding")
+    figure = add_lines(Figure(), lines, "B = %{x}: %{y:.1f} % padding")
     power_ticks(figure, [B for points in series.values() for B, _ in points])
     return finish(figure, "block size B (tokens, log scale)", "padding (% of the computed slots)", "exact",
                   yaxis_range=[0, 102])
 
 
-def block_sizes(made: Mapping[int, Padding]) -> go.Figure:
+def block_sizes(made: Mapping[int, Padding]) -> Figure:
     """`padding` of one routing, by block size: of the filled blocks, and of all that are provided."""
     return padding({"filled blocks": [(B, 1 - p.pairs / (p.needed * B)) for B, p in made.items()],
                     "all N blocks": [(B, p.padded / p.slots) for B, p in made.items()]})
 
 
-def dropping(by_title: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]]) -> go.Figure:
+def dropping(by_title: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]]) -> Figure:
     """What is dropped and what that costs: {vertical title: {series: [(capacity factor, value, low, high), …]}}."""
     figure, places = panels([""] * len(by_title), 1, "capacity factor", shared_xaxes=True, vertical_spacing=0.06)
     names = list(dict.fromkeys(name for of in by_title.values() for name in of))
@@ -40,7 +40,7 @@ def dropping(by_title: Mapping[str, Mapping[str, Sequence[tuple[float, float, fl
     return finish(figure, legend="measured", height=140 + 190 * len(by_title))
 
 
-def capacity(costs: DropCosts) -> go.Figure:
+def capacity(costs: DropCosts) -> Figure:
     """`dropping` of ways named by their capacity factor, e.g. of `moelab.bench.static.capacity_factors`."""
     tasks = [task for task in costs.scores if task != "loss"]
 
@@ -55,7 +55,7 @@ def capacity(costs: DropCosts) -> go.Figure:
             task: over_factors(lambda way, task=task: costs.points(task, way)) for task in tasks}})
 
 
-def drop_orders(costs: DropCosts) -> go.Figure:
+def drop_orders(costs: DropCosts) -> Figure:
     """What each order of dropping costs in language loss and right answers; no experts at all in the latter only."""
     tasks = [task for task in costs.scores if task != "loss"]
     loss = {way: costs.loss(way) for way in costs.tallies if way != NO_EXPERTS}
@@ -64,7 +64,7 @@ def drop_orders(costs: DropCosts) -> go.Figure:
         {"language loss": "% more"} | dict.fromkeys(tasks, "points"))
 
 
-def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> go.Figure:
+def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> Figure:
     """Dropped choices and padded slots of every layer, a line a way of running tiers but the literal, which drop most.
 
     paper : {name: (dropped, padded)}, published averages from 0 to 1, drawn across.
@@ -86,7 +86,7 @@ def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> g
 
 
 def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
-              limits: Mapping[str, Mapping[str, float]]) -> go.Figure:
+              limits: Mapping[str, Mapping[str, float]]) -> Figure:
     """Time of each executor, a panel a phase: {"prefill, 512 tokens": {executor: its samples, s}}; whiskers: p10, p90.
 
     limits : {panel: {what limits: seconds}}, lines that no executor can be left of.
@@ -106,12 +106,12 @@ def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
                   legend_y=-0.2, legend_yanchor="top")
 
 
-def selective(measured: Mapping[str, Points], expected: Mapping[str, Points], E: int) -> go.Figure:
+def selective(measured: Mapping[str, Points], expected: Mapping[str, Points], E: int) -> Figure:
     """Unique experts of a step against the batch size, measured as points and expected as lines.
 
     measured, expected : {series: [(batch, unique experts), …]}. E : drawn across.
     """
-    figure = add_lines(go.Figure(), {name: sorted(points) for name, points in expected.items()},
+    figure = add_lines(Figure(), {name: sorted(points) for name, points in expected.items()},
                        "batch %{x}: %{y:.1f} experts", ["", *expected], mode="lines")   # "": the measured points' look
     for i, (name, points) in enumerate(measured.items()):
         add_points(figure, points, name, i, "batch %{x}: %{y:.1f} experts")
@@ -122,9 +122,9 @@ def selective(measured: Mapping[str, Points], expected: Mapping[str, Points], E:
 
 
 def volumes(formula: Mapping[str, Points], measured: Mapping[str, Points],
-            title: str = "sent and received (bytes a token)") -> go.Figure:
+            title: str = "sent and received (bytes a token)") -> Figure:
     """Bytes that each way of parallel execution exchanges, by formula as lines: {way: [(ranks, bytes), …]}."""
-    figure = go.Figure()
+    figure = Figure()
     for i, way in enumerate(dict.fromkeys([*formula, *measured])):
         for what, of, look in (("formula", formula, {"mode": "lines", "line": line_look(i)["line"]}),
                                ("measured", measured, {})):
@@ -134,9 +134,9 @@ def volumes(formula: Mapping[str, Points], measured: Mapping[str, Points],
     return finish(figure, "ranks (processes, log scale)", title, "")
 
 
-def balance(loads: Mapping[str, ArrayLike]) -> go.Figure:
+def balance(loads: Mapping[str, ArrayLike]) -> Figure:
     """Load of every rank relative to the mean, a group of bars a placement: {"no spare experts": [N ranks]}."""
-    figure = go.Figure()
+    figure = Figure()
     for i, (name, of) in enumerate(loads.items()):
         share = np.asarray(of, dtype=float) / np.mean(np.asarray(of, dtype=float))
         figure.add_bar(x=np.arange(len(share)), y=share, name=f"{name}: max/mean {share.max():.3f}",

@@ -15,18 +15,19 @@ import io
 import math
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
-
 from moelab.table import head_and_rows
 from moelab.viz import theme
 from moelab.viz.notebook import LABEL, live, show
+from moelab.viz.plain import Figure
 
 FOLDER = Path(__file__).parent
 
@@ -87,6 +88,8 @@ class View:
     command : values → (a line for a shell, Python) that give the same data.
     words : data → (caption, the picture in words).
     below : what makes further widgets of the view, below the picture; it may call `set` and `refresh`.
+    ahead : does what may be asked for later, a step at a time, while nobody turns anything; it ends at a step that
+        takes longer than one would wait for.
 
     Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
     """
@@ -95,10 +98,11 @@ class View:
     controls_shown = True
 
     def __init__(self, name: str, controls: Mapping[str, Control], compute: Callable[..., Any],
-                 draw: Callable[[Any], go.Figure | Iterable[go.Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
+                 draw: Callable[[Any], Figure | Iterable[Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
                  command: Callable[..., tuple[str, str]], words: Callable[[Any], tuple[str, str]],
-                 below: Callable[[View], Sequence[Any]] = lambda view: ()) -> None:
-        self.name, self.controls, self._below = name, dict(controls), below
+                 below: Callable[[View], Sequence[Any]] = lambda view: (),
+                 ahead: Callable[[], Iterable[Any]] = tuple) -> None:
+        self.name, self.controls, self._below, self._ahead = name, dict(controls), below, ahead
         self._compute, self._draw, self._rows, self._command, self._words = compute, draw, rows, command, words
         self.values = {name: control.value for name, control in controls.items()}
         self._dark, self._turn = False, threading.RLock()
@@ -127,19 +131,19 @@ class View:
 
     def refresh(self) -> None:
         """Compute and draw again, with the same values; the browser draws a figure while the next one is made."""
-        data, figures, live = self._compute(**self.values), [], "widget" in self.__dict__
-        with theme.bare():
+        with self._turn:
+            data, figures, live = self._compute(**self.values), [], "widget" in self.__dict__
             drawn = self._draw(data)
-            for i, figure in enumerate([drawn] if isinstance(drawn, go.Figure) else drawn):
+            for i, figure in enumerate([drawn] if hasattr(drawn, "to_json") else drawn):
                 figures.append(figure)
                 if live:
                     self._show(i, figure)
-        self.data, self.figures = data, figures
-        if live:
-            self._tell()
+            self.data, self.figures = data, figures
+            if live:
+                self._tell()
 
     @property
-    def figure(self) -> go.Figure:
+    def figure(self) -> Figure:
         """The first, or only, figure."""
         return self.figures[0]
 
@@ -163,7 +167,8 @@ class View:
 
     def html(self) -> str:
         """The pictures as a page that works without a network."""
-        parts = [go.Figure(figure).update_layout(template="moelab").to_html(include_plotlyjs=not i, full_html=False)
+        import plotly.graph_objects as go
+        parts = [go.Figure(theme.to_json(figure)).to_html(include_plotlyjs=not i, full_html=False)
                  for i, figure in enumerate(self.figures)]
         return f'<!doctype html><meta charset="utf-8"><title>{escape(self.name)}</title>\n' + "\n".join(
             [*parts, f"<p>{escape(self.words[0])}</p>"])
@@ -176,6 +181,7 @@ class View:
         else:
             caption, alt = self.words
             live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}", self.pictures)
+            threading.Thread(target=self._prepare, daemon=True).start()
 
     # ---------------------------------------------------------------------------------------------- in Jupyter
 
@@ -202,11 +208,21 @@ class View:
         self._tell()
         return box
 
+    def _prepare(self) -> None:
+        steps, begun = iter(self._ahead()), time.thread_time()
+        with suppress(Exception):                       # it is told to whoever asks for it
+            while time.thread_time() - begun < 0.1:
+                time.sleep(0.005)                       # a control that was turned is first
+                with self._turn:
+                    begun = time.thread_time()
+                    if next(steps, steps) is steps:
+                        return
+
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.chart import chart
         return [chart(self._json(figure)) for figure in self.figures]
 
-    def _json(self, figure: go.Figure) -> dict[str, Any]:
+    def _json(self, figure: Figure) -> dict[str, Any]:
         return theme.darkened(theme.to_json(figure)) if self._dark else theme.to_json(figure)
 
     def _turned(self, name: str, change: Mapping[str, Any]) -> None:
@@ -236,13 +252,14 @@ class View:
         self._dark = dark
         self.guarded(again)
 
-    def _show(self, i: int, figure: go.Figure) -> None:
+    def _show(self, i: int, figure: Figure) -> None:
         self.pictures[i].figure = self._json(figure)
 
     def _tell(self) -> None:
         caption, alt = self.words
         self._caption.value = f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
-        self._tools.shell, self._tools.python = self.commands
+        with self._tools.hold_sync():
+            self._tools.shell, self._tools.python = self.commands
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[Any]]:

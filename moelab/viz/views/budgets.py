@@ -15,8 +15,6 @@ from math import exp, log
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
-
 from moelab.cache.optimum import belady_hits, request_count
 from moelab.cache.policies import DEFAULT_POLICY, NEEDS, Belady
 from moelab.cache.pools import Pools
@@ -29,6 +27,7 @@ from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
 from moelab.table import ms
 from moelab.viz.engine_figures import budget_curve, memory_bar
+from moelab.viz.plain import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.real import button
@@ -203,7 +202,7 @@ def budgets(explorer: Explorer, share: float, policies: Sequence[str], target: f
         list(explorer.measured))
 
 
-def draw(found: Budgets) -> Iterator[go.Figure]:
+def draw(found: Budgets) -> Iterator[Figure]:
     """TPOT and hit rate by budget, the chosen one marked; the memory bar."""
     yield budget_curve(found.curves, found.optimum, {"disk or compute alone": found.limit},
                        {_size(found.memory): found.memory}, most_hits=found.ceiling, measured=found.measured,
@@ -273,6 +272,11 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
     def compute(share: float, policies: Sequence[str], model: str, machine: str, target: float) -> Budgets:
         return budgets(explorers[model, machine], share, policies, target)
     known = [name for name in names("cache") if name not in NEEDS]
+
+    def ahead() -> Iterator[Point]:
+        for policy in dict.fromkeys([*policies, BELADY, *known]):
+            for one in explorers.values():
+                yield from (one.play(policy, memory) for memory in one.grid())
     controls = {
         "share": slider("memory for experts (% of all)", share, 1.0, 100.0, log=True),
         "policies": several("cache policies", policies, known),
@@ -280,7 +284,8 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
         "machine": menu("machine", device or machines[0], machines),
         "target": slider("wanted (tokens/s)", target, min(target, 1.0) / 10, max(target, 10.0) * 10, log=True)}
     return View("budget", controls, compute, draw, rows, command("budget", found[first]), words,
-                lambda view: button(view, lambda: explorers[view.values["model"], view.values["machine"]], options))
+                lambda view: button(view, lambda: explorers[view.values["model"], view.values["machine"]], options),
+                ahead)
 
 
 def _explorer(found: Recorded, machine: str) -> Explorer | None:

@@ -12,11 +12,10 @@ from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
-
 from moelab.registry import require
 from moelab.table import format_value
 from moelab.viz import theme
+from moelab.viz.plain import Figure
 from moelab.viz.views.base import View
 
 
@@ -24,7 +23,7 @@ class Detail(NamedTuple):
     """What is told of one thing: HTML, and a figure or None."""
 
     html: str
-    figure: go.Figure | None = None
+    figure: Figure | None = None
 
 
 class Detailed(View):

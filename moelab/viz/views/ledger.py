@@ -11,12 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-
 from moelab import claims as ledger
 from moelab.comparison import saved_runs
 from moelab.files import read_json
 from moelab.viz.figures import EDGE, finish, point_look
+from moelab.viz.plain import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
@@ -51,10 +50,10 @@ def name_of(row: ledger.Row) -> str:
     return f"{row.claim.source}/{row.claim.id}"
 
 
-def draw(rows: Sequence[ledger.Row]) -> go.Figure:
+def draw(rows: Sequence[ledger.Row]) -> Figure:
     """Ours over the source's, a row a claim that is a number, in colour and shape of its verdict."""
     there = [row for row in rows if row.distance]
-    figure = go.Figure()
+    figure = Figure()
     for i, verdict in enumerate(ledger.VERDICTS):
         if own := [row for row in there if row.verdict == verdict]:
             figure.add_scatter(
@@ -80,7 +79,7 @@ def tell(row: ledger.Row, results: str | Path | None = None) -> Detail:
         return Detail(html_rows([row.claim.title, ""], rows))
     kept = read_json(path)
     return Detail(html_rows([row.claim.title, ""], rows) + f"<em>{escape(kept['caption'])}</em>",
-                  go.Figure(kept["figure"]))
+                  Figure(kept["figure"]["data"], kept["figure"]["layout"]))
 
 
 def claims(source: str = "", verdict: str = "", results: str | Path | None = None) -> Detailed:

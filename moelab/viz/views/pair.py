@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from moelab.comparison import HEAD, Comparison, Metric, are_numbers, compare, find_run, saved_runs
 from moelab.files import results_root
 from moelab.viz.figures import EDGE, finish, interval, point_look
+from moelab.viz.plain import Figure, merged
+from moelab.viz.theme import BLUE, VERMILLION
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 METRICS = "all metrics: B ÷ A"
 #: traces of which two can be laid over each other
 OVERLAID = {"scatter", "scattergl", "bar"}
+CHANGE = [[0, BLUE], [0.5, "white"], [1, VERMILLION]]
 
 
 def everyone(results: str | Path | None = None) -> dict[str, Path]:
@@ -35,14 +37,15 @@ def everyone(results: str | Path | None = None) -> dict[str, Path]:
     return {f"{run.parent.name} {run.name}": run for run in sorted(runs, key=lambda run: run.name, reverse=True)}
 
 
-def draw(found: Comparison, of: str = METRICS) -> go.Figure:
+def draw(found: Comparison, of: str = METRICS) -> Figure:
     """Every metric's ratio with its spread, or a figure that both runs have."""
     if of != METRICS:
-        return overlaid(*(go.Figure(kept["figure"]) for kept in found.figures[of]), found.names)
+        return overlaid(*(Figure(kept["figure"]["data"], kept["figure"]["layout"]) for kept in found.figures[of]),
+                        found.names)
     there = [m for m in found.metrics if are_numbers(*m.values) and min(m.values) > 0
              and all(spread is None or spread[0] > 0 for spread in m.spreads)]
     value, low, high = np.array([_ratio(m) for m in there], float).reshape(-1, 3).T
-    figure = go.Figure()
+    figure = Figure()
     for i, kind in enumerate(dict.fromkeys(m.kind for m in there)):
         own = [n for n, m in enumerate(there) if m.kind == kind]
         figure.add_scatter(x=value[own], y=[there[n].name for n in own], mode="markers", name=kind,
@@ -63,27 +66,25 @@ def _ratio(metric: Metric) -> tuple[float, float, float]:
     return b / a, of_b[0] / of_a[1], of_b[1] / of_a[0]
 
 
-def overlaid(a: go.Figure, b: go.Figure, names: tuple[str, str]) -> go.Figure:
+def overlaid(a: Figure, b: Figure, names: tuple[str, str]) -> Figure:
     """B over A: lines and bars pale, heatmaps as their difference; what is neither, A alone, and it says so."""
-    kinds = [{trace.type for trace in figure.data} for figure in (a, b)]
-    figure = go.Figure(a)
+    kinds = [{trace.get("type", "scatter") for trace in figure.traces} for figure in (a, b)]
     if kinds[0] | kinds[1] <= OVERLAID:
-        for trace in figure.data:
-            trace.update(name=f"A {trace.name or ''}".rstrip(), legendgroup=f"A {trace.name}")
-        for trace in b.data:
-            figure.add_trace(go.Figure(trace).data[0].update(name=f"B {trace.name or ''}".rstrip(), opacity=0.45,
-                                                             legendgroup=f"B {trace.name}"))
-        return figure.update_layout(showlegend=True)
-    same = kinds[0] == kinds[1] == {"heatmap"} and [numbers(t.z).shape for t in a.data] == [
-        numbers(t.z).shape for t in b.data]
-    if same:
-        for trace, other in zip(figure.data, b.data):
-            change = numbers(other.z) - numbers(trace.z)
-            widest = max(np.nanmax(np.abs(change), initial=0), 1e-12)
-            trace.update(z=change, zmin=-widest, zmax=widest, colorscale="RdBu", colorbar_title_text="B − A")
-        return figure
-    return figure.add_annotation(text=f"A alone, {names[0]}: B's cannot be laid over it", xref="paper", yref="paper",
-                                 x=0, y=1.08, showarrow=False)
+        named = [(trace | look, f"{which} {trace.get('name') or ''}".rstrip()) for which, figure, look in (
+            ("A", a, {}), ("B", b, {"opacity": 0.45})) for trace in figure.traces]
+        return Figure([trace | {"name": name, "legendgroup": name} for trace, name in named],
+                      a.frame).update_layout(showlegend=True)
+    if kinds[0] == kinds[1] == {"heatmap"}:
+        z = [[numbers(trace["z"]) for trace in figure.traces] for figure in (a, b)]
+        if [of.shape for of in z[0]] == [of.shape for of in z[1]]:
+            changes = [after - before for before, after in zip(*z)]
+            widest = [max(np.nanmax(np.abs(change), initial=0), 1e-12) for change in changes]
+            return Figure([merged(trace, {"z": change, "zmin": -most, "zmax": most, "colorscale": CHANGE,
+                                          "colorbar_title_text": "B − A"})
+                           for trace, change, most in zip(a.traces, changes, widest)], a.frame)
+    return Figure(a.traces, a.frame).add_annotation(
+        text=f"A alone, {names[0]}: B's cannot be laid over it", xref="paper", yref="paper", x=0, y=1.08,
+        showarrow=False)
 
 
 def numbers(array: Any) -> np.ndarray:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from moelab.offloading.metrics import Forward
 from moelab.specs import Event, State
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, finish, hover, panels, pattern, whole_steps
+from moelab.viz.plain import Figure
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import TOKENS, Recorded, recorded
@@ -105,10 +105,10 @@ def read_ahead(events: Sequence[Event], forwards: Sequence[Forward]) -> dict[int
     return found
 
 
-def draw(found: Scrub, token: int) -> list[go.Figure]:
+def draw(found: Scrub, token: int) -> list[Figure]:
     """The grid at one pass, and the counts of all: what readers see where nothing can be played."""
     states, n = found.states[token], list(range(len(found.words)))
-    grid = go.Figure()
+    grid = Figure()
     for place, (what, colour, symbol) in enumerate(STATES.values()):
         layers, experts = np.nonzero(states == place)
         if symbol:
@@ -153,7 +153,7 @@ class Scrubber(View):
         from moelab.viz.views.player import player
         return [player(content(self.data[0]), self.values["token"], lambda token: self.values.update(token=token))]
 
-    def _show(self, i: int, figure: go.Figure) -> None:
+    def _show(self, i: int, figure: Figure) -> None:
         self.pictures[0].token = self.values["token"]
 
     def html(self) -> str:

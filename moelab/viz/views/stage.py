@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-import plotly.graph_objects as go
-
 from moelab.offloading.metrics import Forward
 from moelab.offloading.simulator import Simulation, flat, machine_of, simulate
 from moelab.progress import progress
@@ -26,6 +24,7 @@ from moelab.table import ms
 from moelab.viz import theme
 from moelab.viz.engine_figures import gantt
 from moelab.viz.figures import EDGE, add_points, finish, hover, panels, pattern
+from moelab.viz.plain import Figure
 from moelab.viz.speculation_figures import kind_of
 from moelab.viz.views.base import View, menu, slider
 from moelab.viz.views.command import command
@@ -166,13 +165,13 @@ def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
                            kind=kind_of(event, inside)) for event in inside]
 
 
-def draw(found: Scene) -> Iterator[go.Figure]:
+def draw(found: Scene) -> Iterator[Figure]:
     """The timelines of the chosen token; stalls by token, and the loss beside the time."""
     yield gantt(found.runs, "experts", "simulated")
     yield strip(found)
 
 
-def strip(found: Scene) -> go.Figure:
+def strip(found: Scene) -> Figure:
     """Every token's time, its stall and the rest; and each way's change of the loss beside its TPOT."""
     figure, (left, right) = panels(["", ""], column_widths=[0.62, 0.38], horizontal_spacing=0.2)
     n = list(range(len(found.took)))

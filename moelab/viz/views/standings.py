@@ -8,12 +8,11 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-import plotly.graph_objects as go
-
 from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, bar_look, finish, hover
+from moelab.viz.plain import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
@@ -24,9 +23,9 @@ LISTED = 20
 SHARES = (25, 50, 75)
 
 
-def draw(contest: Contest) -> go.Figure:
+def draw(contest: Contest) -> Figure:
     """What each reached of the ceiling, best on top, a bar a trace; the own one's name is bold."""
-    figure, order = go.Figure(), contest.standings[::-1]
+    figure, order = Figure(), contest.standings[::-1]
     names = [f"<b>{escape(of.name)}</b>" if of.own else of.name for of in order]
     for i, trace in enumerate(contest.ceiling):
         reached = [100 * contest.share(of, trace) for of in order]

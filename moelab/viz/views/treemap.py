@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from moelab.calibration import Calibration
 from moelab.files import atomic, cache_root
@@ -26,8 +25,9 @@ from moelab.registry import names
 from moelab.store import survey
 from moelab.table import format_value
 from moelab.viz.figures import finish
+from moelab.viz.plain import Figure
 from moelab.viz.store_figures import microscope
-from moelab.viz.theme import SEQUENTIAL
+from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
@@ -89,21 +89,21 @@ def _middle(values: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return low, high
 
 
-def draw(tree: Sequence[Node], colour: str) -> go.Figure:
+def draw(tree: Sequence[Node], colour: str) -> Figure:
     """Rectangles as large as their bytes; two levels at a time, a click goes deeper."""
     there = sorted((node.value, node.bytes) for node in tree if node.value is not None and node.part is not None)
     low, high = _middle(there) if there else (0.0, 1.0)
-    figure = go.Figure(go.Treemap(
+    figure = Figure().add_treemap(
         ids=[node.name for node in tree], parents=[node.parent for node in tree], labels=[node.label for node in tree],
         values=[node.bytes for node in tree], branchvalues="total", maxdepth=3, customdata=[node.name for node in tree],
         text=[f"{node.bytes / 1e6:,.2f} MB" + ("" if node.value is None else f", {node.value:.4g}") for node in tree],
         marker={"colors": [float("nan") if node.value is None else node.value for node in tree],
-                "colorscale": list(SEQUENTIAL), "cmin": low, "cmax": high, "showscale": bool(there),
+                "colorscale": SCALE, "cmin": low, "cmax": high, "showscale": bool(there),
                 "line": {"width": 1},
                 "colorbar": {"thickness": 20, "tickfont": {"size": 11}, "title": {
                     "text": SCALES.get(colour, "relative error"), "side": "right", "font": {"size": 13}}}},
         hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"},
-        textinfo="label"))
+        textinfo="label")
     # a margin that no tick widens, or every rectangle would be drawn anew with another colour
     return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False})
 
