@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 
 def options(place, **more):
     rng = random.Random(0)
-    return {"model": str(place / "model"), "tokens": [rng.randrange(96) for _ in range(sum(PROMPTS) + DECODE)],
+    return {"model": str(place / "model"), "tokens": [[rng.randrange(96) for _ in range(sum(PROMPTS) + DECODE)]],
             "prompts": PROMPTS, "store": str(place / "huffman"), "budget": 0.5, "experts": str(place / "experts.bin"),
             "slots": 8} | more
 
@@ -57,7 +57,7 @@ def test_eager_is_what_transformers_computes(place, eager):
     import torch
     import transformers
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
-    tokens, best = options(place)["tokens"], []
+    (tokens,), best = options(place)["tokens"], []
     for begin, end in [(0, 5), *((5, 14 + i) for i in range(DECODE + 1))]:
         with torch.no_grad():
             best.append(model(torch.tensor([tokens[begin:end]])).logits[0, -1])
@@ -72,7 +72,7 @@ def test_eager_is_what_transformers_computes(place, eager):
 def test_engines_agree_with_eager_bit_for_bit(place, eager, name, more):
     report = peers.run(name, options(place, **more))
     assert report["digest"] == eager["digest"] and report["best"] == eager["best"]
-    assert report["digest"] != peers.run("mapped", options(place, tokens=[1] * 17))["digest"]
+    assert report["digest"] != peers.run("mapped", options(place, tokens=[[1] * 17]))["digest"]
     if name != "mapped":
         assert 0 <= report["decode_hit_rate"] <= 1
 
