@@ -6,13 +6,19 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from html import escape
 from typing import Any
 
 EVERY = 10.0        # seconds between two lines
+DRAWN = 0.2         # and between two pictures of a notebook's bar
 
 
 class _Lines:
     """The part of tqdm's interface that is used here, as plain lines; work that is shorter needs none."""
+
+    @property
+    def every(self) -> float:
+        return EVERY
 
     def __init__(self, total: float | None, desc: str, unit: str, initial: float) -> None:
         self.total, self.desc, self.unit = total, desc, unit
@@ -22,7 +28,7 @@ class _Lines:
 
     def update(self, n: float = 1) -> None:
         self.n += n
-        if time.monotonic() - self._printed >= EVERY:
+        if time.monotonic() - self._printed >= self.every:
             self._print()
 
     def set_postfix_str(self, text: str) -> None:
@@ -33,12 +39,36 @@ class _Lines:
             self._print()
 
     def _print(self) -> None:
+        print(self._line(), file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
         self._printed = time.monotonic()
         rate = (self.n - self._first) / max(self._printed - self._start, 1e-9)
         parts = [f"{self.desc}: {self.n:,.0f}" + (f" of {self.total:,.0f}" if self.total else "") + f" {self.unit}",
                  f"{max(self.total - self.n, 0) / rate:,.0f} s left" if self.total and rate else "",
                  f"{rate:,.1f} {self.unit}/s", self._note]
-        print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
+        return ", ".join(filter(None, parts))
+
+
+class _Element(_Lines):
+    """In a notebook: an HTML element. Not a widget, as tqdm has: one closed before it is drawn is an error there."""
+
+    every = DRAWN
+
+    def __init__(self, *args: Any) -> None:
+        from IPython.display import display
+        super().__init__(*args)
+        self._handle = display(self._drawn(), raw=True, display_id=True)
+
+    def _drawn(self) -> dict[str, str]:
+        part = f" value={self.n} max={self.total}" if self.total else ""
+        return {"text/html": f"<progress{part}></progress> {escape(self._line())}", "text/plain": ""}
+
+    def _print(self) -> None:
+        self._handle.update(self._drawn(), raw=True)
+
+    def close(self) -> None:
+        self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
 
 
 class progress:
@@ -58,8 +88,10 @@ class progress:
         in_notebook = hasattr(ipython.get_ipython() if ipython else None, "kernel")
         if os.environ.get("MOELAB_HEADLESS") or not (sys.stderr.isatty() or in_notebook):
             self.bar: Any = _Lines(total, desc, unit, initial)
+        elif in_notebook:
+            self.bar = _Element(total, desc, unit, initial)
         else:
-            from tqdm.auto import tqdm
+            from tqdm import tqdm
             self.bar = tqdm(total=total, desc=desc, unit=unit, initial=initial, unit_scale=unit == "B",
                             dynamic_ncols=True, leave=False)
         self.note, self.update = self.bar.set_postfix_str, self.bar.update

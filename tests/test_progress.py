@@ -2,6 +2,9 @@
 
 import io
 import sys
+from types import SimpleNamespace
+
+import pytest
 
 from moelab import progress as module
 from moelab.progress import progress
@@ -28,3 +31,18 @@ def test_elsewhere_short_work_says_nothing_and_long_work_a_line(monkeypatch, cap
     monkeypatch.setattr(module, "EVERY", 0.0)
     list(progress(range(2), "reading", unit="layer"))
     assert "reading: 1 of 2 layer" in capsys.readouterr().err
+
+
+def test_in_a_notebook_it_is_an_element_that_is_emptied_and_no_widget(monkeypatch):
+    IPython = pytest.importorskip("IPython")
+    shown = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
+    monkeypatch.delenv("MOELAB_HEADLESS", raising=False)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr(IPython.display, "display", lambda data, raw, display_id: shown.append(data) or handle)
+    monkeypatch.setattr(module._Element, "every", 0.0)
+    list(progress([1, 2], "reading <b>", unit="layer"))
+    assert all({*data} == {"text/html", "text/plain"} for data in shown)
+    first, second, third, last = (data["text/html"] for data in shown)
+    assert "value=0 max=2" in first and "value=1 max=2" in second and "value=2 max=2" in third and last == ""
+    assert "reading &lt;b&gt;: 1 of 2 layer" in second

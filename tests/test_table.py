@@ -17,3 +17,8 @@ def test_a_table_has_the_columns_of_all_rows():
     (slug("tiers, literal B/E"), "tiers_literal_B_E"), (slug("one capacity, 1.25"), "one_capacity_1_25")])
 def test_short_numbers_and_names(text, wanted):
     assert text == wanted
+
+
+def test_no_line_breaks_between_a_number_and_its_unit():
+    told = markdown_table(["GB", "rate"], [["58 × 256", "17.9 %"], ["9 Women", "2 GB/s or 3 ms"]])
+    assert told.replace("\u00a0", "_").splitlines()[2:] == ["| 58_× 256 | 17.9_% |", "| 9 Women | 2_GB/s or 3_ms |"]

@@ -80,14 +80,15 @@ class Answer:
 
 
 class Prefetcher:
-    """A model that keeps x chosen experts of each layer, 1 to E; a context manager. source : as of `open_model`."""
+    """A model that keeps x chosen experts of each layer, 1 to E (0: K); a context manager. source : as of `open_model`.
+    """
 
     def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
         store = source
         if not isinstance(store, ExpertStore):
             found = examine(source)
             store = found.checkpoint.store or CheckpointStore(found, found.dtype("auto"))
-        self.spec, self.x, self.policy = store.spec, x, Chosen()
+        self.spec, self.x, self.policy = store.spec, (x := x or store.spec.K), Chosen()
         if not 1 <= x <= self.spec.E:
             raise ValueError(f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched")
         sizes, staging = Sizes.of(store), self.spec.K + 2
@@ -159,17 +160,31 @@ def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Ca
     return dict(zip(WAYS, (lambda counts: most_used(counts, x), lambda _: same, lambda _: others)))
 
 
-def measure(model: Any, opened_from: ExpertStore | str | Path | None = None, x: int = 0, n: int = 8, steps: int = 16,
-            calibrated: int = 48, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
-    """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`; `model` calibrates, on so many
-    prompts of each train split; x : 0 for K."""
-    how = {"tokens": 256, "seed": seed, "count": token_count(model.tokenizer)}
-    history = {source: record(model, prompts(source, calibrated, split="train", **how), batch_size=16).counts().numpy()
-               for source in SOURCES}
+def popularity(model: Any, calibrated: int = 48, seed: int = 0) -> dict[str, np.ndarray]:
+    """Source → counts [L, E] of so many prompts of its train split."""
+    how = asked_by(model.tokenizer, seed)
+    return {source: record(model, prompts(source, calibrated, split="train", **how), batch_size=16).counts().numpy()
+            for source in SOURCES}
+
+
+def asked_by(tokenizer: Any, seed: int) -> dict[str, Any]:
+    """How prompts of any source are drawn."""
+    return {"tokens": 256, "seed": seed, "count": token_count(tokenizer)}
+
+
+def measure(history: Mapping[str, np.ndarray], opened_from: ExpertStore | str | Path | None = None, x: int = 0,
+            n: int = 8, steps: int = 16, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
+    """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`.
+
+    history : what calibrates, of `popularity`; close its model first, or its memory is taken beside this one's.
+    opened_from : as of `open_model`.   x : experts prefetched a layer; 0 for K.
+    """
     found = {}
-    with Prefetcher(opened_from, x or model.spec.K) as prefetcher:
+    with Prefetcher(opened_from, x) as prefetcher:
+        tokenizer = prefetcher.model.tokenizer
         for source in SOURCES:
-            asked = [model.tokenizer(p.text)["input_ids"] for p in prompts(source, n, split="test", **how)]
+            asked = [tokenizer(p.text)["input_ids"]
+                     for p in prompts(source, n, split="test", **asked_by(tokenizer, seed))]
             choose = ways(history, source, prefetcher.x)
             found[source] = [prefetcher.answers(ids, steps, choose)
                              for ids in progress(asked, f"prefetching for {source}", unit="prompt")]
@@ -203,7 +218,7 @@ def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[
 
 
 def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> dict[str, dict[str, Any]]:
-    found = measure(open_model(), None, x, prompts_each, steps, seed=seed)
+    found = measure(popularity(open_model(), seed=seed), None, x, prompts_each, steps, seed)
     ends = ("", ", low", ", high")
     return {f"{source}: utilisation of prefetched experts (exact counts)": {
         way: {what + end: value for what, triple in row.items() for end, value in zip(ends, triple)}

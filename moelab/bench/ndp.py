@@ -6,6 +6,7 @@ routing; `moelab.ndp.readings` tries every combination.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -195,6 +196,8 @@ def tensor_parallel_error(source: Any, ids: Sequence[int], units: Sequence[int] 
         for N in units:
             plug(whole, executor=NDPTensorParallel(N))
             found[N] = float((whole(input_ids=ids).logits - expected).abs().max() / expected.abs().max())
+    del whole
+    gc.collect()        # a model and what is plugged into it refer to each other
     return found
 
 

@@ -33,11 +33,11 @@ def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float
     ours, paper = {**ours, "entropy bound": bound}, dict(paper or {})
     figure = Figure()
     figure.add_scatter(x=[100 * value for value in ours.values()], y=list(ours), mode="markers+text", name="here",
-                       text=[f"{100 * value:.2f} %" for value in ours.values()], textposition="middle right",
+                       text=[f"  {100 * value:.2f} %" for value in ours.values()], textposition="middle right",
                        marker={"symbol": "circle", "size": 11, "color": theme.BLUE})
     if paper:
         figure.add_scatter(x=[100 * value for value in paper.values()], y=list(paper), mode="markers+text",
-                           name="the paper, on its models", text=[f"{100 * value:g} %" for value in paper.values()],
+                           name="the paper, on its models", text=[f"{100 * value:g} %  " for value in paper.values()],
                            textposition="middle left", textfont={"color": GREY},
                            marker={"symbol": "diamond-open", "size": 11, "color": GREY, "line": {"width": 2}})
     figure.add_vline(x=100 * bound, line=DASHED, layer="below")

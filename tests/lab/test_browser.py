@@ -370,6 +370,7 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     if not STRESS and name != "00_start.ipynb":
         pytest.skip("make stress runs all of them")
     folder, git = clone
+    shutil.copytree(CHECKOUT / "results" / "baseline", results / "baseline")    # the ledger shows what was found
     path = folder / "notebooks" / name
     run_all(page, lab(path, package=folder))
     page.wait_for_function("() => window.finished", timeout=900_000)
@@ -403,4 +404,8 @@ def photograph(page, folder):
             page.set_viewport_size({"width": width, "height": 1800})
             page.wait_for_timeout(2000)
             for i, cell in enumerate(page.locator(".jp-Cell:has(.jp-OutputArea-child)").all()):
+                high = max(1800, int(cell.bounding_box()["height"]) + 400)
+                if page.viewport_size["height"] != high:        # else what is out of sight is not drawn
+                    page.set_viewport_size({"width": width, "height": high})
+                    page.wait_for_timeout(500)
                 cell.screenshot(path=folder / f"{i:02d} {width} {theme}.png")

@@ -156,7 +156,7 @@ def test_of_ndp():
                         {name: np.full([1] * len(CHOICES), 2.0) for name in found})
     rows = shown(ndp_tables.published(found, combined), len(FIT) + len(JUDGED))
     told = row(rows, "published figure", "Qwen3 decode")
-    assert (told["no simulator"], told["it agrees"], told["all that fit"]) == ("2.45", "**no**", "nan to nan")
+    assert (told["no simulator"], told["it agrees"], told["all that fit"]) == ("2.45", "**no**", "–")
     rows = shown(ndp_tables.misses(found, {"Qwen3 prefill": "Seen."}, "unknown"), len(FIT) + len(JUDGED))
     told = row(rows, "miss", CLAIMS["Qwen3 prefill"].text)
     assert told["likely reason"].endswith("Seen.") and rows[0]["likely reason"] == "unknown"

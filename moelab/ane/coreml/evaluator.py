@@ -98,7 +98,6 @@ class Evaluator:
             if op.type not in OPS:
                 raise ValueError(f"{self.path}: the operation {op.type!r} ({op.name}) is not evaluated; it takes a "
                                  f"line in OPS of moelab/ane/coreml/evaluator.py")
-        self._constants = {name: self._constant(op) for name, op in self.function.constants.items()}
         self._alarms: dict[tuple[str, str], Alarm] = {}
 
     @property
@@ -109,9 +108,12 @@ class Evaluator:
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Inputs by name → outputs by name, in fp64 or, rounded to fp16, in fp32."""
-        values = dict(self._constants) | self._inputs(inputs)
+        values, constants = self._inputs(inputs), self.function.constants
+
+        def found(name: str) -> Any:        # weights are widened for one operation: all would be four times the file
+            return self._constant(constants[name]) if name in constants else values.get(name)
         for op in self._steps:
-            given = {parameter: [values[n] for n in names] if isinstance(names, tuple) else values.get(names)
+            given = {parameter: list(map(found, names)) if isinstance(names, tuple) else found(names)
                      for parameter, names in op.inputs.items()}
             try:
                 made = OPS[op.type](**given)
@@ -121,7 +123,7 @@ class Evaluator:
                 self._look(given["x"].abs().sum(given["axes"].tolist()), op.name, op.type, FP16_MAX, "sum")
             for value, tensor in zip(op.outputs, made if isinstance(made, list) else [made], strict=True):
                 values[value.name] = self._declared(tensor, value, op.type, op.name)
-        return {name: values[name] for name in self.function.outputs}
+        return {name: found(name) for name in self.function.outputs}
 
     def _declared(self, tensor: Tensor, value: Value, kind: str, name: str) -> Tensor:
         """What the operation `name` made, as the file declares it."""

@@ -263,7 +263,7 @@ def systems(run: Run, studies: dict[str, comparison.Study], device: DeviceModel)
                                  ("cpu cycles", "CPU cycles", "16")):
         reach = "; ".join(f"{SYSTEMS[s].title} {span(*comparison.baselines(phi, metric, (s,)))}" for s in RIVALS)
         run.figure(f"systems_{metric.replace(' ', '_')}",
-                   figures.systems(phi, metric, f"{name} over NPUMoE's (modelled)"),
+                   figures.systems(phi, metric, f"{name} over NPUMoE's"),
                    caption=f"{name} of each system over NPUMoE's, PhiMoE on an M2 Ultra ({error}; popularity "
                            f"assumed). Open diamonds: Fig. {source} (paper; joined where it gives a range of all "
                            "systems).",

@@ -72,7 +72,7 @@ def published(found: Mapping[str, Spread], combined: Readings) -> list[Row]:
     return [{"published figure": name, "where": CLAIMS[name].where, "paper": CLAIMS[name].said}
             | {head: f"{value:.3f}" for head, value in zip(("ours, mean", "least", "most"), found[name])}
             | {"used to": half, "agrees": "yes" if CLAIMS[name].agrees(found[name][0]) else "**no**",
-               "all that fit": "{:.2f} to {:.2f}".format(*combined.band(name)),
+               "all that fit": "{:.2f} to {:.2f}".format(*combined.band(name)).replace("nan to nan", "–"),
                "no simulator": f"{null[name]:.2f}" if name in null else "",
                "it agrees": "" if name not in null else "yes" if CLAIMS[name].predicted else "**no**"}
             for half, names in HALVES.items() for name in names]
@@ -99,8 +99,8 @@ def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -
 
 
 def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> list[Row]:
-    """What each changed assumption does to those figures."""
-    return [{"changed": what} | {name: f"{row[name]:.2f}" for name in names}
+    """What each changed assumption does to those figures; a head may break after a +, or the table would not fit."""
+    return [{"changed": what} | {name.replace("+", "+\u200b"): f"{row[name]:.2f}" for name in names}
             | {"error, all these": f"{error(row, names):.3f}"} for what, row in table.items()]
 
 

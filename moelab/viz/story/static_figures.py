@@ -92,7 +92,7 @@ def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
     limits : {panel: {what limits: seconds}}, lines that no executor can be left of.
     """
     names = list(dict.fromkeys(name for of in found.values() for name in of))
-    figure, places = panels(found, shared_yaxes=True, horizontal_spacing=0.04)
+    figure, places = panels(found, shared_yaxes=True, horizontal_spacing=0.08)
     for at, (panel, of) in zip(places, found.items()):
         add_ranges(figure, {name: quantiles(samples) for name, samples in of.items()}, panel, "%{y}: %{x:.2f} ms", **at)
         for i, (name, seconds) in enumerate(limits.get(panel, {}).items()):
