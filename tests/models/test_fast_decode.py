@@ -14,7 +14,7 @@ from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
-from moelab.kernels import layer, products  # noqa: E402
+from moelab.kernels import layers, products  # noqa: E402
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
 
@@ -37,8 +37,8 @@ def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_
 
 def test_a_layer_is_one_call_unless_something_lies_on_its_parts(tmp_path, monkeypatch):
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
-    calls, run, ids = [], layer.to_experts, torch.arange(3, 9)[None]
-    monkeypatch.setattr(layer, "to_experts", lambda *args: calls.append(args) or run(*args))
+    calls, run, ids = [], layers.to_experts, torch.arange(3, 9)[None]
+    monkeypatch.setattr(layers, "to_experts", lambda *args: calls.append(args) or run(*args))
 
     def step(count):
         calls.clear()

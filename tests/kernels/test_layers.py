@@ -9,7 +9,7 @@ from moelab.specs import State
 from tests.models import tiny
 
 pytest.importorskip("numba")
-from moelab.kernels import token  # noqa: E402
+from moelab.kernels import layers as stretches  # noqa: E402
 
 PROMPT, STEPS = torch.arange(3, 9)[None], 12
 NAMES = ("olmoe", "mixtral")
@@ -18,8 +18,8 @@ NAMES = ("olmoe", "mixtral")
 @pytest.fixture
 def calls(monkeypatch):
     """How many layers each call has computed."""
-    done, run = [], token._token
-    monkeypatch.setattr(token, "_token", lambda *args: done.append(run(*args)) or done[-1])
+    done, run = [], stretches._stretch
+    monkeypatch.setattr(stretches, "_stretch", lambda *args: done.append(run(*args)) or done[-1])
     return done
 
 
