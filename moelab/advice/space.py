@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ from moelab.cache.cross_token import CrossToken
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
+from moelab.intervals import typical
 from moelab.offloading.limits import MachineRates
 from moelab.offloading.planner import best_pools, drawn
 from moelab.offloading.prefetch_gate import PrefetchGate
@@ -111,14 +111,6 @@ def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
         steps.append([(layer, dict(sorted(count.items()))) for layer, count in enumerate(counts)])
         forwards.append((batch * n, phase))
     return Scene(steps, forwards, predicted(steps, shares.shape[1]), shares, batch)
-
-
-def typical(seconds: Iterable[float]) -> float:
-    """What a token takes, simulated or measured: the mean of the middle half of them. A mean would count what disturbed
-    the machine; a median falls by chance on a token that waits for a read or on one that waits for none."""
-    ordered = sorted(seconds)
-    quarter = len(ordered) // 4
-    return fmean(ordered[quarter:len(ordered) - quarter])
 
 
 def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:

@@ -25,6 +25,7 @@ from moelab.bench.cache_planning import POLICY, Bench, tpot
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import Interval, ratio
+from moelab.offloading.observed import observed
 from moelab.offloading.simulator import flat, simulate
 
 STATES = "FCSE"
@@ -33,7 +34,8 @@ WITHIN = 1.3
 
 class Warm(NamedTuple):
     """One budget. By "plan", "auto" and the single states, which may have the same pools: pools; mean seconds of a
-    decode step of each prompt [P], measured; the mean of all, simulated."""
+    decode step of each prompt [P], measured; the mean of all, simulated: experts' parts as profiled, what the engine
+    takes besides as it was while its caches filled."""
 
     pools: dict[str, Pools]
     took: dict[str, np.ndarray]
@@ -74,26 +76,27 @@ def stationary(bench: Bench, share: float, before: int, tokens: int) -> Warm:
     took: dict[Pools, list[float]] = {of: [] for of in pools.values()}
     with ExitStack() as stack:
         models = {of: stack.enter_context(bench.open(of)) for of in took}
-        steps = []
+        filled = []
         for model in models.values():
             session, reader = model.moelab, model.moelab.engine.pipeline.reader
             session.reset()
             reader.bandwidth = None
             bench.text(model, fill, max(2, before // len(fill)))
             reader.bandwidth = bench.disk
-            steps.append(session.steps)
+            filled.append((session.steps, observed(session.run)))
             session.reset()
         for i, of in measure.turns(list(models), len(timed), f"{share:.0%} of the memory", "prompt"):
             bench.text(models[of], timed[i], tokens)
             took[of].append(float(np.mean([x.end - x.start for x in models[of].moelab.forwards[1 - tokens:]])))
         played = {}
-        for filled, (of, model) in zip(steps, models.items()):
+        for (asked, engine), (of, model) in zip(filled, models.items()):
             session, residency = model.moelab, Residency(bench.L, bench.E, of, POLICY)
-            assert filled == steps[0] and session.steps == next(iter(models.values())).moelab.steps, "other tokens"
-            for step in flat(filled):
+            assert asked == filled[0][0] and session.steps == next(iter(models.values())).moelab.steps, "other tokens"
+            for step in flat(asked):
                 residency.begin(*step)
-            played[of] = simulate(session.steps, session.forwards, residency, bench.delays, workers=bench.workers,
-                                  staging=bench.staging, other=bench.other, head=bench.head, quiet=True)
+            played[of] = simulate(session.steps, session.forwards, residency, engine.around(bench.delays),
+                                  workers=bench.workers, staging=bench.staging, other=engine.other, head=engine.head,
+                                  quiet=True)
             assert session.run.counters == played[of].counters, "other hits or evictions"
     return Warm(pools, {name: np.array(took[of]) for name, of in pools.items()},
                 {name: tpot(played[of]) for name, of in pools.items()})

@@ -12,6 +12,7 @@ after, nothing is prefetched across tokens.
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -139,7 +140,7 @@ class PrefetchBenchmark:
 
     def __init__(self, model: Any, ids: torch.Tensor, predictor: Callable[[], Predictor]) -> None:
         self.model, self.ids, self.predictor = model, ids, predictor
-        self.prompts, self.free = {}, None
+        self.prompts, self.free, self.gates = {}, None, defaultdict(PrefetchGate)       # every arm learns by itself
         self.ahead = model.moelab.engine.pipeline.queue.ahead
         model.moelab.engine.across.ends = lambda layer: False       # the next token is another way's
         self.begin(1)
@@ -166,6 +167,7 @@ class PrefetchBenchmark:
     def token(self, arm: str) -> Taken:
         """Decode one more token in this way."""
         engine, queue = self.model.moelab.engine, self.model.moelab.engine.pipeline.queue
+        engine.gate = self.gates[arm]
         engine.serial, queue.ahead = arm == ARMS[0], self.ahead if arm in MODES else 0
         with Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext():
             self.model.moelab.reset()
@@ -300,15 +302,16 @@ def measured(bench: PrefetchBenchmark, where: str, tokens: int, ratios: Sequence
              against: dict[str, Any], wrong: dict[str, Any]) -> None:
     """All ways and rates at one budget, with one executor."""
     bench.predictor = partial(make, "predictor", "router", bench.model)
-    engine = bench.model.moelab.engine
-    engine.pipeline.reader.bandwidth = None
+    bench.model.moelab.engine.pipeline.reader.bandwidth = None
     free = bench.turns(("on demand",), 8, f"{where}: as fast as it goes")["on demand"]
     for ratio in ratios:
-        rate, engine.gate = bench.slow_down(ratio, free), PrefetchGate()
+        rate = bench.slow_down(ratio, free)
+        bench.gates.clear()
         title = f"{where}, copying {ratio:g} × computing"
         sections[title], against[title] = compare(bench.samples(ARMS, -(-tokens // 9), title), ratio, rate)
     title = f"{where}, random predictions"
-    bench.predictor, engine.gate = partial(make, "predictor", "random", bench.model), PrefetchGate()
+    bench.predictor = partial(make, "predictor", "random", bench.model)
+    bench.gates.clear()
     bench.turns(("hint",), 30, f"{title}: learning")
     rows = {arm: row(taken) for arm, taken in bench.turns(("on demand", "hint"), tokens, title).items()}
     wrong[title] = {"hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"],

@@ -62,15 +62,16 @@ class DecodeAttention:
                      products.entry(before[0].kind), products.entry(after.kind))
         self.weights = np.concatenate([[[*found, 0, 0]], *(one.rows for one in before), after.rows])
         self.config, self.parts = module.config, Watch([*module.modules()][1:])
-        self.rooms: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()      # of caches' layers
+        self.rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()      # of caches' layers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (call := self.call(*args, **kwargs)) is None or self.parts.heard() != [] \
+        if (call := self.call(*args, **kwargs)) is None or self.parts.told() is None \
                 or (room := self.room(call[-1])) is None:
             return self.own(self.module, *args, **kwargs)
         x, y = call[0], torch.empty_like(call[0])
-        attend(self.plan, self.weights, self.token(*call[1:3]), room[-1], x.data_ptr(), x.numel(), y.data_ptr())
-        self.grow(*room)
+        layer, room = room
+        attend(self.plan, self.weights, self.token(*call[1:3]), room.where, x.data_ptr(), x.numel(), y.data_ptr())
+        room.grow(layer)
         return y, None
 
     def call(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
@@ -87,38 +88,52 @@ class DecodeAttention:
         """What `attend` takes of a token; the angles must live meanwhile."""
         return cos.data_ptr(), sin.data_ptr(), self.module.scaling, products.TEAM, torch.get_num_threads()
 
-    def room(self, cache: Any) -> tuple[Any, tuple[Tensor, Tensor], tuple[int, int, int, int]] | None:
-        """The cache's layer, memory [1, kv heads, more than S, D] in which its S keys and values lie, and for `attend`
-        where these are, S + 1 and the distance of heads; None for the cache's `update`.
-
-        transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM`
-        tokens more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
-        """
+    def room(self, cache: Any) -> tuple[Any, Room] | None:
+        """The cache's layer and its memory, with room for one token more; None for the cache's `update`."""
         module = self.module
         layers, index = () if getattr(cache, "offloading", True) else cache.layers, module.layer_idx
-        layer = layers[index] if index < len(layers) else None
-        if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4 or module.training \
-                or module.config is not self.config:
+        if index >= len(layers) or module.training or module.config is not self.config:
             return None
-        keys, values = layer.keys, layer.values
-        shape = keys.shape
-        S = shape[2]
-        if layer.is_sliding and S + 1 >= layer.sliding_window:          # from here on it forgets
-            return None
-        room, given = self.rooms.get(layer, (None, (None, None)))
-        if keys is not given[0] or values is not given[1] or S == room[0].shape[2]:
-            if keys.dtype != self.dtype or not keys.is_cpu or shape[:3] != values.shape[:3]:
+        room = self.rooms.get(layer := layers[index])
+        if room is None or not room.holds(layer):
+            if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4 \
+                    or layer.keys.dtype != self.dtype or not layer.keys.is_cpu \
+                    or layer.keys.shape[:3] != layer.values.shape[:3]:
                 return None
-            room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (keys, values))
-            room[0][:, :, :S], room[1][:, :, :S] = keys, values
-        return layer, room, (room[0].data_ptr(), room[1].data_ptr(), S + 1, room[0].stride(1))
+            self.rooms[layer] = room = Room(layer)
+        if layer.is_sliding and room.where[2] >= layer.sliding_window:          # from here on it forgets
+            return None
+        return layer, room
 
-    def grow(self, layer: Any, room: tuple[Tensor, Tensor], where: tuple[int, int, int, int]) -> None:
-        """Let the cache's layer have what is now in its room."""
+
+class Room:
+    """Memory in which the keys and values [1, kv heads, S, D] of a cache's layer grow by `ROOM` tokens.
+
+    transformers copies all of them for every token. What was given out, cropped or reordered stays what it was.
+
+    where : for `attend`: addresses of keys and values, S + 1 and the distance of heads.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.given = layer.keys, layer.values
+        *_, S, _ = layer.keys.shape
+        self.memory = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in self.given)
+        for memory, t in zip(self.memory, self.given):
+            memory[:, :, :S] = t
+        keys, values = self.memory
+        self.where, self.size = (keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)), S + ROOM
+
+    def holds(self, layer: Any) -> bool:
+        """Whether the layer has what it was given last, and one token more has room."""
+        return layer.keys is self.given[0] and layer.values is self.given[1] and self.where[2] <= self.size
+
+    def grow(self, layer: Any) -> None:
+        """Let the layer have one token more of what is in memory."""
+        (keys, values), (k, v, S, stride) = self.memory, self.where
         if layer.is_sliding:
             layer.cumulative_length += 1
-        layer.keys, layer.values = given = room[0].narrow(2, 0, where[2]), room[1].narrow(2, 0, where[2])
-        self.rooms[layer] = room, given
+        layer.keys, layer.values = self.given = keys.narrow(2, 0, S), values.narrow(2, 0, S)
+        self.where = k, v, S + 1, stride
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import time
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ class DecodeLayer:
     def __init__(self, module: nn.Module, fast: list[Any]) -> None:
         self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
         self.children = [(name, one.module) for name, one in zip(PARTS, fast)]
-        self.parts = Watch([first.module, *self.attention.module.modules(), second.module])
+        self.modules = [first.module, *self.attention.module.modules(), second.module]
+        self.parts = Watch(self.modules)
         self.shape = self.attention.plan, first.H, (first.eps, second.eps)
         self.weights = self.attention.weights.copy()
         self.weights[0, 2:] = *addresses(first.module), *addresses(second.module)
@@ -74,23 +76,24 @@ class DecodeLayer:
         if args and self in getattr(args[0], "computed", ()):
             return args[0]
         call = self.attention.call(*args, **kwargs)
-        if call is None or not self.untouched() or heard_everywhere():
+        if call is None or heard_everywhere():
             return self.own(self.module, *args, **kwargs)
         x, cos, sin, cache = call
         token = self.attention.token(cos, sin)
         if self.stretch and (y := self.stretch(x, token, cache)) is not None:
             return y
-        if (room := self.attention.room(cache)) is None:
+        if not self.untouched() or (found := self.attention.room(cache)) is None:
             return self.own(self.module, *args, **kwargs)
+        kept_by, room = found
         y, normed = torch.empty_like(x), torch.empty_like(x)
-        to_experts(self.shape, self.weights, token, room[-1], x.data_ptr(), y.data_ptr(), normed.data_ptr())
-        self.attention.grow(*room)
+        to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
+        room.grow(kept_by)
         return y + self.module._modules["mlp"](normed)
 
     def untouched(self) -> bool:
         """Whether nobody has replaced a part or its weight, or put something on it."""
         here = self.module._modules
-        return all(here[name] is part for name, part in self.children) and self.parts.heard() == []
+        return all(here[name] is part for name, part in self.children) and self.parts.told() is not None
 
 
 @torch.inference_mode()
@@ -115,9 +118,10 @@ class Stretch:
 
     def __init__(self, model: nn.Module, layers: list[DecodeLayer]) -> None:
         self.model, self.layers, layers[0].stretch = model, layers, self
-        self.modules, blocks = [*model._modules["layers"]], [layer.module._modules["mlp"] for layer in layers]
+        self.all, blocks = model._modules["layers"], [layer.module._modules["mlp"] for layer in layers]
         self.experts, gates = ([block._modules[name] for block in blocks] for name in ("experts", "gate"))
-        self.around = [Watch(around) for around in zip([one.module for one in layers], blocks, gates, self.experts)]
+        parts = [part for layer in layers for part in (layer.module, *layer.modules)]
+        self.parts = Watch([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
         self.weights, self.router = np.stack([layer.weights for layer in layers]), forward(gates[0])
         self.routers = np.array([addresses(gate)[0] for gate in gates])
 
@@ -133,29 +137,30 @@ class Stretch:
         def compute(up: Bank, down: Bank, transposed: bool) -> Computed:
             done, began = 0, 0.0
             rooms[:] = [layer.attention.room(cache) for layer in layers]
-            heard[:] = [around.heard() for around in self.around]
-            if None not in rooms and None not in heard and self.untouched():
+            if None not in rooms and (told := self.untouched()) is not None:
+                heard[:] = told
                 began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind))
                 how = ways((up.kind, None, up.R), (down.kind, None, down.R), transposed)
                 done = _stretch(layers[0].shape, routing, how, self.weights, self.routers, up.table, down.table, token,
-                                np.array([where for _, _, where in rooms]), x.data_ptr(), w.data_ptr(), ids, times,
+                                np.array([room.where for _, room in rooms]), x.data_ptr(), w.data_ptr(), ids, times,
                                 CLOCK)
             return Computed(done, ids, began + times / 1e9)
         found = run(self.experts, x.dtype, compute)
         if found is None or not found.layers:
             return None
-        for i in range(found.layers):
-            layers[i].attention.grow(*rooms[i])
-            for told in heard[i]:
-                told(torch.from_numpy(ids[i:i + 1]), w[i:i + 1])
-        x.computed = layers[:found.layers]
+        for layer, room in rooms[:found.layers]:
+            room.grow(layer)
+        each = [*zip(torch.from_numpy(ids).split(1), w.split(1))][:found.layers]
+        for i, told in heard:                                           # two modules of each layer
+            if i // 2 < len(each):
+                told(*each[i // 2])
+        x.computed = {*layers[:found.layers]}
         return x
 
-    def untouched(self) -> bool:
-        """Whether these layers are still the model's, and nobody has replaced a part of the later ones."""
-        return [*self.model._modules["layers"]._modules.values()] == self.modules \
-            and self.model.config.num_hidden_layers == len(self.modules) \
-            and all(layer.untouched() for layer in self.layers[1:])
+    def untouched(self) -> list[tuple[int, Callable[..., Any]]] | None:
+        """`Watch.told`, if these layers are still the model's."""
+        ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
+        return self.parts.told() if ours else None
 
 
 @torch.inference_mode()
@@ -189,7 +194,7 @@ def _only_experts(layer: DecodeLayer) -> bool:
     """Whether a layer's block gives its experts the router's choice of a random token, and back what they give."""
     block, x = layer.module.mlp, torch.randn(1, 1, layer.shape[1], generator=torch.Generator().manual_seed(0))
     if block._modules.keys() != {"gate", "experts"} or not isinstance(router := forward(block.gate), Router) \
-            or forward(block) or forward(block.experts) or Watch([block]).heard():
+            or forward(block) or forward(block.experts) or Watch([block]).told() is None:
         return False
     twin, told, x = copy.copy(block), _Told(), x.to(layer.attention.dtype)
     twin._modules = block._modules | {"experts": told}

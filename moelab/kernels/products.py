@@ -155,8 +155,8 @@ def _rows(kind, job):
             while r < end:
                 rows = TILE if r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
-                several = group_end - group > 2 or span(kind, 2) == 1           # else rows are read in turn
-                ahead = span(kind, rows * n) if rows == TILE and several else AHEAD
+                several, tile = group_end - group > 2 or span(kind, 2) == 1, span(kind, rows * n)   # or rows in turn
+                ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else AHEAD
                 token = group
                 while token < group_end:
                     left = group_end - token if rows > 1 else 1         # few matrices have rows beyond whole tiles

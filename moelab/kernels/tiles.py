@@ -19,14 +19,13 @@ from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
 from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
 
-
 @emitted()
 def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart, ahead):
     """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
-    x : where the addresses of the tokens' fp32 rows lie. w, other, table : addresses of the first row of weights,
-    `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind a weight is prefetched
-    with it: asked for in bursts, memory and arithmetic would wait for each other.
+    x : where the addresses of the tokens' rows lie, as `spread` writes them. w, other, table : addresses of the first
+    row of weights, `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind
+    a weight is prefetched with it: asked for in bursts, memory and arithmetic would wait for each other.
     """
     inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], v.table_of(kind, table)
     matrix = [(w + v.span_of(kind, skip), other if kind == FP8 else other + v.span_of(kind, skip, 1))
@@ -51,9 +50,7 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
                     for t in range(tokens):
                         terms = list(zip(values[t][part:], vectors))
                         if scales is not None:
-                            first, *others = terms
-                            terms = [(reduce(lambda total, term: v.fma(*term, total), others, first[0] * first[1]),
-                                      scales)]
+                            terms = [(reduce(lambda total, term: v.product(kind, *term, total), terms, None), scales)]
                         for at, term in enumerate(terms, number):
                             total = sums[t][r][at % chains]
                             b.store(v.fma(*term, Value(b, b.load(total))).llvm, total)
@@ -90,7 +87,8 @@ def add_rows(rows: int, kind: type, x, w, other, table, stride, n, sums):
 
 @emitted()
 def spread(kind: type, order: type, x, n, out):
-    """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`."""
+    """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`, or as
+    `vectors.paired` with these."""
     size, given, wanted = v.step_of(order), v.order_of(kind), v.order_of(order)
     begins = range(0, size, STEP)
     come = [begin + number for begin in begins for number in given]
@@ -101,7 +99,7 @@ def spread(kind: type, order: type, x, n, out):
                 parts = [a.shuffled(list(range(2 * a.type.count)), b) for a, b in zip(parts[::2], parts[1::2])]
             where = [come.index(number) for number in wanted]
             parts = [parts[0].shuffled(where[at:at + WIDTH]) for at in range(0, size, WIDTH)]
-        for at, vector in enumerate(parts):
+        for at, vector in enumerate(v.paired(parts) if order in v.PAIRED else parts):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
 
 

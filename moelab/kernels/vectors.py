@@ -5,12 +5,14 @@ A *kind* is a numba type that says how weights are stored: float32, uint16 for b
 table of 16. Two masks, a shift, a table look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are
 read instead of 128. The other packed kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at
 another, each code widened and multiplied by its scale, four-bit ones by a look-up of each of the four in a 16-bit word.
+Where one instruction multiplies pairs of bf16 (AVX512_BF16), four-bit codes become such pairs: half the instructions.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from struct import pack, unpack
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -26,6 +28,8 @@ BLOCK = 64                      # and of packed ones
 BF12, INT8, INT4, MXFP4, FP8 = types.int8, types.uint8, types.uint32, types.int32, types.uint64
 FEW = (INT8, INT4, MXFP4, FP8)
 GROUP = 32                      # weights of a scale, but FP8's
+#: kinds that are multiplied as pairs of bf16, in one instruction; of inputs, the upper 8 bits and the rest
+PAIRED = (INT4, MXFP4) if WIDTH == 16 and _FEATURES.get("avx512bf16") else ()
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
          INT8: (64, 4), INT4: (32, 4), MXFP4: (32, 2), FP8: (64, 2)}
@@ -48,6 +52,8 @@ def order_of(kind: Any) -> list[int]:
     """In which order the weights of a step come out of `vectors`."""
     if kind == types.uint16:
         return [*range(0, STEP, 2), *range(1, STEP, 2)]
+    if kind in PAIRED:
+        return [8 * (lane % 8) + 4 * odd + lane // 8 + k for k in (0, 2) for odd in range(2) for lane in range(WIDTH)]
     if kind in (INT4, MXFP4):
         return [begin + 4 * lane + k for begin in range(0, BLOCK, 4 * WIDTH) for k in range(4) for lane in range(WIDTH)]
     if kind != BF12:
@@ -87,6 +93,14 @@ def groups(kind: Any, weights: Value, other: Value, table: Value | None) -> Iter
     if kind not in FEW:
         yield None, vectors(kind, weights, other, table)
         return
+    if kind in PAIRED:              # a code of each word in one half of a register, the next one in the other
+        words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
+        values = [value / 2 for value in _DOUBLED] if kind == MXFP4 else range(-8, 8)
+        table = words.of([unpack("<I", pack("<f", value))[0] >> 16 for value in values] * 2)
+        pairs = [table.call("x86.avx512.permvar.hi.512", words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH)
+                 for k in (0, 2)]
+        yield _scales(kind, other, [lane % 8 // 4 for lane in range(WIDTH)]), pairs * 2
+        return
     size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH           # weights of one yield
     for begin in range(0, BLOCK, size):
         if kind in (INT4, MXFP4):                       # four codes a word, one from each word at a time
@@ -106,9 +120,9 @@ def _scales(kind: Any, address: Value, groups: list[int]) -> Value:
     if kind == FP8:
         return address.load(F32).everywhere(WIDTH) * 256.0
     # both lie in one word: each lane moves its own to where fp32 has those bits
-    both = address.load(I16).to(I32, "zext") if kind == MXFP4 else address.load(I32)
+    both = address.load(I16).everywhere(2 * WIDTH).to(_WORDS) if kind == MXFP4 else address.load(I32).everywhere(WIDTH)
     left = [23 - 8 * group if kind == MXFP4 else 16 - 16 * group for group in groups]
-    return (both.everywhere(WIDTH) << left & (0x7F800000 if kind == MXFP4 else 0xFFFF0000)).to(F32)
+    return (both << left & (0x7F800000 if kind == MXFP4 else 0xFFFF0000)).to(F32)
 
 
 def _decoded(kind: Any, words: Value) -> Value:
@@ -162,6 +176,22 @@ def table_of(kind: Any, address: Value) -> Value | None:
 
 def fma(a: Value, b: Value, c: Value) -> Value:
     return a.call(f"fma.v{WIDTH}f32", b, c)
+
+
+def product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
+    """Inputs times weights as `groups` gives them, plus a sum, if there is one."""
+    if kind in PAIRED:
+        return (total or x.of(0.0)).call("x86.avx512bf16.dpbf16ps.512", x.to(_WORDS), weights.to(_WORDS))
+    return fma(x, weights, total) if total else x * weights
+
+
+def paired(parts: list[Value]) -> list[Value]:
+    """Inputs in `order_of` a paired kind as it is multiplied: pairs of their upper halves, pairs of what these lack,
+    which is exact to 2⁻¹⁷."""
+    upper = [(part.to(I32) & 0xFFFF0000).to(F32) for part in parts]
+    lower = [((part - top).to(I32) + 0x8000).to(F32) for part, top in zip(parts, upper)]
+    return [((even.to(I32) >> 16) | (odd.to(I32) & 0xFFFF0000)).to(F32)
+            for half in (upper, lower) for even, odd in zip(half[::2], half[1::2])]
 
 
 def four_sums(a: Value, b: Value, c: Value, d: Value) -> Value:

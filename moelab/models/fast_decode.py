@@ -6,6 +6,9 @@ take the modules' own forwards. Results are transformers' within the dtype's tol
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,7 @@ except ModuleNotFoundError as error:
 #: what linear layers can be multiplied in; the last three round
 DENSE = "bf12", "int8", "int4", "mxfp4"
 ROUTERS = "gate", "router"              # linear layers of these names choose experts
+HUGE, COLLAPSE = 1 << 21, 25            # bytes of a page; Linux's MADV_COLLAPSE
 
 
 class FastDecode(Patches):
@@ -61,6 +65,8 @@ class FastDecode(Patches):
                     if bare(module) and (fast := find(module, **how)) is not None:
                         self.wrap(module, "forward", lambda _, fast=fast: fast)
                         setattr(self, what, getattr(self, what) + 1)
+            for weight in model.parameters():
+                on_huge_pages(weight.data_ptr(), weight.nbytes if weight.is_cpu else 0)
             self.stretches = sum(len(stretches(module)) for module in model.modules()) if KERNELS else 0
             if dense and not packed:
                 raise ValueError(f"dense is {dense!r}, and no linear layer of this model can be: their weights must be "
@@ -110,4 +116,13 @@ class Rounding:
 def _aligned(blob: np.ndarray) -> np.ndarray:
     memory = aligned_buffer(len(blob), 64)
     memory[:] = blob
+    on_huge_pages(memory.ctypes.data, len(blob))
     return memory
+
+
+def on_huge_pages(address: int, nbytes: int) -> None:
+    """Have memory moved, as it is, to pages of 2 MB where Linux can (6.1 and later): at each end of a page the hardware
+    stops reading ahead and looks the next one up. What is far smaller than such a page stays."""
+    if sys.platform == "linux" and nbytes >= HUGE // 4:
+        begin, end = address // HUGE * HUGE, -(-(address + nbytes) // HUGE) * HUGE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), COLLAPSE)

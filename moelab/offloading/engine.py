@@ -74,9 +74,6 @@ class Engine:
         self.serial = self.decoding = False
         self.gate, self._announced = PrefetchGate(), None       # (layer, experts)
         self.across = CrossToken(residency.E)
-        self._asked: float | None = None                        # since when there has been a predictor at work
-        self._predicted = 0.0                                   # seconds that it took since the layer before
-        self._demanded = 0                                      # reads of the running layer, if none was prefetched
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before it got fewer
         self._share = Mean()                                    # of cores that the pipeline uses in a decode step
@@ -90,7 +87,7 @@ class Engine:
         if not self._sound or self.pipeline.closed:             # or one of its threads has ended early
             self._recover()
         self._sound = False
-        self._asked, tokens = None, counts(ids, experts.num_experts)
+        tokens = counts(ids, experts.num_experts)
         if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         if self.residency.sees:
@@ -100,7 +97,6 @@ class Engine:
         try:
             step, ready = self._begin(experts.layer, tokens)
             out = compute(x, ids, weights, experts, step, ready)
-            self.gate.waited(self._demanded, self.pipeline.waited)
         except BaseException:
             self.widen()                       # torch's threads are not ours to keep until the next layer
             self.pipeline.halt()                # need not come so far; it spares the disk what nobody waits for
@@ -188,9 +184,7 @@ class Engine:
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
     def wants(self, layer: int) -> bool:
-        """Whether a predictor shall be asked which experts a layer will need. It is asked right after this, and the
-        time until `prefetch` is charged to it."""
-        self._asked = clock()
+        """Whether a predictor shall be asked which experts a layer will need."""
         return bool(self.pipeline.queue.ahead) and self.gate.wants(layer)
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
@@ -202,15 +196,10 @@ class Engine:
         if self.pipeline.queue.ahead and 0 <= layer < self.residency.L:
             experts = dict.fromkeys(ids.T.reshape(-1).tolist())             # all tokens' first choices first
             self._announced = layer, [expert for expert in experts if expert < self.residency.E]
-            if self._asked is not None:
-                seconds, self._asked = clock() - self._asked, None
-                self.gate.asked(layer, seconds)
-                self._predicted += seconds
 
     def _predict_next_token(self) -> None:
         """After a pass's last layer the disk rests until the first one of the next: announce its experts."""
         if self.gate.wants(self.across.first):
-            self._asked = clock()
             experts = self.across.predict()[:CANDIDATES * self.pipeline.queue.ahead]
             self.prefetch(self.across.first, torch.tensor([experts]))
 
@@ -243,6 +232,7 @@ class Engine:
         self.widen()
         if self.decoding:
             self._share.add(max(0.0, sum(self.pipeline.computed.values()) - self._computed) / (now - self._began))
+        self.gate.ended(now - self._began)
         return now
 
     def _drop_prefetched(self) -> None:
@@ -307,7 +297,7 @@ class Engine:
 
     def _begin(self, layer: int, tokens: dict[int, int]) -> tuple[Step, Ready]:
         """Decide about a layer's step and set the threads to work."""
-        self._step, self._demanded = None, 0
+        self._step = None
         step = self._step = self._decide(layer, tokens, clock())
         loads = [request for request in step.requests if request.state is not State.FULL]
         pipeline, queue = self.pipeline, self.pipeline.queue
@@ -317,7 +307,6 @@ class Engine:
         ready, left = pipeline.begin(layer, loads, [key for key, _ in step.evicted])
         if left:
             pipeline.change(queue.demand, left, self.scheduler(left, self.delays, self.workers))
-            self._demanded = len(left) if len(left) == len(loads) else 0
         if last:
             self._predict_next_token()
         if self._announced is not None:
@@ -364,8 +353,7 @@ class Engine:
     def _other(self, now: float, layer: int) -> None:
         if self._mark is not None:
             if layer >= 0:
-                self.gate.rested(layer, now - self.pipeline.needed - self._predicted)
-            self._predicted = 0.0
+                self.gate.rested(layer, now - self.pipeline.needed)
             self.timeline.add(Event("compute", "other", layer, -1, self._mark, now))
 
 

@@ -60,7 +60,10 @@ class Observed(NamedTuple):
 
         own : of the experts that ran.    parts : of others, in another form perhaps; the engine takes as long for them.
         """
-        slowed, parts = own.beside.get("expert beside read", 1.0), parts or own     # while some are read
+        # They were computed while others were read and, for a part of that time, decoded.
+        decoding = min(own.decode_at_once / own.miss_read, 1.0) if own.miss_read else 1.0
+        read, decode = (own.beside.get(f"expert beside {what}", 1.0) for what in ("read", "decode"))
+        slowed, parts = read * (1 + decoding * (decode - 1)), parts or own
         usual = own.expert(1) if own.one_thread is None else own.one_thread
         alone = max(sum(self.expert) / slowed - usual, 0.0) if self.expert else 0.0
         found = replace(parts, expert_base=parts.expert_base + alone, decide=self.decide, handover=self.handover,

@@ -63,7 +63,6 @@ class Pipeline:
     have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
 
     needed : when the disk has last read what the running layer demands, or else when the layer came.
-    waited : seconds for which the running layer has waited for experts.
     computed : thread → seconds for which it has used a core: to copy what it reads, to check, to decode.
     before : the pipeline whose memory this one takes over, and `held`, the slots there that are certain to be filled.
     """
@@ -72,7 +71,7 @@ class Pipeline:
                  counts: PrefetchCounts | None = None, before: Pipeline | None = None,
                  held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
         self.slots, self.reader, self.timeline, self.closed, self.needed = slots, reader, timeline, False, clock()
-        self.waited, self.computed = 0.0, {}
+        self.computed: dict[str, float] = {}
         self.chunks: dict[tuple[str, int], Chunks] = before.chunks if before else {}        # of (kind, slot)
         two_stages = decoder(slots.device).two_stages
         self.queue = LoadQueue(
@@ -109,8 +108,7 @@ class Pipeline:
     def begin(self, *step: Any) -> tuple[Ready, list[Any]]:
         """`LoadQueue.begin` for (layer, requests, evicted); returns where the layer's experts will arrive, and the
         requests that are left."""
-        self._ready, self.waited = SimpleQueue(), 0.0
-        ready = self._ready
+        self._ready = ready = SimpleQueue()
         return ready, self.change(self.queue.begin, *step, ready.put)
 
     def next_ready(self, ready: Ready, check: Callable[[], None]) -> ExpertKey:
@@ -122,7 +120,6 @@ class Pipeline:
         if isinstance(found, BaseException):
             raise found
         if (waited := clock() - start) > 2e-6:
-            self.waited += waited
             self.timeline.add(Event("compute", "wait", *found, start, start + waited))
         return found
 

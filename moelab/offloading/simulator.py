@@ -92,7 +92,8 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
         are right.
     ahead : experts that may be prefetched, in memory beyond `staging`; without predictions there is none of it.
     distance : how many layers before its own an expert is announced.
-    gate : throttles prefetching and learns; None for a new one.
+    gate : throttles prefetching and learns; None for one that prefetches in every token what should pay, as a recorded
+        run's tokens have predictions if it was their turn.
     predict : seconds that a prediction takes.
     across : predicts the first layer's experts at the end of the token before; None: nobody does.
     awake : seconds in place of `other`'s base where the layer before has loaded nothing: nobody reads, and no thread
@@ -110,7 +111,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     if distance < 1:
         raise ValueError(f"the distance is {distance} layers; experts are announced at least 1 layer before their own")
     residency.reset_counters()
-    gate, done, across_tokens, loads = gate or PrefetchGate(), [], across is not None, 1
+    gate, done, across_tokens, loads = gate or PrefetchGate(trials=False), [], across is not None, 1
     across = across or CrossToken(residency.E)
     ahead = ahead if predictions is not None else 0
     if staging is None:
@@ -131,10 +132,9 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
             target, seconds = layer + distance, base + other[1] * tokens
             likely = announced[target] if target in announced and gate.wants(target) else ()
             if likely:
-                gate.asked(target, predict)
                 machine.spend(layer, machine.now + predict)
             machine.spend(layer, machine.now + seconds)
-            gate.rested(layer, machine.now - machine.needed - predict * bool(likely))
+            gate.rested(layer, machine.now - machine.needed)
             step = residency.begin(layer, experts)
             gate.came(step)
             across.came(layer, experts)
@@ -148,10 +148,9 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
                 prefetch = gate.requests(residency, target, likely, machine.queue.reads)
                 machine.queue.prefetch(target, prefetch, given_order(prefetch))
             machine.run()
-            if len(left) == loads:
-                gate.waited(len(left), machine.waited)
         machine.spend(-1, machine.now + head[0] + head[1] * tokens)
         machine.queue.drop_prefetched(across.starts)
+        gate.ended(machine.now - begun)
         done.append(Forward(begun, machine.now, tokens, phase))
     machine.queue.drop_prefetched()
     machine.finish()

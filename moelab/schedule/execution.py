@@ -113,7 +113,6 @@ class SimulatedMachine:
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
     prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
-    waited : seconds for which the running layer has waited for experts.
     """
 
     def __init__(self, delays: Delays, workers: int, slots: Mapping[str, int],
@@ -127,7 +126,7 @@ class SimulatedMachine:
         self.delays, self.workers = delays, workers
         self.queue = LoadQueue(slots, ahead, held=held, tensors=lambda key: tensors, workers=workers,
                                shards=lambda load, tensor: delays.K)
-        self.now, self.needed, self.waited = start, start, 0.0
+        self.now = self.needed = start
         self._seconds = {kind: seconds / len(tensors) for kind, seconds in (
             ("decompress", delays.decompress), ("recover", delays.recover), ("decode", delays.decode_at_once))}
         self._events: list[Event] = []
@@ -152,7 +151,7 @@ class SimulatedMachine:
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()) -> list[Any]:
         """`LoadQueue.begin` for all requests of a layer's step; returns those left for the queue's `demand`."""
         requests = sorted(requests, key=lambda request: request.key.expert)
-        self._layer, self._left, self.needed, self.waited = layer, len(requests), self.now, 0.0
+        self._layer, self._left, self.needed = layer, len(requests), self.now
         self._requests = {request.key: request for request in requests}
         there = [request.key for request in requests if request.state is State.FULL]
         self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
@@ -205,7 +204,6 @@ class SimulatedMachine:
             if self.now > self._computed_until:
                 begin += self.delays.handover
                 self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, begin))
-                self.waited += begin - self._computed_until
             seconds = self.delays.one_thread if self._one_thread \
                 else self.delays.at_once([self._requests[key] for key in keys])
             only = keys[0].expert if len(keys) == 1 else -1

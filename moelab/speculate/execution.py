@@ -59,9 +59,8 @@ class Speculation(AbstractContextManager):
         predictor.begin()
         with Patches() as patches:
             patches.enter_context(plugged(model))
-            # Where nothing reads r, any module that is called before the experts will do.
             entries = [stream.entry for stream in streams(model)] if predictor.reads_residual else \
-                [layer.router for layer in self.layers]
+                [None for _ in self.layers]
             for stack, layers in recording.stacks(model):
                 first = layers[0].index == 0
                 patches.hook(stack.register_forward_pre_hook, lambda _m, args, kwargs, first=first: self._begin(
@@ -71,9 +70,10 @@ class Speculation(AbstractContextManager):
                 self._attach(layer, entry, patches)
             self._patches = patches.pop_all()
 
-    def _attach(self, layer: MoELayer, entry: nn.Module, patches: Patches) -> None:
-        patches.hook(entry.register_forward_pre_hook,
-                     lambda _m, args: self._residuals.__setitem__(layer.index, args[0]))
+    def _attach(self, layer: MoELayer, entry: nn.Module | None, patches: Patches) -> None:
+        if entry is not None:
+            patches.hook(entry.register_forward_pre_hook,
+                         lambda _m, args: self._residuals.__setitem__(layer.index, args[0]))
         patches.hook(layer.router.register_forward_pre_hook,
                      lambda _m, args: self._inputs.__setitem__(layer.index, args[0]))
         # First of all hooks on the experts, so that a recording's sees what is executed.
@@ -84,8 +84,9 @@ class Speculation(AbstractContextManager):
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
 
     def reset(self) -> None:
-        self.requests, self.hits = torch.zeros(2, 2, len(self.layers), dtype=torch.long,
-                                               device=getattr(self.model, "device", "cpu"))
+        self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long,
+                                   device=getattr(self.model, "device", "cpu"))
+        self.requests, self.hits = self._counts
 
     def recall(self, phase: int | None = None) -> Tensor:
         """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without predictions."""
@@ -125,7 +126,7 @@ class Speculation(AbstractContextManager):
     @torch.no_grad()
     def _before(self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts of a layer are to run with (Algorithm 1)."""
-        if not self._running or layer.index not in self._residuals:         # a part of the model was called by itself
+        if not self._running or layer.index not in self._inputs:            # a part of the model was called by itself
             return s, ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)
         if mine is None or not (self._executes and self.mode == "router-free"):         # the true router has run
@@ -135,12 +136,14 @@ class Speculation(AbstractContextManager):
                 self._count(index, mine[0], true)
         if mine is not None and self._executes:
             ids, weights = mine                                 # lines 6–7
-        r, seen = (x.reshape(len(ids), -1) for x in (self._residuals.pop(index), self._inputs.pop(index)))
+        seen = self._inputs.pop(index)
+        r = self._residuals.pop(index) if self.predictor.reads_residual else seen
         if (target := self.predictor.targets.get(index)) is None:
             return s, ids, weights
         executor = layer.experts.executor
         if self.mode == "hint" and hasattr(executor, "wants") and not executor.wants(target.index):
             return s, ids, weights
+        seen, r = (x.reshape(len(ids), -1) for x in (seen, r))
         prediction = self.predictor.predict(index, seen, r, ids, weights)                               # line 8
         if prediction is not None:
             check(prediction, len(ids), self.predictor)
@@ -150,10 +153,10 @@ class Speculation(AbstractContextManager):
         return s, ids, weights
 
     def _count(self, layer: int, predicted: Tensor, true: Tensor) -> None:
-        if len(true) == 1 and true.device.type == "cpu":        # a decode step: sets are faster than tensors
+        if len(true) == 1 and self._counts.device.type == "cpu":        # a decode step: sets are faster than tensors
             chosen = set(true[0].tolist()) - {self.predictor.spec.E}
-            self.requests[self._phase, layer] += len(chosen)
-            self.hits[self._phase, layer] += len(chosen.intersection(predicted[0].tolist()))
+            self._counts.numpy()[:, self._phase, layer] += (
+                len(chosen), len(chosen.intersection(predicted[0].tolist())))
             return
         there = true != self.predictor.spec.E
         self.requests[self._phase, layer] += there.sum()
@@ -177,7 +180,7 @@ def check(prediction: Any, T: int, predictor: Predictor) -> None:
         (ids, weights), told = prediction, " and ".join(f"{t.dtype} {list(t.shape)}" for t in prediction)
         whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
         if whole and ids.dim() == 2 and ids.shape == weights.shape and len(ids) == T and ids.numel():
-            low, high = (int(bound) for bound in ids.aminmax())
+            low, high = (min(flat := ids.tolist()[0]), max(flat)) if T == 1 else map(int, ids.aminmax())
             if 0 <= low <= high <= E:
                 return
             told = f"ids from {low} to {high}"

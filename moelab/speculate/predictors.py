@@ -78,7 +78,7 @@ def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
     if logits is None:
         return layer.ask(x)
     with _GivenLogits(logits) as given:
-        output = layer.ask(x)
+        output = layer.ask(x, own=True)
     if given.calls != 1:
         raise ValueError(f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so an "
                          f"estimator's logits cannot take the place of its own; use a predictor that asks the router")

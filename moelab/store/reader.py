@@ -9,8 +9,10 @@ Shapes: a buffer is uint8 and begins on a multiple of 4096; decoding gives the e
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import mmap
 import os
 import platform
 import statistics
@@ -38,6 +40,7 @@ except ImportError:
 
 #: the file in a store that remembers which mode is fastest
 MEASURED = "read_mode.json"
+HUGE = 2 << 20              # bytes of a huge page
 
 
 def modes() -> list[str]:
@@ -47,8 +50,16 @@ def modes() -> list[str]:
 
 
 def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
-    """An uninitialised uint8 array of `n` bytes that begins on a multiple of `alignment` bytes."""
-    room = np.empty(n + alignment, np.uint8)
+    """An uninitialised uint8 array of `n` bytes that begins on a multiple of `alignment` bytes; one to be read into, on
+    Linux, in huge pages, for a direct read into scattered small ones took twice as long."""
+    if alignment < ALIGN or n < HUGE // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
+        room = np.empty(n + alignment, np.uint8)
+    else:
+        alignment, private = HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, -(-n // HUGE) * HUGE + HUGE, private)
+        with contextlib.suppress(OSError):                      # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        room = np.frombuffer(memory, np.uint8)
     skip = -room.ctypes.data % alignment
     return room[skip:skip + n]
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from moelab import open_model
+from moelab.models import discover
 from moelab.models.fast_decode import DENSE, FastDecode, as_bf12
 from moelab.models.patches import Patches
+from moelab.speculate.predictors import route, teacher
 from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
-from moelab.kernels import layers, products  # noqa: E402
+from moelab.kernels import layers as decode_layers, norms, products  # noqa: E402
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
 
@@ -35,10 +37,30 @@ def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_a_router_that_is_asked_is_the_kernel_in_its_place(tmp_path, monkeypatch):
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    calls, run, layers = [], norms.route, discover(model)
+    monkeypatch.setattr(norms, "route", lambda *args: calls.append(args) or run(*args))
+    x, other = torch.randn(2, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = [route(each, x) for each in layers]
+        assert not calls
+        with FastDecode(model):
+            calls.clear()
+            for each, (ids, weights) in zip(layers, wanted):
+                found = route(each, x)
+                assert torch.equal(found[0], ids)
+                torch.testing.assert_close(found[1], weights, rtol=1e-4, atol=1e-5)
+            assert len(calls) == len(layers)
+            for each, (ids, _) in zip(layers, wanted):  # made into weights by the code
+                assert torch.equal(route(each, other, teacher(each, x))[0], ids)
+            assert len(calls) == 2 * len(layers)                # the teachers
+
+
 def test_a_layer_is_one_call_unless_something_lies_on_its_parts(tmp_path, monkeypatch):
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
-    calls, run, ids = [], layers.to_experts, torch.arange(3, 9)[None]
-    monkeypatch.setattr(layers, "to_experts", lambda *args: calls.append(args) or run(*args))
+    calls, run, ids = [], decode_layers.to_experts, torch.arange(3, 9)[None]
+    monkeypatch.setattr(decode_layers, "to_experts", lambda *args: calls.append(args) or run(*args))
 
     def step(count):
         calls.clear()

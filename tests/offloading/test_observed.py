@@ -71,6 +71,15 @@ def test_layers_differ_and_those_that_predict_take_longer():
     assert found.first == pytest.approx(layers[0] - sum(layers[1:]) / 2)
 
 
+def test_what_experts_take_besides_is_without_those_they_run_beside():
+    """An expert took 9 s, 1.2 times as long for the reads beside it, and 1.25 times for the decoding, which takes half
+    as long as the reads and while it runs costs 1.5. Of the 6 s that are left, 4 are the product itself."""
+    own = Delays(1, 1, 0.5, 0.5, 4, 0, beside={"expert beside read": 1.2, "expert beside decode": 1.5})
+    found = observed(run_of((1, {0: 1}, [("compute", "expert", 0, 1, 10)]))).around(own)
+    assert found.expert(1) == pytest.approx(4 + 2)
+    assert observed(run_of((1, {0: 1}, [("compute", "expert", 0, 1, 4)]))).around(own).expert(1) == 4
+
+
 def test_what_runs_outside_forwards_is_left_out():
     """A part that was called by itself has no step; a pass that was interrupted has no end."""
     outside = [("compute", "other", -1, 91, 92), ("compute", "expert", 5, 92, 95), ("disk", "read", 5, 91, 93)]
