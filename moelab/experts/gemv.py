@@ -20,7 +20,7 @@ from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_
 
 try:
     from moelab.kernels import feed_forward as around, products
-    from moelab.kernels.token import Bank
+    from moelab.kernels.layers import Bank
 except ModuleNotFoundError as error:
     if error.name != "numba":
         raise
@@ -33,7 +33,8 @@ class GEMV(Sorted):
 
     def __init__(self) -> None:
         super().__init__()
-        self._banks: tuple[Any, Any] = None, None           # of `token`: what they are of, and they
+        #: of `token`, by first experts module: what they are of, and they
+        self._banks: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if not _computable(x, weights, experts):
@@ -52,11 +53,11 @@ class GEMV(Sorted):
         return around.combine(y, rows, weights, x.dtype)
 
     def token(self, modules: list[Any], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
-        """A token's layers in one call, see `moelab.kernels.token`, of experts modules that hold their weights."""
+        """A token's layers in one call, see `moelab.kernels.layers`, of experts modules that hold their weights."""
         state = dtype, [(id(of), id(of.source), w.data_ptr(), w.dtype)
                         for of in modules for w in of._parameters.values()]
-        if (known := self._banks)[0] != state:                  # another thread may have another model
-            self._banks = known = state, self.banks(modules, dtype)
+        if (known := self._banks.get(modules[0], (None, None)))[0] != state:
+            self._banks[modules[0]] = known = state, self.banks(modules, dtype)
         if known[1] is None:
             return None
         self.took(found := compute(*known[1]))
@@ -68,7 +69,7 @@ class GEMV(Sorted):
         self.count(n, n, n)
 
     def banks(self, modules: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None) -> Any:
-        """(up, down, transposed) of `moelab.kernels.token` for one experts module a layer, with the experts that are
+        """(up, down, transposed) of `moelab.kernels.layers` for one experts module a layer, with the experts that are
         resident, or that these modules hold; None if one is not for that."""
         if not all(plain(of) and silu_gated(of) and (of.source is None) == (resident is None) for of in modules) \
                 or not (around.TEAM or torch.get_num_threads() == 1):

@@ -25,6 +25,7 @@ from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.norms import epsilon, rms_norm
 from moelab.kernels.products import Matrices, Pack
 from moelab.kernels.vectors import STEP
+from moelab.kernels.watch import Watch
 
 #: classes of transformers whose attention is the one above; a probe must agree as well
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
@@ -45,9 +46,9 @@ class DecodeAttention:
         self.module, self.own, D = module, type(module).forward, module.head_dim
         linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
         norms = [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
-        # of q's and k's: addresses of weights, widths, epsilon
-        found = (*(n.weight.data_ptr() for n in norms), *(len(n.weight) for n in norms), epsilon(norms[0])) \
-            if len(norms) == 2 else (0, 0, D, D, 0.0)
+        # of q's and k's norms: addresses of weights; widths, epsilon
+        found, widths = ([n.weight.data_ptr() for n in norms], (*(len(n.weight) for n in norms), epsilon(norms[0]))) \
+            if len(norms) == 2 else ([0, 0], (D, D, 0.0))
         self.D, self.kv_heads, self.dtype = D, linears[1].out_features // D, linears[0].weight.dtype
 
         def matrices(pack: Pack | None) -> list[Matrices]:                      # one for each head
@@ -55,32 +56,23 @@ class DecodeAttention:
         before, after = matrices(pack), Matrices.of(linears[3].weight, linears[3].bias, 1, pack)
         if len({one.kind for one in before}) > 1:
             before = matrices(None)
-        self.alive, kind, rows = (before, after), products.KINDS[self.dtype], np.concatenate([m.rows for m in before])
-        #: of `attend`
-        self.plan = (kind(0), _heads_entry(kind), self.kv_heads, D, found,
-                     (before[0].kind(0), rows, np.arange(len(rows) + 1), products.entry(before[0].kind)),
-                     (after.kind(0), after.rows, np.array([0, 1]), products.entry(after.kind)))
-        self.addresses = _addresses(module)
-        self.rooms: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()      # of caches' layers
+        self.alive, kind = (before, after), products.KINDS[self.dtype]
+        #: of `attend`: what layers may have alike, and where the weights of this one lie
+        self.plan = (kind(0), _heads_entry(kind), self.kv_heads, D, widths, before[0].kind(0), after.kind(0),
+                     products.entry(before[0].kind), products.entry(after.kind))
+        self.weights = np.concatenate([[[*found, 0, 0]], *(one.rows for one in before), after.rows])
+        self.config, self.parts = module.config, Watch([*module.modules()][1:])
+        self.rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()      # of caches' layers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (token := self.token(*args, **kwargs)) is None:
+        if (call := self.call(*args, **kwargs)) is None or self.parts.told() is None \
+                or (room := self.room(call[-1])) is None:
             return self.own(self.module, *args, **kwargs)
-        x, where, _ = token
-        y = torch.empty_like(x)
-        attend(self.plan, where, x.data_ptr(), x.numel(), y.data_ptr())
+        x, y = call[0], torch.empty_like(call[0])
+        layer, room = room
+        attend(self.plan, self.weights, self.token(*call[1:3]), room.where, x.data_ptr(), x.numel(), y.data_ptr())
+        room.grow(layer)
         return y, None
-
-    def token(self, *args: Any, **kwargs: Any) -> tuple | None:
-        """A token, where `attend` finds its angles, keys and values, the last ones to be written, and what must live
-        meanwhile; None if this is no single token without a mask, or something of the module was replaced or moved."""
-        if (call := self.call(*args, **kwargs)) is None or (found := self.room(call[-1])) is None:
-            return None
-        x, cos, sin, _ = call
-        keys, values = self.grow(*found)
-        where = (cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.shape[2], keys.stride(1),
-                 self.module.scaling, products.TEAM, torch.get_num_threads())
-        return x, where, (cos, sin)
 
     def call(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
              attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> tuple | None:
@@ -88,45 +80,60 @@ class DecodeAttention:
         x, mask, cache, (cos, sin) = hidden_states, attention_mask, past_key_values, position_embeddings or (None, None)
         if args or x.numel() != x.shape[-1] or cos is None or cache is None or mask is not None or not x.is_cpu \
                 or not x.dtype == cos.dtype == sin.dtype == self.dtype or not cos.numel() == sin.numel() == self.D \
-                or torch.is_grad_enabled():
+                or torch.is_grad_enabled() or self.config._attn_implementation != "sdpa":
             return None
         return x.contiguous(), cos.contiguous(), sin.contiguous(), cache
 
-    def room(self, cache: Any) -> tuple[Any, tuple[Tensor, Tensor], int] | None:
-        """The cache's layer, memory [1, kv heads, more than S, D] in which its S keys and values lie, and S; None for
-        the cache's `update`, or if something of the module was replaced or moved.
+    def token(self, cos: Tensor, sin: Tensor) -> tuple:
+        """What `attend` takes of a token; the angles must live meanwhile."""
+        return cos.data_ptr(), sin.data_ptr(), self.module.scaling, products.TEAM, torch.get_num_threads()
 
-        transformers copies all keys and values for every token. Here a plain growing cache gets memory for `ROOM`
-        tokens more, in `rooms` by layer. What it has given out, cropped or reordered stays what it was.
-        """
+    def room(self, cache: Any) -> tuple[Any, Room] | None:
+        """The cache's layer and its memory, with room for one token more; None for the cache's `update`."""
         module = self.module
         layers, index = () if getattr(cache, "offloading", True) else cache.layers, module.layer_idx
-        layer = layers[index] if index < len(layers) else None
-        if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4 or module.training \
-                or module.config._attn_implementation != "sdpa" or _addresses(module) != self.addresses:
+        if index >= len(layers) or module.training or module.config is not self.config:
             return None
-        keys, values, S = layer.keys, layer.values, layer.keys.shape[2]
-        if layer.is_sliding and S + 1 >= layer.sliding_window:          # from here on it forgets
-            return None
-        room, given = self.rooms.get(layer, (None, (None, None)))
-        if keys is not given[0] or values is not given[1] or S == room[0].shape[2]:
-            if keys.dtype != self.dtype or not keys.is_cpu or keys.shape[:3] != values.shape[:3]:
+        room = self.rooms.get(layer := layers[index])
+        if room is None or not room.holds(layer):
+            if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4 \
+                    or layer.keys.dtype != self.dtype or not layer.keys.is_cpu \
+                    or layer.keys.shape[:3] != layer.values.shape[:3]:
                 return None
-            room = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in (keys, values))
-            room[0][:, :, :S], room[1][:, :, :S] = keys, values
-        return layer, room, S
+            self.rooms[layer] = room = Room(layer)
+        if layer.is_sliding and room.where[2] >= layer.sliding_window:          # from here on it forgets
+            return None
+        return layer, room
 
-    def grow(self, layer: Any, room: tuple[Tensor, Tensor], S: int) -> tuple[Tensor, Tensor]:
-        """Let the cache's layer have S + 1 of what is in its room."""
+
+class Room:
+    """Memory in which the keys and values [1, kv heads, S, D] of a cache's layer grow by `ROOM` tokens.
+
+    transformers copies all of them for every token. What was given out, cropped or reordered stays what it was.
+
+    where : for `attend`: addresses of keys and values, S + 1 and the distance of heads.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.given = layer.keys, layer.values
+        *_, S, _ = layer.keys.shape
+        self.memory = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in self.given)
+        for memory, t in zip(self.memory, self.given):
+            memory[:, :, :S] = t
+        keys, values = self.memory
+        self.where, self.size = (keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)), S + ROOM
+
+    def holds(self, layer: Any) -> bool:
+        """Whether the layer has what it was given last, and one token more has room."""
+        return layer.keys is self.given[0] and layer.values is self.given[1] and self.where[2] <= self.size
+
+    def grow(self, layer: Any) -> None:
+        """Let the layer have one token more of what is in memory."""
+        (keys, values), (k, v, S, stride) = self.memory, self.where
         if layer.is_sliding:
             layer.cumulative_length += 1
-        layer.keys, layer.values = given = room[0].narrow(2, 0, S + 1), room[1].narrow(2, 0, S + 1)
-        self.rooms[layer] = room, given
-        return given
-
-
-def _addresses(module: nn.Module) -> list[int]:
-    return [p.data_ptr() for child in module._modules.values() for p in child._parameters.values() if p is not None]
+        layer.keys, layer.values = self.given = keys.narrow(2, 0, S), values.narrow(2, 0, S)
+        self.where = k, v, S + 1, stride
 
 
 @torch.inference_mode()
@@ -167,14 +174,18 @@ def agree(theirs: Any, ours: Any, attention: DecodeAttention, H: int) -> bool:
 
 
 @kernel
-def attend(plan, token, x, H, out):
-    """`DecodeAttention`'s output [H] for x [H], which may be the same memory; heads of keys are `stride` apart."""
-    kind, heads_work, kv_heads, D, (q_norm, k_norm, q_width, k_width, eps), before, after = plan
-    cos, sin, keys, values, S, stride, scaling, team, threads = token
-    order, rows, bounds, work = before
+def attend(plan, weights, token, room, x, H, out):
+    """`DecodeAttention`'s output [H] for x [H], which may be the same memory; heads of keys are `stride` apart.
+
+    weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms; a matrix for each head; the output's.
+    """
+    kind, heads_work, kv_heads, D, (q_width, k_width, eps), order, last_order, work, last_work = plan
+    (cos, sin, scaling, team, threads), (keys, values, S, stride) = token, room
+    q_norm, k_norm, rows, last = weights[0, 0], weights[0, 1], weights[1:-1], weights[-1:]
     heads, half, whole = len(rows) - 2 * kv_heads, D // 2, D - D % STEP
     y, q, turned = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32), np.empty(D, np.float32)
-    together(team, work, threads, products.job_of(kind, order, rows, bounds, x, 1, H, np.zeros(len(rows), np.int64), D,
+    each = np.arange(len(rows) + 1)
+    together(team, work, threads, products.job_of(kind, order, rows, each, x, 1, H, np.zeros(len(rows), np.int64), D,
                                                   y.ctypes.data))
     if q_norm != 0:
         at = y.ctypes.data + 4 * heads * D
@@ -200,9 +211,8 @@ def attend(plan, token, x, H, out):
     job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, keys, values, mixed.ctypes.data, span(kind, stride)
     together(team, heads_work, threads, job)
     kept(q)
-    last_order, last_rows, one, last_work = after
     total = np.empty(H, np.float32)
-    job = products.job_of(np.float32(0), last_order, last_rows, one, mixed.ctypes.data, 1, heads * D, one[:0], H,
+    job = products.job_of(np.float32(0), last_order, last, each[:2], mixed.ctypes.data, 1, heads * D, each[:0], H,
                           total.ctypes.data)
     kept(mixed)
     together(team, last_work, threads, job)

@@ -7,6 +7,8 @@ As calls of torch these are overhead-dominated for a single token; where the gat
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,11 +59,16 @@ def feed_forward(up: tuple[type, np.ndarray, int], down: tuple[type, np.ndarray,
     """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind, matrices, R)."""
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[2], dtype=x.dtype)
-    orders = [np.float32(0) if transposed else kind(0) for kind, _, _ in (up, down)]
-    _feed_forward(KINDS[x.dtype](0), *orders, *up[1:], *down[1:], bounds, x.data_ptr(), T, n, tokens, rows,
-                  KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), OUTPUTS if transposed else PIECE,
-                  entry(up[0], transposed), entry(down[0], transposed), TEAM, torch.get_num_threads())
+    gated(KINDS[x.dtype](0), ways(up, down, transposed), up[1], down[1], bounds, x.data_ptr(), T, n, tokens, rows,
+          KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), TEAM, torch.get_num_threads())
     return out
+
+
+def ways(up: tuple[type, Any, int], down: tuple[type, Any, int], transposed: bool) -> tuple:
+    """How `gated` multiplies matrices of these kinds: orders of inputs, outputs R of each, at a time, and kernels."""
+    orders = [np.float32(0) if transposed else kind(0) for kind, _, _ in (up, down)]
+    return (*orders, up[2], down[2], OUTPUTS if transposed else PIECE,
+            *[entry(kind, transposed) for kind, _, _ in (up, down)])
 
 
 def _readable(w: Tensor) -> Tensor:
@@ -85,8 +92,9 @@ def _combine(w_kind, kind, y, rows, w, out):
 
 
 @kernel(error_model="numpy")             # a division that may raise an error keeps a loop from becoming vectors
-def _feed_forward(x_kind, up_order, down_order, up, two_I, down, H, bounds, x, T, n, tokens, rows, w_kind, w, out,
-                  outputs, up_work, down_work, team, threads):
+def gated(x_kind, ways, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out, team, threads):
+    """`feed_forward`, of matrices [M, 4] each."""
+    up_order, down_order, two_I, H, outputs, up_work, down_work = ways
     N, I = bounds[-1], two_I // 2
     h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
     together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data,

@@ -72,7 +72,7 @@ class Router:
         x, K = x.contiguous(), self.module.top_k
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
         ids = torch.empty(1, K, dtype=torch.int64)
-        _route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised, logits.data_ptr(),
+        route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised, logits.data_ptr(),
                scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype]), TEAM, torch.get_num_threads())
         return logits, scores, ids
 
@@ -121,7 +121,7 @@ def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
 
 
 @kernel
-def _route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work, team, threads):
+def route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work, team, threads):
     p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
     matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
     matrix[0, 0] = w

@@ -20,10 +20,9 @@ from moelab.store.reader import aligned_buffer
 
 try:
     from moelab.kernels.attention import decode_attention
-    from moelab.kernels.layer import decode_layer
+    from moelab.kernels.layers import decode_layer, stretches
     from moelab.kernels.norms import fast_norm, fast_router
     from moelab.kernels.products import PACKED, Matrices
-    from moelab.kernels.token import decode_token
     KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer}
 except ModuleNotFoundError as error:
     if error.name != "numba":
@@ -44,7 +43,7 @@ class FastDecode(Patches):
         bf16 weights in that format, made now. bf12 is lossless: results differ in the order of sums only. The others
         round, prompts included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are.
     norms, routers, attentions, layers, linears : count the modules with another forward; one that had another is left
-        alone. tokens : counts the towers of layers that are one call for a token (`moelab.kernels.token`).
+        alone. stretches : counts those of layers that are one call for a token (`moelab.kernels.layers`).
     """
 
     def __init__(self, model: nn.Module, rows: float | None = None, dense: str | None = None) -> None:
@@ -68,7 +67,7 @@ class FastDecode(Patches):
                         setattr(self, what, getattr(self, what) + 1)
             for weight in model.parameters():
                 on_huge_pages(weight.data_ptr(), weight.nbytes if weight.is_cpu else 0)
-            self.tokens = sum(decode_token(module) is not None for module in model.modules()) if KERNELS else 0
+            self.stretches = sum(len(stretches(module)) for module in model.modules()) if KERNELS else 0
             if dense and not packed:
                 raise ValueError(f"dense is {dense!r}, and no linear layer of this model can be: their weights must be "
                                  f"bf16 on the CPU, their inputs a multiple of 64, and numba must be installed")

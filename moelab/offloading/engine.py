@@ -77,7 +77,7 @@ class Engine:
         self._one = threading.Lock()                            # one layer at a time
         self._threads: int | None = None                        # as many as torch had before it got fewer
         self._share = Mean()                                    # of cores that the pipeline uses in a decode step
-        self._banks: tuple[Any, Any] = None, None               # of `token`: what they are of, and they
+        self._banks: dict[int, tuple[Any, Any]] = {}            # of `token`, by first layer: what they are of, and they
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`
@@ -105,7 +105,7 @@ class Engine:
         return out
 
     def token(self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
-        """A token's layers in one call (`moelab.kernels.token`), as far as their experts are resident for good; None
+        """A token's layers in one call (`moelab.kernels.layers`), as far as their experts are resident for good; None
         where more than that is to be decided."""
         with self._one: return self._token(modules, dtype, compute)             # one line: see `Pipeline._locked`
 
@@ -113,16 +113,17 @@ class Engine:
         self._check()
         residency, find = self.residency, getattr(self.executor, "banks", None)
         if find is None or not (self._sound and residency.holds_all) or residency.sees or self.pipeline.queue.ahead \
-                or self.pipeline.closed or [of.layer for of in modules] != list(range(residency.L)):
+                or self.pipeline.closed:
             return None
-        there = self.pipeline, self.executor, dtype, len(residency)
-        if self._banks[0] != there:
-            self._banks = there, find(modules, dtype, residency.full())
-        if self._banks[1] is None:
+        layers, there = [of.layer for of in modules], (self.pipeline, self.executor, dtype, len(residency))
+        if self._banks.get(layers[0], (None,))[0] != there:
+            full = residency.full()
+            self._banks[layers[0]] = there, find(modules, dtype, [full[layer] for layer in layers])
+        if (banks := self._banks[layers[0]][1]) is None:
             return None
         self._sound, self._step = False, Step(-1, [], [])       # so `_recover` keeps all
-        found = compute(*self._banks[1])
-        for layer, chosen, (begin, end) in zip(range(found.layers), found.ids.tolist(), found.times.tolist()):
+        found = compute(*banks)
+        for layer, chosen, (begin, end) in zip(layers[:found.layers], found.ids.tolist(), found.times.tolist()):
             self._other(begin, layer)
             step = self._decide(layer, dict.fromkeys(chosen, 1), begin)
             self._report(step.requests, begin, end)

@@ -16,7 +16,7 @@ from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
-from moelab.kernels import layer, norms, products  # noqa: E402
+from moelab.kernels import layers as decode_layers, norms, products  # noqa: E402
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
 
@@ -39,8 +39,8 @@ def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_
 
 def test_a_router_that_is_asked_is_the_kernel_in_its_place(tmp_path, monkeypatch):
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
-    calls, run, layers = [], norms._route, discover(model)
-    monkeypatch.setattr(norms, "_route", lambda *args: calls.append(args) or run(*args))
+    calls, run, layers = [], norms.route, discover(model)
+    monkeypatch.setattr(norms, "route", lambda *args: calls.append(args) or run(*args))
     x, other = torch.randn(2, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         wanted = [route(each, x) for each in layers]
@@ -59,8 +59,8 @@ def test_a_router_that_is_asked_is_the_kernel_in_its_place(tmp_path, monkeypatch
 
 def test_a_layer_is_one_call_unless_something_lies_on_its_parts(tmp_path, monkeypatch):
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
-    calls, run, ids = [], layer.to_experts, torch.arange(3, 9)[None]
-    monkeypatch.setattr(layer, "to_experts", lambda *args: calls.append(args) or run(*args))
+    calls, run, ids = [], decode_layers.to_experts, torch.arange(3, 9)[None]
+    monkeypatch.setattr(decode_layers, "to_experts", lambda *args: calls.append(args) or run(*args))
 
     def step(count):
         calls.clear()

@@ -1,0 +1,243 @@
+"""Decoder layers of a single token in one call: a layer up to its experts, or a stretch of layers with theirs.
+
+What is saved is transformers' way from one kernel to the next, a quarter of a token's time. A stretch is a run of
+layers alike: the first one computes all, up to one that chooses an expert that is not in memory; the others find in the
+hidden states that they are done. A layer that is in no stretch, or with something on its experts or its router, is
+computed up to its experts, which run as ever. With a hook on its other parts, another forward, a prompt, a batch, a
+mask or a cache of another kind it takes its own forward.
+
+    x [1, 1, H] and the cache's keys and values    →    x + attention(norm(x)) and the norm of that, [1, 1, H] each
+                                                   →    x after n layers, ids and weights [L, K], times [L, 2]
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import time
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moelab.kernels.attention import DecodeAttention, agree, attend
+from moelab.kernels.compile import kernel
+from moelab.kernels.feed_forward import gated, ways
+from moelab.kernels.norms import Norm, Router, rms_norm, route
+from moelab.kernels.products import entry
+from moelab.kernels.tiles import kept, now, span, weight, write
+from moelab.kernels.watch import Watch, addresses, forward, heard_everywhere
+
+PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
+#: transformers' models that do nothing between their layers
+MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
+#: the C library's clock_gettime and the clock that it is asked for; 0 where there is none
+try:
+    CLOCK = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0, time.CLOCK_MONOTONIC
+except (OSError, AttributeError, TypeError):
+    CLOCK = 0, 0
+
+
+class Bank(NamedTuple):
+    """One matrix of all experts of a stretch: its kind, where it lies, int64 [L, E, 4] as of `products.multiply`, zeros
+    for experts that are elsewhere, and its number of outputs."""
+
+    kind: type
+    table: np.ndarray
+    R: int
+
+
+class Computed(NamedTuple):
+    """What a call has done: so many layers, their choices [L, K], and seconds of `time.perf_counter` at which each
+    one's experts began and ended, [L, 2]."""
+
+    layers: int
+    ids: np.ndarray
+    times: np.ndarray
+
+
+class DecodeLayer:
+    """The forward of one decoder layer, whose parts have these fast forwards; its own for all but a single token."""
+
+    def __init__(self, module: nn.Module, fast: list[Any]) -> None:
+        self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
+        self.children = [(name, one.module) for name, one in zip(PARTS, fast)]
+        self.modules = [first.module, *self.attention.module.modules(), second.module]
+        self.parts = Watch(self.modules)
+        self.shape = self.attention.plan, first.H, (first.eps, second.eps)
+        self.weights = self.attention.weights.copy()
+        self.weights[0, 2:] = *addresses(first.module), *addresses(second.module)
+        self.stretch: Stretch | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and self in getattr(args[0], "computed", ()):
+            return args[0]
+        call = self.attention.call(*args, **kwargs)
+        if call is None or heard_everywhere():
+            return self.own(self.module, *args, **kwargs)
+        x, cos, sin, cache = call
+        token = self.attention.token(cos, sin)
+        if self.stretch and (y := self.stretch(x, token, cache)) is not None:
+            return y
+        if not self.untouched() or (found := self.attention.room(cache)) is None:
+            return self.own(self.module, *args, **kwargs)
+        kept_by, room = found
+        y, normed = torch.empty_like(x), torch.empty_like(x)
+        to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
+        room.grow(kept_by)
+        return y + self.module._modules["mlp"](normed)
+
+    def untouched(self) -> bool:
+        """Whether nobody has replaced a part or its weight, or put something on it."""
+        here = self.module._modules
+        return all(here[name] is part for name, part in self.children) and self.parts.told() is not None
+
+
+@torch.inference_mode()
+def decode_layer(module: nn.Module) -> DecodeLayer | None:
+    """The forward for this layer if its parts have ours and, with an identity for experts, a probe on a random token
+    gives what its own forward gives."""
+    parts = [getattr(module, name, None) for name in PARTS]
+    fast = [forward(part) if isinstance(part, nn.Module) else None for part in parts]
+    if [type(one) for one in fast] != [Norm, DecodeAttention, Norm] or not isinstance(module.mlp, nn.Module):
+        return None
+    twin = copy.copy(module)
+    twin._modules = module._modules | {"mlp": nn.Identity()}
+    return DecodeLayer(module, fast) if agree(twin, DecodeLayer(twin, fast), fast[1], fast[0].H) else None
+
+
+class Stretch:
+    """Layers alike, one after the other, each with a router and experts; the first one asks it.
+
+    An executor of experts that has `token(experts of each layer, dtype, compute) → Computed | None` calls compute(up,
+    down, transposed) with `Bank`s of SiLU-gated experts and takes note of what was computed, or gives None.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[DecodeLayer]) -> None:
+        self.model, self.layers, layers[0].stretch = model, layers, self
+        self.all, blocks = model._modules["layers"], [layer.module._modules["mlp"] for layer in layers]
+        self.experts, gates = ([block._modules[name] for block in blocks] for name in ("experts", "gate"))
+        parts = [part for layer in layers for part in (layer.module, *layer.modules)]
+        self.parts = Watch([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
+        self.weights, self.router = np.stack([layer.weights for layer in layers]), forward(gates[0])
+        self.routers = np.array([addresses(gate)[0] for gate in gates])
+
+    def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
+        """x after as many layers as can be computed, which it knows as `computed`; None for none."""
+        layers, router, L, kind = self.layers, self.router, len(self.layers), type(self.layers[0].shape[0][0])
+        executor = getattr(self.experts[0], "executor", None)
+        if (run := getattr(executor, "token", None)) is None or any(of.executor is not executor for of in self.experts):
+            return None
+        K, x, heard, rooms = router.module.top_k, x.clone(), [], []
+        w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
+
+        def compute(up: Bank, down: Bank, transposed: bool) -> Computed:
+            done, began = 0, 0.0
+            rooms[:] = [layer.attention.room(cache) for layer in layers]
+            if None not in rooms and (told := self.untouched()) is not None:
+                heard[:] = told
+                began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind))
+                how = ways((up.kind, None, up.R), (down.kind, None, down.R), transposed)
+                done = _stretch(layers[0].shape, routing, how, self.weights, self.routers, up.table, down.table, token,
+                                np.array([room.where for _, room in rooms]), x.data_ptr(), w.data_ptr(), ids, times,
+                                CLOCK)
+            return Computed(done, ids, began + times / 1e9)
+        found = run(self.experts, x.dtype, compute)
+        if found is None or not found.layers:
+            return None
+        for layer, room in rooms[:found.layers]:
+            room.grow(layer)
+        each = [*zip(torch.from_numpy(ids).split(1), w.split(1))][:found.layers]
+        for i, told in heard:                                           # two modules of each layer
+            if i // 2 < len(each):
+                told(*each[i // 2])
+        x.computed = {*layers[:found.layers]}
+        return x
+
+    def untouched(self) -> list[tuple[int, Callable[..., Any]]] | None:
+        """`Watch.told`, if these layers are still the model's."""
+        ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
+        return self.parts.told() if ours else None
+
+
+@torch.inference_mode()
+def stretches(model: nn.Module) -> list[Stretch]:
+    """A model's stretches: layers that have our forwards, each with a router of ours and experts in a block that does
+    nothing else, as a probe shows."""
+    if type(model).__name__ not in MODELS or not CLOCK[0]:
+        return []
+    runs = groupby([forward(module) for module in model._modules["layers"]], _alike)
+    return [Stretch(model, list(layers)) for alike, layers in runs if alike]
+
+
+def _alike(layer: Any) -> tuple | None:
+    """What layers of a stretch have in common; None for one that can be in none."""
+    if not isinstance(layer, DecodeLayer) or not _only_experts(layer):
+        return None
+    attention, router = layer.attention.module, forward(layer.module.mlp.gate)
+    return repr(layer.shape), attention.scaling, id(attention.config), router.normalised, router.dtype, \
+        router.module.top_k, router.module.weight.shape
+
+
+class _Told(nn.Module):
+    """Stands for experts."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        self.given, self.gave = given, given[0].roll(1, -1)
+        return self.gave
+
+
+def _only_experts(layer: DecodeLayer) -> bool:
+    """Whether a layer's block gives its experts the router's choice of a random token, and back what they give."""
+    block, x = layer.module.mlp, torch.randn(1, 1, layer.shape[1], generator=torch.Generator().manual_seed(0))
+    if block._modules.keys() != {"gate", "experts"} or not isinstance(router := forward(block.gate), Router) \
+            or forward(block) or forward(block.experts) or Watch([block]).told() is None:
+        return False
+    twin, told, x = copy.copy(block), _Told(), x.to(layer.attention.dtype)
+    twin._modules = block._modules | {"experts": told}
+    y, (_, weights, ids) = twin(x), router(x[0])
+    return isinstance(y, Tensor) and all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(
+        (y, *told.given), (told.gave, x, ids, weights), strict=True))
+
+
+@kernel
+def to_experts(shape, weights, token, room, x, y, normed):
+    """Write y [H] = x + attention(norm(x)) and its norm; where the norms' weights lie is in `weights[0]`, too."""
+    plan, H, (first_eps, second_eps) = shape
+    kind, inside = plan[0], np.empty(span(plan[0], H), np.uint8)
+    at = inside.ctypes.data
+    rms_norm(kind, x, kind, weights[0, 2], 1, H, first_eps, at)
+    attend(plan, weights, token, room, at, H, at)
+    for i in range(H):
+        write(kind, y, i, weight(kind, x, i) + weight(kind, at, i))
+    kept(inside)
+    rms_norm(kind, y, kind, weights[0, 3], 1, H, second_eps, normed)
+
+
+@kernel(error_model="numpy")
+def _stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x, w, ids, times, clock):
+    """How many layers were computed; x [H], w and ids [L, K] and times [L, 2] are written."""
+    (kind, H), (score_kind, normalised, work), (team, threads) = (shape[0][0], shape[1]), routing, token[3:]
+    (L, K), E, start = ids.shape, ups.shape[1], now(*clock)
+    memory = np.empty((4, max(H, E)), np.float32)
+    up, down, each = np.empty((K, 4), np.int64), np.empty((K, 4), np.int64), np.arange(K + 1)
+    tokens, rows = np.zeros(K, np.int64), each[:K].copy().reshape(1, K)
+    y, normed, out, logits = [memory[i:].ctypes.data for i in range(4)]
+    for i in range(L):
+        room, at = (rooms[i, 0], rooms[i, 1], rooms[i, 2], rooms[i, 3]), w + span(score_kind, i * K)
+        to_experts(shape, weights[i], token, room, x, y, normed)
+        route(kind, score_kind, normed, routers[i], E, H, K, normalised, logits, at, ids[i:i + 1], work, team, threads)
+        for k in range(K):
+            up[k], down[k] = ups[i, ids[i, k]], downs[i, ids[i, k]]
+            if up[k, 0] == 0:
+                return i
+        times[i, 0] = now(*clock) - start
+        gated(kind, ways, up, down, each, normed, 1, H, tokens, rows, score_kind, at, out, team, threads)
+        times[i, 1] = now(*clock) - start
+        for h in range(H):
+            write(kind, x, h, weight(kind, y, h) + weight(kind, out, h))
+    kept(memory)
+    return L

@@ -1,0 +1,66 @@
+"""Whether modules are still what a kernel that replaces them was made of, asked for every token: in a few passes over
+flat lists, as visiting each module would take longer than what the kernel saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from operator import itemgetter
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as everywhere
+
+_CHILDREN, _WEIGHTS = itemgetter("_modules"), itemgetter("_parameters")
+_HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
+
+
+class Watch:
+    """Modules with the children, weights and forwards that they have now; a linear layer's forward may be another.
+
+    heard : modules on which hooks may lie that only tell of a layer's choices (`moelab.models.seam.Layer.listening`);
+        on the others, none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], heard: Iterable[nn.Module] = ()) -> None:
+        modules, heard = list(modules), list(heard)
+        self.silent, self.heard = [vars(module) for module in modules], [vars(module) for module in heard]
+        every = self.silent + self.heard
+        self.parents, self.owners = [list(filter(has, every)) for has in (_CHILDREN, _WEIGHTS)]
+        self.children = [dict(held) for held in map(_CHILDREN, self.parents)]
+        self.addresses = self._addresses()
+        self.replaced = [vars(module) for module in modules + heard if type(module) is not nn.Linear]
+        self.forwards = list(map(dict.get, self.replaced, repeat("forward")))
+        self.links = [there for there in self.forwards if hasattr(there, "call")]
+        self.calls = [link.call for link in self.links]
+
+    def _addresses(self) -> list[int | None]:
+        return [w if w is None else w.data_ptr() for held in map(_WEIGHTS, self.owners) for w in held.values()]
+
+    def told(self) -> list[tuple[int, Callable[..., Any]]] | None:
+        """Who is told ids [1, K] and weights [1, K] by a hook, and on which of `heard` that lies; None if somebody has
+        replaced or moved something, or has put something else on one of the modules."""
+        if any(map(_HOOKS[0], self.silent)) or any(map(_HOOKS[1], self.silent)) \
+                or list(map(dict.get, self.replaced, repeat("forward"))) != self.forwards \
+                or [link.call for link in self.links] != self.calls \
+                or list(map(_CHILDREN, self.parents)) != self.children or self._addresses() != self.addresses:
+            return None
+        told = [(i, getattr(getattr(hook, "function", None), "told", None)) for i, own in enumerate(self.heard)
+                for hooks in _HOOKS if hooks(own) for hook in hooks(own).values()]
+        return None if any(one is None for _, one in told) else told
+
+
+def addresses(module: nn.Module) -> list[int]:
+    """Where a module's own weights lie."""
+    return [weight.data_ptr() for weight in module._parameters.values() if weight is not None]
+
+
+def forward(module: nn.Module) -> Any:
+    """What was put on a module in place of its class's forward, the topmost; None for nothing."""
+    there = module.__dict__.get("forward")
+    return getattr(there, "call", there)
+
+
+def heard_everywhere() -> bool:
+    """Whether a hook hears all modules."""
+    return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
