@@ -18,7 +18,7 @@ from typing import Any
 
 from moelab import datasets, open_model
 from moelab.ane.device import comparison
-from moelab.arguments import several, whole
+from moelab.arguments import one_of, several, whole
 from moelab.bench import end_to_end, ndp, orin, prediction, static, store
 from moelab.bench.measure import torch_threads
 from moelab.bench.popularity import Popularity
@@ -152,7 +152,7 @@ def modules(of: Trial) -> list[float]:
 
 def together(of: Trial) -> list[float]:
     found = end_to_end.titled(end_to_end.run(
-        ("huffman", "prefetch", "bf12", "huffman + prefetch"), (0.5,), (0,), prompt=8, decode=4, seed=of.seed,
+        ("huffman", "prefetch", "bf12", "huffman + prefetch"), (0.5,), (0,), contexts=(8,), decode=4, seed=of.seed,
         model=str(small_model()), alone=True, here=True))
     return [float(sum(row.get("output") != "= eager" for rows in found.values() for row in rows.values()))]
 
@@ -204,4 +204,5 @@ def run(seeds: int = 10, first: int = 0, prompts: int = 6, train_tokens: int = 4
 OPTIONS = {"seeds": (whole(1), "how many"), "first": (whole(), "the first of them"),
            "prompts": (whole(2), "test prompts a source, half of those learned from"),
            "train_tokens": (whole(1), "that estimators see"), "windows": (whole(2), "windows of text"),
-           "notebooks": (several(str), "whose conclusions"), "journal": (None, "a file that keeps finished seeds")}
+           "notebooks": (several(one_of(NOTEBOOKS)), "whose conclusions"),
+           "journal": (None, "a file that keeps finished seeds")}
