@@ -39,9 +39,11 @@ from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/3"
+VERSION = "moelab.sample/4"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE, SECONDS = 160 << 20, 1.5
+#: bytes that push a sample out of a processor's cache, which would hold one in few bits and no model
+PUSHED = 128 << 20
 #: cores that others keep busy, above which what is measured meanwhile is measured again the next time
 DISTURBED = 0.25
 #: dtype of experts as they are → the form of a sample that costs as much
@@ -108,7 +110,8 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
 def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: int = 8, tokens: int = 12
                     ) -> dict[str, list[float]]:
     """Seconds of single tokens, with all of a store's experts in memory: of all stores in turn, so that what disturbs
-    the machine disturbs all. The first half of the rounds, which meets new memory, does not count."""
+    the machine disturbs all, and none from the processor's cache. The first half of the rounds, which meets new memory,
+    does not count."""
     import torch
     from transformers import DynamicCache
 
@@ -116,10 +119,12 @@ def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: in
     with ExitStack() as stack, torch.inference_mode():
         models = {form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
                   for form, store in stores.items()}
+        others = torch.zeros(PUSHED, dtype=torch.uint8)
         caches = {form: DynamicCache(config=lm.config) for form, lm in models.items()}
         for ids in torch.arange(rounds * tokens).split(tokens):
             for form, lm in models.items():
                 for one in ids[:, None, None] % lm.config.vocab_size:
+                    others += 1
                     lm(input_ids=one, past_key_values=caches[form], use_cache=True)
         return {form: [forward.end - forward.start for forward in lm.moelab.forwards[rounds // 2 * tokens:]]
                 for form, lm in models.items()}
