@@ -67,6 +67,15 @@ def contenders(ways: Sequence[Way]) -> list[Way]:
     return list(dict.fromkeys([*ways[:2], *sorted(firsts, key=ways.index)[:FORMS]]))
 
 
+@contextmanager
+def noted(failed: dict[Way, str], way: Way) -> Iterator[None]:
+    """What goes wrong within the block ends that way, not the bench."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        failed[way] = str(error)
+
+
 def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str) -> dict[Way, float | str]:
     """TPOT of each way, `typical` of its least disturbed round; why, of those that could not run. All are open at the
     same time and take turns of `TURN` tokens, so that what disturbs the machine disturbs all; those that are in memory
@@ -77,25 +86,24 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
         with ExitStack() as stack:
             running: dict[Way, tuple[Any, Iterator[None]]] = {}
             for way in ways:
-                try:
+                with noted(failed, way):
                     source, options = Path(stored(model, way.form)), options_of(way, model)
                     drop_cached(source)
                     lm = stack.enter_context(opened(str(source), options | (
                         {"bandwidth": rate} if "memory" in options else {})))
                     ids, _ = given(lm, 1, CONTEXT)
                     steps = forwards(lm, torch.cat([ids, *[ids[:, -TIMED:]] * (MORE - 1) * way.resident], 1), PROMPT)
-                    running[way] = lm, steps
                     for _ in islice(steps, 1 + WARM):
                         pass
-                except (RuntimeError, ValueError, OSError) as error:
-                    failed[way] = str(error)
+                    running[way] = lm, steps
             for way, (_, steps) in list(running.items()) * (TIMED // TURN):
                 if way.form == AS_IS:
                     drop_cached(model.folder)
-                for _ in islice(steps, TURN * (MORE if way.resident else 1)):
-                    pass
-            for way, (lm, _) in running.items():
-                seconds = (end - start for start, end, *_ in lm.moelab.forwards[1 + WARM:])
+                with noted(failed, way):
+                    for _ in islice(steps, TURN * (MORE if way.resident else 1)):
+                        pass
+            for way in running.keys() - failed.keys():
+                seconds = (end - start for start, end, *_ in running[way][0].moelab.forwards[1 + WARM:])
                 best[way] = min(best[way], typical(seconds))
     return best | failed
 
