@@ -47,7 +47,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
 
     source : hub id, folder of a checkpoint or an expert store, `ExpertStore`, or None for the small model shipped.
     memory : for routed experts: bytes, a share of what all of them take (0.5, "50%"), "8GB", or "auto" for what this
-        machine has left. It is allocated at once and never exceeded. None loads everything.
+        machine has left. It is allocated at once and never exceeded; if all fit, they are read at once, too. None
+        loads everything as transformers does.
     cache : with `memory`, who is evicted: a name of `moelab.names("cache")` or a policy of your own.
     executor : what computes the experts: a name of `moelab.names("executor")` or a function of your own. "exact" is
         transformers' own arithmetic, bit for bit; "fast" is equal within the dtype's tolerance, and computes attention,

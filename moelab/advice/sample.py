@@ -135,8 +135,7 @@ def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float:
     experts and the head as they are simulated."""
     residency = Residency(sample.L, sample.E, Pools(F=sample.L * sample.E))
     token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
-    for step in token:
-        residency.begin(*step)
+    residency.fill()
     rest = simulate([token], [(1, "decode")], residency, delays, head=found.head, quiet=True).tpot
     return max(found.median("resident") - rest, 0.0) / sample.L
 

@@ -148,11 +148,9 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
               enumerate(seen.shares)]]
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
     long, residency = (Residency(spec.L, spec.E, pools, way.cache) for _ in range(2))
-    if way.resident:
-        for step in whole[0]:
-            residency.begin(*step)
-            if way.form == AS_IS and model.stored is None:                  # all is read when the model is opened
-                long.begin(*step)
+    if way.resident:                                                        # all is read when the model is opened
+        residency.fill()
+        long.fill()
     prompt = run(long, whole, [(tokens, "prefill")], [[]], costs.other, costs.head)
     first, gone = 1 + WARM, 0 if ahead else WARM            # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):

@@ -127,6 +127,12 @@ class Residency:
         return Step(layer, [Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)],
                     evicted)
 
+    def fill(self) -> None:
+        """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
+        for key in (key for keys in self._keys for key in keys) if self.holds_all else ():
+            self._state[key] = State.FULL
+            self._pools[key.layer][State.FULL].keys[key] = None
+
     def see(self, layer: int, s: np.ndarray) -> None:
         """Tell the policies what a layer's router saw, float32 [T, H], before its step; only needed if `sees`."""
         for pool in self._pools[layer].values():

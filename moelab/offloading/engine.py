@@ -53,6 +53,7 @@ class Engine:
     ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
     scheduler : orders reads and decoding, see `moelab.schedule.affinity`.
+    held : slots of the experts that are in memory already, as residency has them.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
     cancelled : asked before every expert whether to end this thread's forward pass with `Cancelled`.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
@@ -61,14 +62,15 @@ class Engine:
 
     def __init__(self, residency: Residency, slots: Slots, reader: Reader, delays: Delays, run: EngineRun,
                  workers: int = 1, ahead: int = 0, executor: Callable[..., Tensor] | None = None,
-                 one_thread: bool = False, scheduler: Callable[..., Order] = default_order) -> None:
+                 one_thread: bool = False, scheduler: Callable[..., Order] = default_order,
+                 held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
         self.scheduler = scheduler
         self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
         self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
         self._mark, self.closed = None, False   # since when the model does something else than experts, in a forward
         self._began, self._computed = 0.0, 0.0  # the forward pass: when, and what the pipeline had computed by then
         # Its threads are started when they are needed, by `_recover`.
-        self.pipeline = Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched)
+        self.pipeline = Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched, held=held)
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
         self.cancelled: Callable[[], bool] | None = None
         self.serial = self.decoding = False

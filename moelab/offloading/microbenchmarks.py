@@ -61,6 +61,7 @@ class Microbenchmarks:
         sizes = Sizes.of(store, None if compact or not has_few_bits(store) else False)
         self.kept = max(workers, min(experts, ROUND_TRIP // sizes.full))
         self.slots = Slots(store, {"full": self.kept, "e": workers, "sm": workers}, sizes)
+        self.slots.touch()
         self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
         self.full: dict[int, tuple[int, int]] = {}              # slot → (layer, expert) that it holds
         self.whole: dict[int, Chunks] = {}                      # the same, of what is read in place

@@ -24,6 +24,7 @@ from moelab.models import identity, opening, plug
 from moelab.models.direct import CheckpointStore
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
+from moelab.offloading.filling import filling
 from moelab.offloading.microbenchmarks import quick_delays, same_bits_on_one_thread
 from moelab.offloading.planner import TIMED, WARM, best_pools, drawn, shares_of
 from moelab.offloading.run import EngineRun, EngineSettings
@@ -46,7 +47,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
 
     store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts are then read from
         (`moelab.models.direct`); None for the small model.
-    budget : memory for experts, see `parse_budget`; allocated at once and never exceeded.
+    budget : memory for experts, see `parse_budget`; allocated at once and never exceeded. Where all of them fit, they
+        are read while the model is opened, and no prompt reads any.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
     plan : how the budget is divided into pools; None keeps whole experts only, "auto" chooses by simulation where
         experts are compressed (`moelab.offloading.planner`), and keeps whole ones where they are not.
@@ -101,6 +103,11 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
                          "`python -m moelab calibrate MODEL FILE` makes")
     kept = room - ahead * sizes.in_flight - store.scratch
     pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging)
+    residency = Residency(L, E, pools, policy, scope, margin)
+
+    def memory() -> Slots:
+        return Slots(store, slot_counts(pools, L if scope == "layer" else 1, staging + ahead), sizes, device)
+
     # Experts of a prompt get ever other numbers of tokens. For each shape oneDNN, by which torch multiplies bf16, keeps
     # code of 0.7 MB, and so does what calls it: 1024 each, unless the first use finds a smaller number here.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -108,20 +115,26 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)
-        model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
+        with filling(slots := memory(), reader) if residency.holds_all else contextlib.nullcontext(dict) as loaded:
+            model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
+            held = loaded()
         delays = delays or quick_delays(store, model, sizes.in_place, compact)
-        if auto:
+        if auto and not held:
             shares = shares_of(calibration.require(identity(model), store.spec))
             pools = best_pools(shares, drawn(shares, WARM + TIMED), kept - staging * sizes.in_flight, sizes, delays,
                                workers=workers, staging=staging, policy=policy, scope=scope, margin=margin)[0].pools
-        count = slot_counts(pools, L if scope == "layer" else 1, staging + ahead)
-        residency = Residency(L, E, pools, policy, scope, margin)
+            residency = Residency(L, E, pools, policy, scope, margin)
+        if held:
+            residency.fill()
+        else:
+            slots = memory()
+            slots.touch()
         settings = EngineSettings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
                                   store.weights_bytes, scheduler)
         run = EngineRun(settings, residency)
-        engine = Engine(residency, Slots(store, count, sizes, device), reader, delays, run, workers, ahead,
+        engine = Engine(residency, slots, reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,
-                        same_bits_on_one_thread(store, model), order)
+                        same_bits_on_one_thread(store, model), order, held)
         unless_open.callback(engine.close)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
         source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})

@@ -160,9 +160,10 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
 def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec | None = None,
            pools: Pools | None = None, workers: int | None = None, staging: int | None = None,
            scheduler: Any = None, decompress_gbs: float | None = None) -> Simulation:
-    """A recorded run in simulated time, from an empty cache: as it was, or with another cache or on another machine.
+    """A recorded run in simulated time, from a cache as it is opened: empty or, where all fit, with all experts in it.
+    As it was, or with another cache or on another machine.
 
-    run : `lm.moelab.run`; that of a model in memory needs a device, and begins with reading all that it needs.
+    run : `lm.moelab.run`; that of a model in memory needs a device.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's future.
     device : a card, its name or the path of your own, whose figures replace what was measured (`delays_of`).
     pools, workers, staging, scheduler : in place of the run's; the last is what orders reads and decoding: a name of
@@ -184,6 +185,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
         policy = Belady(flat(run.steps))
     residency = Residency(settings.spec.L, settings.spec.E, pools or settings.pools, policy, settings.scope,
                           settings.margin)
+    residency.fill()
     scheduler = make("scheduler", order) if isinstance(order := scheduler or settings.scheduler, str) else order
     return simulate(run.steps, run.forwards, residency, delays, workers=workers or settings.workers,
                     staging=staging or settings.staging, other=other, head=head, scheduler=scheduler,

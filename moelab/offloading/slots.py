@@ -99,6 +99,13 @@ class Slots:
         size = getattr(self.sizes, kind)
         return self._chunks[kind][slot * size:(slot + 1) * size]
 
+    def touch(self) -> None:
+        """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find there are none."""
+        with ThreadPoolExecutor() as pool:
+            for memory in self._chunks.values():
+                list(pool.map(lambda begin: memory[begin:begin + TOUCHED:ALIGN].fill(0),
+                              range(0, len(memory), TOUCHED)))
+
     def tensors(self, slot: int, layer: int, expert: int = 0, reuse: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of an expert in a slot of joined tensors; packed ones are unpacked into new memory or, with
         `reuse`, into that of the call before."""
@@ -153,12 +160,9 @@ def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
 
 
 def _host_memory(n: int, device: torch.device) -> np.ndarray:
-    """`n` bytes of the CPU's memory from a multiple of 4096 on, pinned for a GPU; its pages are pre-faulted."""
+    """`n` bytes of the CPU's memory from a multiple of 4096 on, pinned for a GPU."""
     if device.type != "cuda":
-        memory = aligned_buffer(n)
-        with ThreadPoolExecutor() as pool:      # or the first prompt would wait for its pages, or find there are none
-            list(pool.map(lambda begin: memory[begin:begin + TOUCHED:ALIGN].fill(0), range(0, n, TOUCHED)))
-        return memory
+        return aligned_buffer(n)
     pinned = torch.empty(n + ALIGN, dtype=torch.uint8, pin_memory=True).numpy()
     skip = -pinned.ctypes.data % ALIGN
     return pinned[skip:skip + n]

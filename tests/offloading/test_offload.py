@@ -247,7 +247,7 @@ def damaged(folder, experts):
 
 
 def test_a_damaged_chunk_is_named(tmp_path):
-    offloaded = offload(damaged(tmp_path, range(1, 8)), 1.0, delays=DELAYS)
+    offloaded = offload(damaged(tmp_path, range(1, 8)), 0.9, delays=DELAYS)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"damaged: chunk 0\.\d\.down_proj"):
             generate(offloaded)
@@ -259,7 +259,7 @@ def test_a_model_that_cannot_be_opened_leaves_no_thread(tmp_path, delays, monkey
     """The first expert is read when a model is opened, to try it; with several threads, whatever is given."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(StoreError, match=r"damaged: chunk 0\.0\.down_proj"):
-        offload(damaged(tmp_path, [0]), 1.0, delays=delays)
+        offload(damaged(tmp_path, [0]), 0.5, delays=delays)
     assert not threads()
 
 

@@ -61,7 +61,7 @@ def recorded(source: Any, prompt: str | Sequence[int] | None = None, tokens: int
     if isinstance(source, str) and source in names("model"):
         return _assumed(source)
     if isinstance(source, EngineRun):
-        return _whole(Recorded(source.settings.spec.name, run := source.copy(), _empty(run.settings)))
+        return _whole(Recorded(source.settings.spec.name, run := source.copy(), _as_opened(run.settings)))
     if not hasattr(source, "moelab"):
         raise TypeError(f"this is a {type(source).__name__}; a view is of a model that moelab.open_model has opened, "
                         f"of its run (lm.moelab.run), or of a card: {', '.join(names('model'))}")
@@ -96,9 +96,11 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
     return Recorded(run.settings.spec.name, run, before, ids[0].tolist(), new, lm.name_or_path, session.budget, lm)
 
 
-def _empty(settings: EngineSettings) -> Residency:
-    return Residency(settings.spec.L, settings.spec.E, settings.pools, deepcopy(settings.policy), settings.scope,
-                     settings.margin)
+def _as_opened(settings: EngineSettings) -> Residency:
+    residency = Residency(settings.spec.L, settings.spec.E, settings.pools, deepcopy(settings.policy), settings.scope,
+                          settings.margin)
+    residency.fill()
+    return residency
 
 
 def _assumed(name: str) -> Recorded:
@@ -107,7 +109,7 @@ def _assumed(name: str) -> Recorded:
     spec = load_model(name)
     pools = Pools(F=spec.L * spec.E)
     settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, 0)
-    run = EngineRun(settings, residency := _empty(settings))
+    run = EngineRun(settings, residency := _as_opened(settings))
     run.steps = drawn(np.full((spec.L, spec.E), spec.K / spec.E), ASSUMED)
     run.forwards = [Forward(0.0, 0.0, 1, "decode")] * ASSUMED
     return Recorded(name, run, residency, how="assumed: every expert as often as every other")

@@ -185,7 +185,7 @@ def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = T
         view                                            # needs the model no longer
 
     source : an opened model, which generates `tokens` after `prompt`; or a run, `lm.moelab.run`, which must have begun
-        with an empty cache.    token : the forward pass that is shown at first; 0 is the prompt.
+        with the cache as it is opened.    token : the forward pass that is shown at first; 0 is the prompt.
 
     Raises ValueError: a run of fewer than two decode steps.
     """
