@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -15,8 +17,8 @@ from moelab.table import format_value, head_and_rows, text_table
 #: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured
 BENCHES = {name: f"moelab.bench.{name}" for name in (
     "store", "conversion", "engine", "prefetch", "quantization", "ane", "ane_accuracy", "parallel", "experts",
-    "dataset_free", "seeds", "prediction", "popularity", "plans", "cache_aware", "zipmoe", "scale", "end_to_end")} | {
-        "advise": "moelab.advice.accuracy"}
+    "dataset_free", "seeds", "recall_and_misses", "popularity", "plans", "cache_aware", "zipmoe", "scale",
+    "end_to_end")} | {"advise": "moelab.advice.accuracy"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     module = import_module(BENCHES[args.name])
     options = vars(parser_of(args.name).parse_args(args.options))
     print(module.__doc__.split("\n\n")[0], flush=True)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))     # what is mounted is unmounted
     results = module.run(**options)
     for section, figures in results.items():
         print(f"\n{section}")

@@ -31,6 +31,10 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
             if new:
                 with open(image, "wb") as f:
                     f.truncate(int(nbytes))
+            if mount.is_mount():                # of a process that was killed
+                _unmount(mount)
+            for left in _command("losetup", "--noheadings", "--output", "NAME", "--associated", str(image)).split():
+                _command("losetup", "--detach", left)
             device = _command("losetup", "--find", "--show", "--direct-io=on", str(image))
             stack.callback(_command, "losetup", "--detach", device)
             if new:

@@ -3,7 +3,8 @@
 Errors are relative RMS, in float32, on router inputs recorded from the training split: of the weights, of an expert's
 output, and of each layer's routed output. In the tasks the whole model runs on the quantised experts (dequantised on
 use, products in bf16). Routers, attention and shared experts stay as they are. The formats of `convert --quantize`,
-whose scales are of groups and blocks, are compared apart, with the lossless codecs.
+whose scales are of groups and blocks, are compared apart, with the lossless codecs; their bytes are of all routed
+experts as a store holds them, without alignment.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from moelab import datasets, open_model
+from moelab import datasets, open_model, registry
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
-from moelab.evaluation.formats import compare_formats
-from moelab.experts.quantization import FORMATS, Quantized, layer_error
-from moelab.models import plug, plugged
+from moelab.experts.quantization import FORMATS, STORED, Quantized, layer_error
+from moelab.models import plug, plugged, unplug
 from moelab.recording import record
+from moelab.store.codecs import compress_tensor
 
-
+CODECS = ("raw", "bf12", "huffman")
 OPTIONS = {
     "model": (None, "a checkpoint folder, a store or a hub id; if not given, the small model"),
     "formats": (None, "of the experts, with commas between them"),
@@ -77,3 +78,21 @@ def layer_errors(model: Any, layers: Sequence[Any], sources: dict[str, Quantized
             rows[f"{name}, layer {layer.index}"] = {key: 100 * error for key, error in found[-1].items()}
         rows[f"{name}, all"] = {key: 100 * (sum(row[key]**2 for row in found) / len(found))**0.5 for key in found[0]}
     return rows
+
+
+def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) -> dict[str, dict[str, Any]]:
+    """Codec or format of a store → "bytes" of all experts, "bits a weight", "of raw", "TASK: score" and the rest of a
+    row of `accuracy.compare`, whose other options are `how`; a codec changes no bit and so no score."""
+    layers = plug(model)
+    own = [w for layer in layers for e in range(layer.E) for w in layer.experts.weights(e).values()]
+    raw, count = sum(w.nbytes for w in own), sum(w.numel() for w in own)
+    sources = {name: Quantized(layers, STORED + name) for name in registry.names("format")}
+    size = {name: sum(compress_tensor(w.contiguous(), name).nbytes for w in own) for name in CODECS}
+    size |= {name: sum(source.nbytes(*key) for key in source.kept) for name, source in sources.items()}
+    found = accuracy.compare(model, {"raw": nullcontext} | {
+        name: partial(plugged, model, source=source) for name, source in sources.items()}, tasks, **how)["scores"]
+    unplug(model)
+    return {name: {"bytes": n, "bits a weight": 8 * n / count, "of raw": n / raw} | {
+        f"{task}: {key}": value for task, by_mode in found.items()
+        for key, value in by_mode[name if name in sources else "raw"].items()
+        if key not in ("unit", "n")} for name, n in size.items()}

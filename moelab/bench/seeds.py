@@ -19,10 +19,10 @@ from typing import Any
 from moelab import datasets, open_model
 from moelab.ane.device import comparison
 from moelab.arguments import one_of, several, whole
-from moelab.bench import end_to_end, ndp, orin, prediction, static, store
+from moelab.bench import end_to_end, ndp, orin, recall_and_misses, static, store
 from moelab.bench.measure import torch_threads
 from moelab.bench.popularity import Popularity
-from moelab.bench.speculation import Contest, mean
+from moelab.bench.predictors import Contest, mean
 from moelab.bench.zipmoe import inclusion_of_ranks
 from moelab.calibration import calibrate, chunk_loads
 from moelab.files import small_model
@@ -115,8 +115,8 @@ def speculation(of: Trial) -> list[float]:
         contest.train, contest.model, contest.vectors, validation=contest.validation, kind=kind, tokens=tokens,
         every=-(-tokens // 5), seed=of.seed).estimator), PREFILL)) for kind in ("residual", "appendix-a")]
     s, q = (mean(found) for found in contest.scores(("router", "quasi")).values())
-    arms = {"default": prediction.DEFAULT, "ours": prediction.OURS}
-    missed = prediction.missed(contest.train, contest.test, "0.5", arms)[0.5]
+    arms = {"default": recall_and_misses.DEFAULT, "ours": recall_and_misses.OURS}
+    missed = recall_and_misses.missed(contest.train, contest.test, "0.5", arms)[0.5]
     return [q - s, learned[0] - q, learned[0] - learned[1], ratio(missed["ours"], missed["default"])[0]]
 
 

@@ -241,7 +241,7 @@ class Belady(_ByPriority):
 
 
 #: of all that a name makes, the one with more hits than LRU at every budget, with prose and with code. Pools for each
-#: layer make it better on the small model, not at every budget on one of another shape (`moelab bench prediction`).
+#: layer make it better on the small model, not at every budget on one of another shape (`bench recall_and_misses`).
 DEFAULT_POLICY = "lrfu"
 #: name → policy, a class or an `Entry`; another one is a class and a line here
 POLICIES: dict[str, type | Entry] = {

@@ -12,6 +12,7 @@ dequantised to its dtype before it is used; `Int8` alone multiplies the codes th
 A channel is an *output* of the matrix and n its inputs, along which the scale is shared (the guide's "FP8 along the
 hidden dimension"). MXFP4 blocks run along the inputs too, as in GPT-OSS. The exponent is OCP's, X = ⌊log₂ max|w|⌋ − 2,
 rounding to nearest even; what is above 6 · 2^X saturates. `mxfp4-up` takes the smallest X with max|w| ≤ 6 · 2^X.
+"stored int8" and the like are what a store holds: the formats of `moelab.store.fewbit`, scales of groups or blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from moelab.progress import progress
 from moelab.store import fewbit
 from moelab.store.fewbit import FP8_MAX, GROUP
 
+STORED = "stored "
 INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")
 INT8_MULTIPLE = 32              # of H and I: the product reads past the end of others, for wrong results or a crash
 
@@ -76,6 +78,27 @@ class MXFP4(Kept):
         return values[..., :self.length].movedim(-1, self.axis).to(dtype).contiguous()
 
 
+@dataclass(frozen=True, eq=False)
+class Stored(Kept):
+    """A matrix in a format of `moelab.store.fewbit`."""
+
+    format: str
+    blob: Tensor            # uint8
+    shape: torch.Size
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        w = torch.empty(self.shape, dtype=dtype)
+        fewbit.unpack(self.format, self.blob.numpy(), w)
+        return w
+
+
+def quantize_stored(w: Tensor, name: str, axis: int = -1) -> Kept:
+    """As a store holds a matrix, whose inputs are its last or (axis −2) last but one; as it is if that doesn't fit."""
+    form = name + ".T" * (axis == -2)
+    blob = fewbit.pack(form, w)
+    return Plain(w.clone()) if blob is None else Stored(form, torch.from_numpy(blob), w.shape)
+
+
 def quantize_fp8(w: Tensor, axis: int = -1) -> Scaled:
     scale = _scale(w, axis, FP8_MAX)
     return Scaled((w.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
@@ -105,12 +128,15 @@ FORMATS: dict[str, Callable[..., Kept]] = {
 
 
 def quantize(w: Tensor, format: str, axis: int = -1) -> Kept:
-    """A tensor in one of `FORMATS`; ValueError unless it is of finite floats."""
-    if format not in FORMATS:
+    """A tensor in one of `FORMATS`, or "stored NAME"; ValueError unless it is of finite floats."""
+    stored = format.startswith(STORED)
+    if format not in FORMATS and not stored:
         raise ValueError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
     if not w.is_floating_point() or not torch.isfinite(w).all():
         raise ValueError(f"a {w.dtype} tensor of shape {tuple(w.shape)} cannot be quantised: weights must be finite "
                          f"floating-point numbers")
+    if stored:
+        return quantize_stored(w.detach(), format.removeprefix(STORED), axis)
     return FORMATS[format](w.detach(), axis)
 
 

@@ -7,7 +7,7 @@ from moelab.advice.ways import Way, front
 from moelab.viz import theme
 from moelab.viz.figures import add_points, finish, panels
 from moelab.viz.notebook import say, show, table
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 
 def pareto(advice: Advice) -> Figure:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moelab.viz.figures import DASHED, GREY, NOTE, add_points, finish, hover, panels
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 Point = tuple[float, float]
 

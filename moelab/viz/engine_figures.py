@@ -13,7 +13,7 @@ from moelab.specs import Event
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, EDGE, GREY, NOTE, add_band, add_points, bar_look, finish, hover, line_look,
                                 panels, pattern, point_look)
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 AHEAD = "prefetch"
 #: kind of work → colour, pattern, colour of the number on it

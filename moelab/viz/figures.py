@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moelab.viz import theme
-from moelab.viz.plain import Figure, merged
+from moelab.viz.plotly_json import Figure, merged
 
 GREY = "#555555"
 EDGE = {"color": theme.BLACK, "width": 1}

@@ -18,7 +18,7 @@ from moelab.ndp.fit import JUDGED
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, NOTE, add_lines, bar_look, bars, differences, finish, hover, interval, panels,
                                 power_ticks)
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 Rows = Mapping[str, Mapping[str, float]]
 ABOVE = {"legend_y": 1.08, "margin_t": 70, "margin_r": 24}     # the legend, above the panels' titles
@@ -76,13 +76,13 @@ def combinations(metrics: Mapping[str, Any]) -> Figure:
 
 
 def by_model(results: Mapping[str, Any], what: str) -> dict[str, Rows]:
-    """{model: rows} of the sections of bench prediction about `what`; of trained models."""
+    """{model: rows} of the sections of bench recall_and_misses about `what`; of trained models."""
     parts = {tuple(title.partition(": ")[::2]): rows for title, rows in results.items() if "untrained" not in title}
     return {model: rows for (model, about), rows in parts.items() if about.startswith(what)}
 
 
 def estimators(results: Mapping[str, Any]) -> Figure:
-    """Recall of the next layer's experts by training tokens, a panel a model; `results` of bench prediction."""
+    """Recall of the next layer's experts by training tokens, a panel a model; `results` of bench recall_and_misses."""
     found = by_model(results, "recall one layer ahead")
     figure, places = panels(found, x="training tokens (thousands)", y="recall@K (%, measured)", shared_yaxes=True,
                             horizontal_spacing=0.04)
@@ -105,7 +105,7 @@ def estimators(results: Mapping[str, Any]) -> Figure:
 
 def evictions(results: Mapping[str, Any]) -> Figure:
     """Misses of eviction policies over LRU's by the share of experts in memory, a panel a model; `results` of bench
-    prediction."""
+    recall_and_misses."""
     found: dict[str, dict[float, Rows]] = {}
     for title, rows in results.items():
         model, _, about = title.partition(": evictions, ")
@@ -152,8 +152,9 @@ def notebook(name: str) -> Callable[[Path], Any]:
 #: picture → (what it is drawn from, how)
 FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "bf12": (bench("experts"), bf12), "balancing": (notebook("07_ndp_scheduling"), balancing),
-    "combinations": (notebook("07_ndp_scheduling"), combinations), "estimators": (bench("prediction"), estimators),
-    "evictions": (bench("prediction"), evictions), "dropping": (bench("ane_accuracy"), dropping)}
+    "combinations": (notebook("07_ndp_scheduling"), combinations),
+    "estimators": (bench("recall_and_misses"), estimators), "evictions": (bench("recall_and_misses"), evictions),
+    "dropping": (bench("ane_accuracy"), dropping)}
 
 
 def main() -> int:

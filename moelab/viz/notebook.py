@@ -13,7 +13,7 @@ from IPython.display import DisplayHandle, Markdown, clear_output, display
 
 from moelab.table import head_and_rows, markdown_table
 from moelab.viz import theme
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 #: width of what stands before a control, so that all controls begin below one another

@@ -14,7 +14,7 @@ from typing import Any
 from moelab.files import atomic
 from moelab.viz import theme
 from moelab.viz.figures import add_points, bar_look, finish, hover, panels, point_look
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 
 def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],

@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moelab.bench.speculation import Learned
+from moelab.bench.predictors import Learned
 from moelab.bench.prefetch import ARMS, Taken, by_layer as by_layers, hideable
 from moelab.intervals import Interval, interval
 from moelab.specs import Event
@@ -20,9 +20,9 @@ from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt
 from moelab.viz.figures import (DASHED, EDGE, NOTE, add_lines, bars, differences, finish, hover, label_ends,
                                 line_look, panels, quantiles)
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
-#: predictor of `moelab.bench.speculation` → how figures call it
+#: predictor of `moelab.bench.predictors` → how figures call it
 LABEL = {"router": "next router on s", "quasi": "next router on q", "frequency": "frequent in the prompt",
          "previous": "previous token", "static": "popular", "random": "random", "residual": "residual estimator",
          "residual_hybrid": "residual hybrid", "estimator": "appendix A", "estimator_early": "appendix A, a quarter",

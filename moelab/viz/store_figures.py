@@ -11,7 +11,7 @@ from moelab.store.entropy import FORMATS, entropy, marginals
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, add_reference, bar_look, finish, hover,
                                 interval, panels, point_look)
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 
 def exponents(by_name: Mapping[str, ArrayLike]) -> Figure:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -242,6 +243,32 @@ def test_without_a_separate_file_system_the_folder_is_used_and_the_reason_given(
     with machine.disk(tmp_path / "place", 1e6) as (folder, words):
         assert folder == tmp_path / "place" and "Permission denied" in words and "read-ahead" in words
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
+def test_the_file_system_of_a_bench_that_was_ended_is_in_nobodys_way(ended_by, tmp_path):
+    with machine.disk(tmp_path, 3e7) as (folder, words):
+        pass
+    if folder == tmp_path:
+        pytest.skip(words)
+    code = """if True:
+        import argparse, os, pathlib, sys
+        from moelab import bench
+        from moelab.bench import machine
+        def run():
+            with machine.disk(pathlib.Path(sys.argv[1]), 3e7) as (folder, _):
+                (folder / "kept").write_text("before")
+                os.sync()
+                os.kill(os.getpid(), int(sys.argv[2]))
+        sys.modules["fake"] = argparse.Namespace(run=run, __doc__="Fake.")
+        bench.BENCHES["fake"] = "fake"
+        bench.main(argparse.Namespace(name="fake", options=[]))"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path, str(int(ended_by))])
+    assert done.returncode == (128 + ended_by if ended_by == signal.SIGTERM else -ended_by)
+    assert folder.is_mount() == (ended_by == signal.SIGKILL)
+    with machine.disk(tmp_path, 3e7) as (folder, _):
+        assert folder != tmp_path and (folder / "kept").read_text() == "before"
+    assert not folder.is_mount()
 
 
 def test_arguments_are_checked_before_anything_is_measured():

@@ -172,6 +172,29 @@ def test_scales_are_shared_along_the_inputs_of_every_layout(layout, format):
         assert source.nbytes(0, e) == expected_bytes
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_store_holds_has_a_scale_for_32_inputs(layout):
+    experts = make_experts(3, 32, 64, layout, torch.bfloat16)
+    source = Quantized([ToyLayer(experts)], "stored int4")
+    for e in range(3):
+        expected_bytes = 0
+        for name, w in experts.own(e).items():
+            found = source(0, e)[name]
+            expected_bytes += w.nbytes if w.dim() == 1 else w.numel() * 9 // 16
+            if w.dim() == 1:
+                assert torch.equal(found, w)
+                continue
+            inputs_last = (lambda t: t.T if LAYOUTS[layout][2] else t)
+            for row, back in zip(inputs_last(w).float().unflatten(1, (-1, 32)).flatten(0, 1),
+                                 inputs_last(found).float().unflatten(1, (-1, 32)).flatten(0, 1)):
+                scale = max(row.tolist(), key=abs) / -8
+                assert (back - row).abs().max() <= abs(scale) * 1.05            # of −8 … 7: the other 8 is cut
+                assert len(set((back / scale).round().tolist())) <= 16 and back.unique().numel() <= 16
+        assert source.nbytes(0, e) == expected_bytes
+    with pytest.raises(ValueError, match="fp3"):
+        Quantized([ToyLayer(experts)], "stored fp3")
+
+
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_a_model_runs_on_the_quantised_weights(name, tmp_path):
     model = open_model(tiny.save(name, tmp_path, torch.bfloat16))

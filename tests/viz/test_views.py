@@ -14,7 +14,7 @@ pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab.viz import theme                                                    # noqa: E402
 from moelab.viz.figures import finish                                           # noqa: E402
-from moelab.viz.plain import Figure                                             # noqa: E402
+from moelab.viz.plotly_json import Figure                                             # noqa: E402
 from moelab.viz.views.base import View, menu, several, slider, switch           # noqa: E402
 
 #: one black pixel: the chunks of a PNG

@@ -13,7 +13,7 @@ from moelab.bench.arena import Contest, Standing, Wrong  # noqa: E402
 from moelab.files import CHECKOUT, small_model  # noqa: E402
 from moelab.store import survey  # noqa: E402
 from moelab.viz import views  # noqa: E402
-from moelab.viz.plain import Figure  # noqa: E402
+from moelab.viz.plotly_json import Figure  # noqa: E402
 from moelab.viz.views import ledger as claims_view, pair, standings, treemap  # noqa: E402
 from tests.lab.test_runs import put  # noqa: E402
 

@@ -16,7 +16,7 @@ from moelab.claims import FITTED, FOLLOWS, NOT_REPRODUCED, REPRODUCED, Row
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, bar_look, bars, finish, line_look, panels, pattern,
                                 point_look, whole_steps)
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 from moelab.viz.story.ane_tables import label
 
 

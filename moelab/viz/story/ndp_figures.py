@@ -11,7 +11,7 @@ from moelab.ndp.fit import CLAIMS
 from moelab.ndp.sweep import SHORT, Spread, Sweep
 from moelab.viz import theme
 from moelab.viz.figures import add_points, bars, finish, hover, interval, line_look, lines, panels, point_look
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 SEEN = "modelled<br>whiskers: seeds"
 

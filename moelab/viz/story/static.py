@@ -12,10 +12,9 @@ import ipywidgets
 
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench import experts, neuron_examples, parallel, static
-from moelab.bench.quantization import layer_errors
+from moelab.bench.quantization import compare_formats, layer_errors
 from moelab.calibration import Calibration, chunk_loads
 from moelab.datasets import REMEMBERED
-from moelab.evaluation.formats import compare_formats
 from moelab.experts import blocks
 from moelab.experts.neuron import expected_unique
 from moelab.experts.quantization import FORMATS, Quantized

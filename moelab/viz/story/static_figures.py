@@ -12,7 +12,7 @@ from moelab.experts.blocks import Padding
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, EDGE, NOTE, Points, add_lines, add_points, add_ranges, bar_look, differences,
                                 finish, hover, line_look, panels, power_ticks, quantiles, whole_steps)
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 
 def padding(series: Mapping[str, Points]) -> Figure:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from moelab.table import head_and_rows
 from moelab.viz import theme
 from moelab.viz.notebook import LABEL, live, show
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 
 FOLDER = Path(__file__).parent
 

@@ -27,7 +27,7 @@ from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
 from moelab.table import ms
 from moelab.viz.engine_figures import budget_curve, memory_bar
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.real import button

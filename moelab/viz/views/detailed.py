@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from moelab.registry import require
 from moelab.table import format_value
 from moelab.viz import theme
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View
 
 

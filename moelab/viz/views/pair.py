@@ -17,7 +17,7 @@ import numpy as np
 from moelab.comparison import HEAD, Comparison, Metric, are_numbers, compare, find_run, saved_runs
 from moelab.files import results_root
 from moelab.viz.figures import EDGE, finish, interval, point_look
-from moelab.viz.plain import Figure, merged
+from moelab.viz.plotly_json import Figure, merged
 from moelab.viz.theme import BLUE, VERMILLION
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows

@@ -22,7 +22,7 @@ from moelab.offloading.metrics import Forward
 from moelab.specs import Event, State
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, finish, hover, panels, pattern, whole_steps
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import TOKENS, Recorded, recorded

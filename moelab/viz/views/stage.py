@@ -24,7 +24,7 @@ from moelab.table import ms
 from moelab.viz import theme
 from moelab.viz.engine_figures import gantt
 from moelab.viz.figures import EDGE, add_points, finish, hover, panels, pattern
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 from moelab.viz.speculation_figures import kind_of
 from moelab.viz.views.base import View, menu, slider
 from moelab.viz.views.command import command

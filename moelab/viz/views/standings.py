@@ -12,7 +12,7 @@ from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, bar_look, finish, hover
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 

@@ -25,7 +25,7 @@ from moelab.registry import names
 from moelab.store import survey
 from moelab.table import format_value
 from moelab.viz.figures import finish
-from moelab.viz.plain import Figure
+from moelab.viz.plotly_json import Figure
 from moelab.viz.store_figures import microscope
 from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu

@@ -8,7 +8,7 @@ import torch
 
 from moelab import open_model
 from moelab.bench import prefetch
-from moelab.bench.speculation import CONTEST, PARTS, TASKS, TRAINED, Contest, by_layer, mean, training_metrics
+from moelab.bench.predictors import CONTEST, PARTS, TASKS, TRAINED, Contest, by_layer, mean, training_metrics
 from moelab.specs import Event
 
 

@@ -25,7 +25,7 @@ import torch
 
 from moelab import open_model
 from moelab.arguments import number, several, whole
-from moelab.bench.speculation import Contest, mean, random_weights
+from moelab.bench.predictors import Contest, mean, random_weights
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import DEFAULT_POLICY, POLICIES, Belady
 from moelab.cache.pools import Pools

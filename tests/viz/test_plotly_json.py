@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots               # noqa: E402
 
 from moelab.viz import theme                            # noqa: E402
 from moelab.viz.figures import DASHED, panels           # noqa: E402
-from moelab.viz.plain import Figure                     # noqa: E402
+from moelab.viz.plotly_json import Figure                     # noqa: E402
 
 
 def draw(figure, at):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moelab.bench import prediction as bench
+from moelab.bench import recall_and_misses as bench
 from moelab.cache.policies import POLICIES
 from moelab.files import small_model
 from moelab.specs import MoESpec

@@ -1,9 +1,9 @@
 """Predictors of the next layer's experts beside each other: recall, recall by training, the cost of executing them.
 
-For notebook 04, the bench `prediction` and `seeds`. Everything that predictors learn from is of the train split,
-everything that they are scored on of the test split (Speculating Experts §3, §6). The control is an untrained model of
-the same shape. "estimator" is the paper's kind (appendix A), "estimator_early" the same after a quarter of the tokens
-and "hybrid_early" its hybrid; "residual" is ours (`moelab.speculate.estimator`).
+For notebook 04 and the benches `recall_and_misses` and `seeds`. Predictors learn from the train split and are scored
+on the test split (Speculating Experts §3, §6). The control is an untrained model of the same shape. "estimator" is the
+paper's kind (appendix A), "estimator_early" the same after a quarter of the tokens and "hybrid_early" its hybrid;
+"residual" is ours (`moelab.speculate.estimator`).
 """
 
 from __future__ import annotations
