@@ -71,6 +71,36 @@ class _Element(_Lines):
         self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
 
 
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return not os.environ.get("MOELAB_HEADLESS") and hasattr(ipython.get_ipython() if ipython else None, "kernel")
+
+
+class Notice:
+    """A text while something takes long that has no end to count to: in a notebook an element that is there meanwhile,
+    as what is on stderr is red there; elsewhere a line, once."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self._told, self._handle = text, False, None
+
+    def begin(self) -> None:
+        if not self._told and not _in_notebook():
+            print(self.text, file=sys.stderr, flush=True)
+        elif not self._told:
+            from IPython.display import display
+            self._handle = display(self._drawn(self.text), raw=True, display_id=True)
+        elif self._handle:
+            self._handle.update(self._drawn(self.text), raw=True)
+        self._told = True
+
+    def end(self) -> None:
+        if self._handle:
+            self._handle.update(self._drawn(""), raw=True)
+
+    def _drawn(self, text: str) -> dict[str, str]:
+        return {"text/html": escape(text), "text/plain": ""}
+
+
 class progress:
     """Progress as an iterator, or as a context whose `update(n)` is called.
 
@@ -84,12 +114,10 @@ class progress:
                  unit: str = "it", initial: float = 0) -> None:
         self.items = items
         total = len(items) if total is None and hasattr(items, "__len__") else total
-        ipython = sys.modules.get("IPython")
-        in_notebook = hasattr(ipython.get_ipython() if ipython else None, "kernel")
-        if os.environ.get("MOELAB_HEADLESS") or not (sys.stderr.isatty() or in_notebook):
-            self.bar: Any = _Lines(total, desc, unit, initial)
-        elif in_notebook:
-            self.bar = _Element(total, desc, unit, initial)
+        if _in_notebook():
+            self.bar: Any = _Element(total, desc, unit, initial)
+        elif os.environ.get("MOELAB_HEADLESS") or not sys.stderr.isatty():
+            self.bar = _Lines(total, desc, unit, initial)
         else:
             from tqdm import tqdm
             self.bar = tqdm(total=total, desc=desc, unit=unit, initial=initial, unit_scale=unit == "B",

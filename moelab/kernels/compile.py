@@ -8,7 +8,6 @@ from other files too. So what is older than any of the files that a kernel may c
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -19,6 +18,8 @@ import numba
 from numba import types
 from numba.core import event
 
+from moelab.progress import Notice
+
 #: files that a kernel may call into → when they were changed: this folder's, where `tiles` has parts of kernels but
 #: none of its own, then others in the order of their imports
 _FILES = {path: path.stat().st_mtime for path in Path(__file__).parent.glob("*.py")}
@@ -27,17 +28,19 @@ _ALIVE: list[Any] = []                  # compiled functions, which would take t
 
 
 class _Told(event.Listener):
-    """Says that kernels are being compiled when the first is that numba has not in its cache."""
+    """Says that kernels are being compiled while one is that numba has not in its cache."""
 
-    told = False
+    depth, notice = 0, Notice("compiling kernels (the first time only) …")      # one is compiled within another
 
     def on_start(self, begun: event.Event) -> None:
-        if not self.told and Path(begun.data["dispatcher"].py_func.__code__.co_filename) in _FILES:
-            self.told = True
-            print("compiling kernels (the first time only) …", file=sys.stderr, flush=True)
+        self.depth += 1
+        if Path(begun.data["dispatcher"].py_func.__code__.co_filename) in _FILES:
+            self.notice.begin()
 
     def on_end(self, ended: event.Event) -> None:
-        pass
+        self.depth -= 1
+        if not self.depth:
+            self.notice.end()
 
 
 event.register("numba:compile", _Told())

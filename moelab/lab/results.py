@@ -193,7 +193,7 @@ class Run:
         from moelab import claims
         from moelab.viz.notebook import say, table
         if rows := self.answered(metrics):
-            say(f"**{claims.summary(rows)}** The rules are `moelab.claims`'; numbers are of this run's parameters.")
+            say(f"**{claims.summary(rows)}** Rules are those of `moelab.claims`, numbers of this run's parameters.")
             table(claims.HEAD, *(row.cells for row in rows))
 
     def figure(self, name: str, fig: Any, caption: str, alt: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moelab.advice.answer import Advice
 from moelab.advice.ways import Way, front
+from moelab.table import format_value
 from moelab.viz import theme
 from moelab.viz.figures import add_points, finish, panels
 from moelab.viz.notebook import say, show, table
@@ -47,12 +48,16 @@ def pareto(advice: Advice) -> Figure:
 
 def draw(advice: Advice) -> None:
     """Show an advice in a notebook: its words, the figure, the table and what else there is to know."""
-    say(f"```text\n{advice.words}\n```")
+    *told, commands = advice.words.split("\n\n")
+    say("\n\n".join(told).replace("\n", "  \n") + f"\n```text\n{commands}\n```")
     name, best = advice.model.spec.name, advice.best
     tried = len(advice.ways) + len(advice.elsewhere)
     show(pareto(advice), f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
          f"that was tried. Kinds of numbers differ by series; the ring is what is advised.",
          f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {1e3 * best.tpot:.3g} ms a "
          f"token in {best.memory / 1e9:.3g} GB", "advice")
-    table(advice.table())
-    say("\n\n".join(advice.notes))
+    rows = advice.table()           # what is the same in all rows takes no column
+    same = {name: value for name, value in rows[0].items() if len(rows) > 1 and all(r[name] == value for r in rows)}
+    table([{name: value for name, value in row.items() if name not in same} for row in rows])
+    common = "; ".join(f"{name}: {format_value(value)}" for name, value in same.items())
+    say("\n\n".join([*[f"All rows: {common}."] * bool(common), *advice.notes]))

@@ -20,9 +20,9 @@ AHEAD = "prefetch"
 KINDS = {"read E": (theme.BLUE, "", "white"), "read SM": (theme.SKY, "/", "black"),
          "read": (theme.BLUE, "-", "white"), AHEAD: (theme.SKY, "/", "black"),
          "read weights": (theme.BLUE, "", "white"), "read activations": (theme.SKY, "/", "black"),
-         "decompress": (theme.ORANGE, "", "black"), "recover": (theme.YELLOW, "\\", "black"),
+         "decompress": (theme.ORANGE, "", "black"), "recover": (theme.PURPLE, "\\", "black"),
          "decode": (theme.ORANGE, "-", "black"), "expert": (theme.GREEN, "", "white"),
-         "other": ("#8c8c8c", ".", "white"), "wait": ("#f2f2f2", "x", "black")}
+         "other": ("#8c8c8c", ".", "white"), "wait": ("#eeeeee", "x", "#222")}
 RESOURCES = ("gpu", "link", "host", "disk", "copy", "worker", "compute")        # from top to bottom
 POOLS = {"F": "F: full", "C": "C: compressed", "S": "S: sign-mantissa", "E": "E: exponents"}
 
@@ -126,7 +126,7 @@ def memory_bar(parts: Mapping[str, float], on_disk: str) -> Figure:
     scale, unit = _unit([sum(parts.values())])
     figure = Figure()
     for i, (name, size) in enumerate(parts.items()):
-        look = bar_look(i) if name != on_disk else {"color": "#dddddd", "pattern": pattern("x", "#888888", size=6)}
+        look = bar_look(i) if name != on_disk else {"color": "#d0d0d0", "pattern": pattern("x", "#888888", size=6)}
         figure.add_bar(y=["memory"], x=[size / scale], name=name, orientation="h", marker=look | {"line": EDGE},
                        text=f"{size / scale:.3g}", textposition="inside", textangle=0, insidetextanchor="middle",
                        hovertemplate=hover("%{x:.3g} " + unit, name))

@@ -149,7 +149,8 @@ def label_ends(figure: Figure, high: float, height: int) -> Figure:
     ends = [next((y for y in trace["y"][::-1] if np.isfinite(y)), 0.0) for trace in lines.values()]
     for (name, trace), y in zip(lines.items(), apart(ends, 17 * high / (height - 96), high)):
         figure.add_annotation(x=1.01, xref="paper", y=y, yref=last, xanchor="left", showarrow=False, font={"size": 12},
-                              text=f'<span style="color:{trace["line"]["color"]}">■</span> {name}')
+                              text=f'<span style="color:{trace["line"]["color"]}">'
+                                   f'{theme.GLYPHS[trace["marker"]["symbol"]]}</span> {name}')
     return figure.update_layout(showlegend=False, margin_r=40 + 7 * max(map(len, lines)), height=height)
 
 

@@ -20,7 +20,10 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 LABEL = "16em"
 #: a dark JupyterLab shows figures in the opposite lightness, white as its #111, and the hues as they are
 DARK = ('<style>[data-jp-theme-light="false"] .jp-RenderedPlotly '
-        "{ filter: invert(0.93) hue-rotate(180deg); }</style>")
+        "{ filter: invert(0.93) hue-rotate(180deg); } "
+        # but in a map of values light stays light
+        '[data-jp-theme-light="false"] .jp-RenderedPlotly :is(.heatmaplayer, .cbfills) '
+        "{ filter: invert(1) hue-rotate(180deg); }</style>")
 
 
 def show(fig: Figure, caption: str, alt: str, name: str | None = None) -> None:

@@ -93,7 +93,7 @@ def misses(over: Mapping[float, Mapping[str, Interval]]) -> Figure:
 
 
 def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapping[str, float]) -> Figure:
-    """Hit rate against tokens trained on, measured: {estimator: [(tokens, 0 to 1), …]}, with low and high or without;
+    """Recall against tokens trained on, measured: {estimator: [(tokens, 0 to 1), …]}, with low and high or without;
     Fig. 9.
 
     references : {name: 0 to 1}, what needs no training, drawn across.
@@ -106,7 +106,7 @@ def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapp
                          annotation_position="top right" if i else "bottom right",      # neighbours may be close
                          annotation_font=NOTE, annotation_yshift=12 * max(0, i - 1))
     figure.update_xaxes(rangemode="tozero").update_yaxes(range=[0, 102])
-    return finish(figure, "training tokens seen (thousands)", "hit rate, recall@K (%)", "measured")
+    return finish(figure, "training tokens seen (thousands)", "recall@K (%)", "measured")
 
 
 def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str, float], title: str) -> Figure:

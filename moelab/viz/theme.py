@@ -21,6 +21,7 @@ BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
 MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "triangle-down")
+GLYPHS = dict(zip(MARKERS, "●■◆✚▲✖★▼"))            # the same in text
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 #: cividis in nine steps: even in lightness, the same to every kind of colour vision
 SEQUENTIAL = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#fee838")
@@ -28,8 +29,8 @@ SCALE = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTI
 PLOTLY = "application/vnd.plotly.v1+json"
 #: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not change them
 DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "#9a9a9a", "#444444": "#9a9a9a",
-        "#555555": "#b5b5b5", "#e5e5e5": "#3a3a3a", "white": "#111111", "rgba(255,255,255,0.8)": "rgba(17,17,17,0.8)",
-        "#0072b2": "#4aa8e0"}
+        "#555555": "#b5b5b5", "#bbbbbb": "#777777", "#d0d0d0": "#4a4a4a", "#e5e5e5": "#3a3a3a", "#eeeeee": "#303030",
+        "white": "#111111", "rgba(255,255,255,0.8)": "rgba(17,17,17,0.8)", "#0072b2": "#4aa8e0"}
 
 
 def _template() -> dict[str, Any]:

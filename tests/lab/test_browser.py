@@ -49,9 +49,17 @@ VIEWS = {"budget": "views.budget(lm, tokens=8)", "scrubber": "views.scrubber(lm,
          "theatre": "views.theatre(lm, tokens=8)", "arena": "moelab.lab.arena(Mine, tokens=64, each=1)",
          "claims": f"views.claims('zipmoe', results={str(CHECKOUT / 'results')!r})",
          "runs": "views.runs()", "model_map": "views.model_map()"}
-#: Lab without news and without hiding the cells that are out of sight
-SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},
-            "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
+#: Lab without news
+SETTINGS = {"apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
+#: draws the cells that are out of sight, too
+ALL = """() => {
+  const { content } = window.jupyterapp.shell.currentWidget;
+  content.notebookConfig = { ...content.notebookConfig, windowingMode: "none" };
+}"""
+#: whether each output that was kept for a view's picture, which names no widget, has it
+PICTURED = """() => [...window.jupyterapp.shell.currentWidget.content.model.cells].every((cell) =>
+  (cell.toJSON().outputs ?? []).every(({ data }) =>
+    data?.["application/vnd.jupyter.widget-view+json"]?.model_id !== "" || data["image/png"]))"""
 #: of Lab itself, whatever it shows; the last is plotly's, of a figure that a control has just replaced by the next
 HARMLESS = ("favicon", "Failed to load resource", "translation", "ResizeObserver", "Resize must be passed a displayed")
 #: controls of a view, and its player
@@ -288,6 +296,7 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
     path = write(tmp_path / "views.ipynb", [*OPENING, *VIEWS.values(), "lm.moelab.close()"])
     run_all(page, lab(path, page.dark))
     page.wait_for_function("() => window.finished", timeout=300_000)
+    page.evaluate(ALL)
     frames, took, keep = page.locator(".moelab-view"), {}, kept()
     for i, name in enumerate(VIEWS):
         frames.nth(i).locator(".main-svg, canvas.moelab-player").first.wait_for(timeout=120_000)
@@ -298,6 +307,7 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
         check_view(page, name, frames.nth(i), took, depth(1, 5))
         note(page, **{name: {"median ms": statistics.median(sum(took[name].values(), [])), "ms": took[name]}})
     assert errors(page) == []
+    page.wait_for_function(PICTURED, timeout=60_000)
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
     for name, cell in zip(VIEWS, read_json(path)["cells"][len(OPENING):]):
         pictures = [output["data"]["image/png"] for output in cell["outputs"] if "image/png" in output.get("data", {})]
@@ -365,8 +375,8 @@ def clone(tmp_path_factory):
 @one_page
 @pytest.mark.parametrize("name", [path.name for path in notebooks()])
 def test_every_notebook_in_the_browser(page, lab, clone, name, results):
-    """All cells run, controls change the picture, nothing is told as an error, the saved notebook is below 1 MB, and
-    `git status` is clean."""
+    """All cells run, controls change the picture, nothing is told as an error, the saved notebook is below 1 MB and
+    has a picture of every view, also of one that nobody has scrolled to, and `git status` is clean."""
     if not STRESS and name != "00_start.ipynb":
         pytest.skip("make stress runs all of them")
     folder, git = clone
@@ -374,7 +384,7 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     path = folder / "notebooks" / name
     run_all(page, lab(path, package=folder))
     page.wait_for_function("() => window.finished", timeout=900_000)
-    page.wait_for_timeout(2000)
+    page.wait_for_function(PICTURED, timeout=60_000)
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
     assert errors(page) == []
     executed = read_json(path)
@@ -385,6 +395,11 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     while (status := git("status", "--porcelain")) and time.monotonic() < end:
         time.sleep(0.5)
     assert status == ""
+    page.evaluate(ALL)
+    page.wait_for_timeout(2000)
+    views = page.locator(".moelab-view").count()
+    assert sum("image/png" in output.get("data", {}) for cell in executed["cells"] for output in cell.get("outputs", ())
+               ) >= views
     for i, view in enumerate(page.locator(".moelab-view").all()):
         check_view(page, f"view {i}", view, {}, 1)
     for i, box in enumerate(page.locator(INTERACTIVE).all()):

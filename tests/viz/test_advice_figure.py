@@ -48,7 +48,9 @@ def test_it_draws_itself_in_a_notebook(advice, monkeypatch):
         monkeypatch.setattr(f"moelab.viz.advice_figure.{name}", lambda *of, name=name: said.append((name, *of)))
     advice._ipython_display_()
     assert [name for name, *_ in said] == ["say", "show", "table", "say"]
-    assert advice.words in said[0][1] and advice.best.name in said[1][3] and said[2][1] == advice.table()
+    assert all(line.strip() in said[0][1] for line in advice.words.split("\n")) and advice.best.name in said[1][3]
+    for shown, row in zip(said[2][1], advice.table(), strict=True):     # what all rows share is told below
+        assert shown.items() <= row.items() and all(f"{name}: " in said[3][1] for name in row.keys() - shown.keys())
 
 
 def test_without_plotly_it_is_text(advice, monkeypatch, capsys):

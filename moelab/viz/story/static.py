@@ -159,18 +159,22 @@ def tiers(run: Run, lm: Any, plan: static.TierPlan, calibration: Calibration, tr
                    "measured")
     one, pad, prune, groups, printed = (ran[name] for name in (
         "one capacity, 1.25", "tiers, pad", "tiers, prune", "groups of 8, prune", "tiers, literal B/E"))
-    if pad.total.dropped:           # what it says may change: in bf16 likely tokens of a model of noise are often ties
+    if pad.total.dropped:
         raise AssertionError("padding lost a token")
-    run.metric("pad_is_lossless", pad.total.dropped == 0, "", "exact")
+    same = pad.agree >= prune.agree         # in bf16 rounding alone moves ties, of a model of noise at many places
+    run.metric("pad_is_lossless", same, "", "exact")
     run.metric("pad_logits_largest_change", pad.changed, "logits, bf16", "measured")
     run.takeaway(
         "Calibrated tiers drop **{dropped:.1%}** and pad **{padded:.1%}**; one capacity of $cf=1.25$ drops {one:.1%} "
         "and pads {one_padded:.1%}. Groups drop the same and pad {groups:.1%}, in {launches:.1f} launches a layer "
-        "instead of up to {E}. *Pad* loses nothing (the most likely token is the same at {agree:.1%} of the places) "
-        "and computes {rows:.2f} rows a choice, where pruning computes {pruned:.2f}. The base capacity as the paper "
-        "prints it would drop {printed:.0%}: the factor $K$ is missing.", dropped=prune.total.drop_rate,
+        "instead of up to {E}. *Pad* drops nothing: the most likely token is the same at {agree:.1%} of the "
+        "places, when pruning at {pruned_agree:.1%}; {rest}. It computes {rows:.2f} rows a choice, where pruning "
+        "computes {pruned:.2f}. The base capacity as the paper prints it would drop {printed:.0%}: the factor $K$ is "
+        "missing.", dropped=prune.total.drop_rate,
         padded=prune.total.padded_fraction, one=one.total.drop_rate, one_padded=one.total.padded_fraction,
         groups=groups.total.padded_fraction, launches=plan.launches, E=lm.spec.E, agree=pad.agree,
+        pruned_agree=prune.agree,
+        rest="the rest is rounding in bf16" if same else "**that is more than rounding explains**",
         rows=pad.total.slots / pad.total.routed, pruned=prune.total.slots / prune.total.routed,
         printed=printed.total.drop_rate)
 

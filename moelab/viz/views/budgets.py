@@ -206,7 +206,7 @@ def draw(found: Budgets) -> Iterator[Figure]:
     """TPOT and hit rate by budget, the chosen one marked; the memory bar."""
     yield budget_curve(found.curves, found.optimum, {"disk or compute alone": found.limit},
                        {_size(found.memory): found.memory}, most_hits=found.ceiling, measured=found.measured,
-                       target=(1 / found.target, f"{found.target:g} tokens/s"))
+                       target=(1 / found.target, _rate(found.target)))
     yield memory_bar(found.parts, ON_DISK)
 
 
@@ -224,11 +224,15 @@ def words(found: Budgets) -> tuple[str, str]:
     reached = [f"{_size(size)} with {policy}" for policy, size in found.needs.items() if size is not None]
     told = f"{found.name}, {_size(found.memory)} for experts, {found.device}: {best} takes " \
            f"{ms(found.at[best].tpot)} ms a token and finds {found.at[best].hit_rate:.0%} of the experts in memory. " \
-           f"{found.target:g} tokens/s need {', '.join(reached) or 'more than memory: no budget gives them here'}. " \
+           f"{_rate(found.target)} need {', '.join(reached) or 'more than memory: no budget gives them here'}. " \
            f"TPOT is the mean of decode steps (simulated; routing {found.how})."
     return told, "Above, TPOT falls as memory for experts grows, a line a policy, all above Belady's and the grey " \
                  "limit; in the middle their hit rates rise below the ceiling; below, a bar of what takes the " \
                  "memory, with a line at what the budget holds."
+
+
+def _rate(tokens: float) -> str:
+    return f"{tokens:,.0f} tokens/s" if tokens >= 100 else f"{tokens:.3g} tokens/s"
 
 
 def _size(nbytes: float) -> str:

@@ -32,6 +32,13 @@ async function render({ model, el }) {
   plot.style.contain = "layout style";          // the page around it stays as it is
   el.append(plot);
 
+  // for the saved notebook, apart: what nobody has scrolled to is not drawn
+  async function picture() {
+    const { data, layout } = structuredClone(model.get("figure")), width = el.clientWidth || 900;
+    const url = await Plotly.toImage({ data, layout: { ...layout, width } }, { width, height: layout.height ?? 450 });
+    model.send({ png: true }, undefined, [await (await fetch(url)).arrayBuffer()]);
+  }
+
   function draw() {
     wide = el.clientWidth;
     if (!wide) return;                          // hidden; when it is shown, its width changes
@@ -43,19 +50,16 @@ async function render({ model, el }) {
     frame = map?.type === "treemap"
       ? JSON.stringify([wide, layout, { ...map, text: 0, marker: map.marker.showscale }]) : "";
     if (frame && frame === before) return recolour(Plotly, plot, map);
-    const drawn = Plotly.react(plot, data, { ...layout, width: wide, uirevision }, { displaylogo: false });
+    Plotly.react(plot, data, { ...layout, width: wide, uirevision }, { displaylogo: false });
     if (!first) return;
     plot.on("plotly_click", ({ points: [point] }) =>
       model.send({ curve: point.curveNumber, point: point.pointNumber, data: point.customdata ?? null }));
-    drawn.then(async () => {                    // for the saved notebook
-      const png = await fetch(await Plotly.toImage(plot, { width: null, height: null }));
-      model.send({ png: true }, undefined, [await png.arrayBuffer()]);
-    });
   }
 
   const size = new ResizeObserver(() => el.clientWidth !== wide && draw());
   size.observe(el);
   model.on("change:figure", draw);
+  picture();
   return () => {
     model.off("change:figure", draw);
     size.disconnect();

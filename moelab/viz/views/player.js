@@ -46,7 +46,7 @@ function render({ model, el }) {
   const { shape: [F, L, E], states: packed, words, ms, kind, looks } = model.get("data");
   const states = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
   const root = element("div", el, { className: "moelab-scrubber", tabIndex: 0 },
-    "width:100%;color:var(--jp-ui-font-color1,#222);font-size:14px;outline-offset:2px");
+    "width:100%;color:var(--jp-ui-font-color1,#222);font-size:14px;outline-offset:-1px");
   root.dataset.lmSuppressShortcuts = "true";    // or Jupyter would take the keys
   root.setAttribute("role", "group");
   root.setAttribute("aria-label", "player of a text's tokens and its experts; space plays, arrow keys step");
