@@ -20,7 +20,6 @@ from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_
 
 try:
     from moelab.kernels import feed_forward as around, products
-    from moelab.kernels.layers import Bank
 except ModuleNotFoundError as error:
     if error.name != "numba":
         raise
@@ -87,7 +86,7 @@ class GEMV(Sorted):
         if len(kinds) != 1:
             return None
         *both, transposed = kinds.pop()
-        return *[Bank(kind, table, R) for (kind, R), table in zip(both, tables)], transposed
+        return *[(kind, table, R) for (kind, R), table in zip(both, tables)], transposed
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
         """((kind, matrices [M, 4], R) of up and of down, what must live, whether they are transposed), or None if these

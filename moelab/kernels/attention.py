@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from moelab.kernels import products
-from moelab.kernels.tiles import (add_rows, dots, exponential, kept, place, read, span, spread, take, together,
-                                  weight, write)
 from moelab.kernels.compile import c_function, kernel
+from moelab.kernels.linear import fits
 from moelab.kernels.norms import epsilon, rms_norm
-from moelab.kernels.products import Matrices, Pack
+from moelab.kernels.products import Matrices, Pack, by_columns, by_rows
+from moelab.kernels.tiles import exponential, kept, place, read, span, spread, take, together, weight, write
+from moelab.kernels.unchanged import Unchanged
 from moelab.kernels.vectors import STEP
-from moelab.kernels.watch import Watch
 
 #: classes of transformers whose attention is the one above; a probe must agree as well
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
@@ -45,10 +45,8 @@ class DecodeAttention:
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
         self.module, self.own, D = module, type(module).forward, module.head_dim
         linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
-        norms = [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
-        # of q's and k's norms: addresses of weights; widths, epsilon
-        found, widths = ([n.weight.data_ptr() for n in norms], (*(len(n.weight) for n in norms), epsilon(norms[0]))) \
-            if len(norms) == 2 else ([0, 0], (D, D, 0.0))
+        norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(module, name, None)) is not None]
+        widths = (*(len(norm.weight) for norm in norms), epsilon(norms[0])) if len(norms) == 2 else (D, D, 0.0)
         self.D, self.kv_heads, self.dtype = D, linears[1].out_features // D, linears[0].weight.dtype
 
         def matrices(pack: Pack | None) -> list[Matrices]:                      # one for each head
@@ -60,33 +58,33 @@ class DecodeAttention:
         #: of `attend`: what layers may have alike, and where the weights of this one lie
         self.plan = (kind(0), _heads_entry(kind), self.kv_heads, D, widths, before[0].kind(0), after.kind(0),
                      products.entry(before[0].kind), products.entry(after.kind))
-        self.weights = np.concatenate([[[*found, 0, 0]], *(one.rows for one in before), after.rows])
-        self.config, self.parts = module.config, Watch([*module.modules()][1:])
+        self.weights = np.concatenate([np.zeros((1, 4), np.int64), *(one.rows for one in before), after.rows])
+        if len(norms) == 2:
+            self.weights[0, :2] = [norm.weight.data_ptr() for norm in norms]
+        self.config, self.parts = module.config, Unchanged([*module.modules()][1:])
         self.rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()      # of caches' layers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (call := self.call(*args, **kwargs)) is None or self.parts.told() is None \
-                or (room := self.room(call[-1])) is None:
+        if (call := self.call(*args, **kwargs)) is None or self.parts.listeners() is None \
+                or (found := self.room(call[-1])) is None:
             return self.own(self.module, *args, **kwargs)
-        x, y = call[0], torch.empty_like(call[0])
-        layer, room = room
-        attend(self.plan, self.weights, self.token(*call[1:3]), room.where, x.data_ptr(), x.numel(), y.data_ptr())
+        (x, token, _), (layer, room) = call, found
+        y = torch.empty_like(x)
+        attend(self.plan, self.weights, token, room.where, x.data_ptr(), x.numel(), y.data_ptr())
         room.grow(layer)
         return y, None
 
     def call(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
              attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> tuple | None:
-        """The token, its angles and the cache; None if this is no single token without a mask."""
+        """x, what `attend` takes of its token and the cache; None if this is no single token without a mask."""
         x, mask, cache, (cos, sin) = hidden_states, attention_mask, past_key_values, position_embeddings or (None, None)
         if args or x.numel() != x.shape[-1] or cos is None or cache is None or mask is not None or not x.is_cpu \
                 or not x.dtype == cos.dtype == sin.dtype == self.dtype or not cos.numel() == sin.numel() == self.D \
+                or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()) \
                 or torch.is_grad_enabled() or self.config._attn_implementation != "sdpa":
             return None
-        return x.contiguous(), cos.contiguous(), sin.contiguous(), cache
-
-    def token(self, cos: Tensor, sin: Tensor) -> tuple:
-        """What `attend` takes of a token; the angles must live meanwhile."""
-        return cos.data_ptr(), sin.data_ptr(), self.module.scaling, products.TEAM, torch.get_num_threads()
+        token = cos.data_ptr(), sin.data_ptr(), self.module.scaling, products.TEAM, torch.get_num_threads()
+        return x, token, cache
 
     def room(self, cache: Any) -> tuple[Any, Room] | None:
         """The cache's layer and its memory, with room for one token more; None for the cache's `update`."""
@@ -111,17 +109,16 @@ class Room:
 
     transformers copies all of them for every token. What was given out, cropped or reordered stays what it was.
 
-    where : for `attend`: addresses of keys and values, S + 1 and the distance of heads.
+    where : for `attend`, int64 [4]: addresses of keys and values, S + 1 and the distance of heads.
     """
 
     def __init__(self, layer: Any) -> None:
         self.given = layer.keys, layer.values
         *_, S, _ = layer.keys.shape
-        self.memory = tuple(t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in self.given)
+        self.memory = keys, values = [t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in self.given]
         for memory, t in zip(self.memory, self.given):
             memory[:, :, :S] = t
-        keys, values = self.memory
-        self.where, self.size = (keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)), S + ROOM
+        self.where, self.size = np.array([keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)]), S + ROOM
 
     def holds(self, layer: Any) -> bool:
         """Whether the layer has what it was given last, and one token more has room."""
@@ -129,11 +126,10 @@ class Room:
 
     def grow(self, layer: Any) -> None:
         """Let the layer have one token more of what is in memory."""
-        (keys, values), (k, v, S, stride) = self.memory, self.where
         if layer.is_sliding:
             layer.cumulative_length += 1
-        layer.keys, layer.values = self.given = keys.narrow(2, 0, S), values.narrow(2, 0, S)
-        self.where = k, v, S + 1, stride
+        layer.keys, layer.values = self.given = tuple(t.narrow(2, 0, int(self.where[2])) for t in self.memory)
+        self.where[2] += 1
 
 
 @torch.inference_mode()
@@ -144,9 +140,8 @@ def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAtten
         return None
     linears = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     dtype = linears[0].weight.dtype
-    if dtype not in products.KINDS or any(type(linear) is not nn.Linear or not linear.weight.is_cpu
-                                          or not linear.weight.is_contiguous() or linear.weight.dtype != dtype
-                                          for linear in linears):
+    if any(type(linear) is not nn.Linear or linear.weight.dtype != dtype or not fits(linear.weight, linear.bias)
+           for linear in linears):
         return None
     ours = DecodeAttention(module)
     if not agree(module, ours, ours, linears[0].in_features):
@@ -180,7 +175,8 @@ def attend(plan, weights, token, room, x, H, out):
     weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms; a matrix for each head; the output's.
     """
     kind, heads_work, kv_heads, D, (q_width, k_width, eps), order, last_order, work, last_work = plan
-    (cos, sin, scaling, team, threads), (keys, values, S, stride) = token, room
+    cos, sin, scaling, team, threads = token
+    keys, values, S, stride = room[0], room[1], room[2], room[3]
     q_norm, k_norm, rows, last = weights[0, 0], weights[0, 1], weights[1:-1], weights[-1:]
     heads, half, whole = len(rows) - 2 * kv_heads, D // 2, D - D % STEP
     y, q, turned = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32), np.empty(D, np.float32)
@@ -225,7 +221,7 @@ def _heads(kind, job):
     """One key head after the other, with the query heads that share it, until none is left."""
     kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
     q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
-    whole, row = D - D % STEP, span(kind, D)
+    whole = D - D % STEP
     scores, sums, inputs = np.empty((group, S), np.float32), np.empty(D, np.float32), np.empty(group, np.int64)
     while True:
         h = take(job)
@@ -235,29 +231,14 @@ def _heads(kind, job):
         for g in range(group):
             inputs[g] = q + 4 * (h * group + g) * D
         for g in range(group):
-            x, to = inputs.ctypes.data + 8 * g, scores.ctypes.data + 4 * g * S
-            for s in range(0, S - 3, 4):
-                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
-            for s in range(S - S % 4, S):
-                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
-            for s in range(S if whole < D else 0):
-                for i in range(whole, D):
-                    scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)
+            by_rows(kind, inputs.ctypes.data, g, g + 1, keys, 0, 0, 0, D, 0, S, scores.ctypes.data, S)
             largest, total = scores[g].max(), np.float32(0)
             for s in range(S):
                 scores[g, s] = exponential(scores[g, s] - largest)
             for s in range(S):
                 total += scores[g, s]
             sums[:] = 0
-            for s in range(0, S - 3, 4):
-                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
-                         sums.ctypes.data)
-            for s in range(S - S % 4, S):
-                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
-                         sums.ctypes.data)
-            for i in range(whole, D):
-                for s in range(S):
-                    sums[i] += scores[g, s] * weight(kind, values, s * D + i)
+            by_columns(kind, scores[g].ctypes.data, S, values, 0, 0, D, D, sums.ctypes.data)
             for i in range(D):
                 write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
 

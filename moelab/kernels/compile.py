@@ -8,6 +8,7 @@ from other files too. So what is older than any of the files that a kernel may c
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -58,6 +59,14 @@ def c_function(function: Callable) -> int:
     """The address of a function of one int64, compiled as one of C."""
     _ALIVE.append(_cached(numba.cfunc, function, types.void(types.int64)))
     return _ALIVE[-1].address
+
+
+def c_library(name: str) -> int:
+    """The address of a C function of a library that this process has loaded; 0 if there is none."""
+    try:
+        return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError, TypeError):
+        return 0
 
 
 def _cached(compiler: Callable, function: Callable, *args: Any, **options: Any) -> Any:

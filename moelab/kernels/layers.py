@@ -13,9 +13,7 @@ mask or a cache of another kind it takes its own forward.
 from __future__ import annotations
 
 import copy
-import ctypes
 import time
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -24,30 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from moelab.kernels.attention import DecodeAttention, agree, attend
-from moelab.kernels.compile import kernel
+from moelab.kernels.compile import c_library, kernel
 from moelab.kernels.feed_forward import gated, ways
 from moelab.kernels.norms import Norm, Router, rms_norm, route
 from moelab.kernels.products import entry
 from moelab.kernels.tiles import kept, now, span, weight, write
-from moelab.kernels.watch import Watch, addresses, forward, heard_everywhere
+from moelab.kernels.unchanged import Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
 #: transformers' models that do nothing between their layers
 MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
-#: the C library's clock_gettime and the clock that it is asked for; 0 where there is none
-try:
-    CLOCK = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0, time.CLOCK_MONOTONIC
-except (OSError, AttributeError, TypeError):
-    CLOCK = 0, 0
-
-
-class Bank(NamedTuple):
-    """One matrix of all experts of a stretch: its kind, where it lies, int64 [L, E, 4] as of `products.multiply`, zeros
-    for experts that are elsewhere, and its number of outputs."""
-
-    kind: type
-    table: np.ndarray
-    R: int
+#: the C library's clock_gettime, 0 where there is none, and the clock that it is asked for
+CLOCK = c_library("clock_gettime"), getattr(time, "CLOCK_MONOTONIC", 0)
 
 
 class Computed(NamedTuple):
@@ -66,34 +52,29 @@ class DecodeLayer:
         self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
         self.children = [(name, one.module) for name, one in zip(PARTS, fast)]
         self.modules = [first.module, *self.attention.module.modules(), second.module]
-        self.parts = Watch(self.modules)
+        self.parts = Unchanged(self.modules)
         self.shape = self.attention.plan, first.H, (first.eps, second.eps)
         self.weights = self.attention.weights.copy()
-        self.weights[0, 2:] = *addresses(first.module), *addresses(second.module)
+        self.weights[0, 2:] = [norm.module.weight.data_ptr() for norm in (first, second)]
         self.stretch: Stretch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and self in getattr(args[0], "computed", ()):
             return args[0]
-        call = self.attention.call(*args, **kwargs)
-        if call is None or heard_everywhere():
+        if (call := self.attention.call(*args, **kwargs)) is None:
             return self.own(self.module, *args, **kwargs)
-        x, cos, sin, cache = call
-        token = self.attention.token(cos, sin)
+        x, token, cache = call
         if self.stretch and (y := self.stretch(x, token, cache)) is not None:
             return y
-        if not self.untouched() or (found := self.attention.room(cache)) is None:
+        here = self.module._modules
+        if any(here[name] is not part for name, part in self.children) or self.parts.listeners() is None \
+                or (found := self.attention.room(cache)) is None:
             return self.own(self.module, *args, **kwargs)
         kept_by, room = found
         y, normed = torch.empty_like(x), torch.empty_like(x)
         to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
         room.grow(kept_by)
-        return y + self.module._modules["mlp"](normed)
-
-    def untouched(self) -> bool:
-        """Whether nobody has replaced a part or its weight, or put something on it."""
-        here = self.module._modules
-        return all(here[name] is part for name, part in self.children) and self.parts.told() is not None
+        return y + here["mlp"](normed)
 
 
 @torch.inference_mode()
@@ -113,7 +94,8 @@ class Stretch:
     """Layers alike, one after the other, each with a router and experts; the first one asks it.
 
     An executor of experts that has `token(experts of each layer, dtype, compute) → Computed | None` calls compute(up,
-    down, transposed) with `Bank`s of SiLU-gated experts and takes note of what was computed, or gives None.
+    down, transposed) of SiLU-gated experts, as of `feed_forward`, with matrices [L, E, 4] that are 0 where experts are
+    elsewhere; and takes note of what was computed, or gives None.
     """
 
     def __init__(self, model: nn.Module, layers: list[DecodeLayer]) -> None:
@@ -121,9 +103,9 @@ class Stretch:
         self.all, blocks = model._modules["layers"], [layer.module._modules["mlp"] for layer in layers]
         self.experts, gates = ([block._modules[name] for block in blocks] for name in ("experts", "gate"))
         parts = [part for layer in layers for part in (layer.module, *layer.modules)]
-        self.parts = Watch([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
+        self.parts = Unchanged([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
         self.weights, self.router = np.stack([layer.weights for layer in layers]), forward(gates[0])
-        self.routers = np.array([addresses(gate)[0] for gate in gates])
+        self.routers = np.array([gate.weight.data_ptr() for gate in gates])
 
     def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
         """x after as many layers as can be computed, which it knows as `computed`; None for none."""
@@ -134,16 +116,16 @@ class Stretch:
         K, x, heard, rooms = router.module.top_k, x.clone(), [], []
         w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
 
-        def compute(up: Bank, down: Bank, transposed: bool) -> Computed:
+        def compute(up: tuple, down: tuple, transposed: bool) -> Computed:
             done, began = 0, 0.0
             rooms[:] = [layer.attention.room(cache) for layer in layers]
-            if None not in rooms and (told := self.untouched()) is not None:
+            ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
+            if ours and None not in rooms and (told := self.parts.listeners()) is not None:
                 heard[:] = told
                 began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind))
-                how = ways((up.kind, None, up.R), (down.kind, None, down.R), transposed)
-                done = _stretch(layers[0].shape, routing, how, self.weights, self.routers, up.table, down.table, token,
-                                np.array([room.where for _, room in rooms]), x.data_ptr(), w.data_ptr(), ids, times,
-                                CLOCK)
+                done = _stretch(layers[0].shape, routing, ways(up, down, transposed), self.weights, self.routers,
+                                up[1], down[1], token, np.array([room.where for _, room in rooms]),
+                                x.data_ptr(), w.data_ptr(), ids, times, CLOCK)
             return Computed(done, ids, began + times / 1e9)
         found = run(self.experts, x.dtype, compute)
         if found is None or not found.layers:
@@ -156,11 +138,6 @@ class Stretch:
                 told(*each[i // 2])
         x.computed = {*layers[:found.layers]}
         return x
-
-    def untouched(self) -> list[tuple[int, Callable[..., Any]]] | None:
-        """`Watch.told`, if these layers are still the model's."""
-        ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
-        return self.parts.told() if ours else None
 
 
 @torch.inference_mode()
@@ -182,25 +159,17 @@ def _alike(layer: Any) -> tuple | None:
         router.module.top_k, router.module.weight.shape
 
 
-class _Told(nn.Module):
-    """Stands for experts."""
-
-    def forward(self, *given: Tensor) -> Tensor:
-        self.given, self.gave = given, given[0].roll(1, -1)
-        return self.gave
-
-
 def _only_experts(layer: DecodeLayer) -> bool:
     """Whether a layer's block gives its experts the router's choice of a random token, and back what they give."""
     block, x = layer.module.mlp, torch.randn(1, 1, layer.shape[1], generator=torch.Generator().manual_seed(0))
     if block._modules.keys() != {"gate", "experts"} or not isinstance(router := forward(block.gate), Router) \
-            or forward(block) or forward(block.experts) or Watch([block]).told() is None:
+            or forward(block) or forward(block.experts) or Unchanged([block]).listeners() is None:
         return False
-    twin, told, x = copy.copy(block), _Told(), x.to(layer.attention.dtype)
-    twin._modules = block._modules | {"experts": told}
+    twin, given, x = copy.copy(block), [], x.to(layer.attention.dtype)
+    twin._modules = block._modules | {"experts": lambda *what: given.extend(what) or what[0].roll(1, -1)}
     y, (_, weights, ids) = twin(x), router(x[0])
     return isinstance(y, Tensor) and all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(
-        (y, *told.given), (told.gave, x, ids, weights), strict=True))
+        (y, *given), (x.roll(1, -1), x, ids, weights), strict=True))
 
 
 @kernel
@@ -227,8 +196,8 @@ def _stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x
     tokens, rows = np.zeros(K, np.int64), each[:K].copy().reshape(1, K)
     y, normed, out, logits = [memory[i:].ctypes.data for i in range(4)]
     for i in range(L):
-        room, at = (rooms[i, 0], rooms[i, 1], rooms[i, 2], rooms[i, 3]), w + span(score_kind, i * K)
-        to_experts(shape, weights[i], token, room, x, y, normed)
+        at = w + span(score_kind, i * K)
+        to_experts(shape, weights[i], token, rooms[i], x, y, normed)
         route(kind, score_kind, normed, routers[i], E, H, K, normalised, logits, at, ids[i:i + 1], work, team, threads)
         for k in range(K):
             up[k], down[k] = ups[i, ids[i, k]], downs[i, ids[i, k]]

@@ -43,7 +43,7 @@ class FastLinears:
         pack : a `products.Pack`: the weight is multiplied as that packs it, kept beside the module's own. One that is
             rounded is so for any number of rows; only where it is trained is it the module's own.
         """
-        if products is None or type(module) is not nn.Linear or not _fits(module.weight, module.bias) \
+        if products is None or type(module) is not nn.Linear or not fits(module.weight, module.bias) \
                 or module.weight.numel() < LARGE and pack is None:
             return None
         packed = None if pack is None else products.Matrices.of(module.weight, module.bias, pack=pack)
@@ -59,7 +59,7 @@ class FastLinears:
             same = w.data_ptr() == packed_from
             graph = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
             if x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
-                    and 0 < x.numel() <= rows * w.shape[1] and _fits(w, b) and not graph:
+                    and 0 < x.numel() <= rows * w.shape[1] and fits(w, b) and not graph:
                 return linear(x, w, b, packed if same else None)
             return F.linear(x, rounded() if rounded and same and not (graph and w.requires_grad) else w, b)
         return forward
@@ -76,9 +76,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Any 
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _fits(w: Tensor, b: Tensor | None) -> bool:
-    return w.is_cpu and w.dtype in products.KINDS and w.is_contiguous() \
-        and (b is None or b.dtype == w.dtype)
+def fits(w: Tensor, b: Tensor | None) -> bool:
+    """Whether these are a weight and a bias for `linear`."""
+    return w.is_cpu and w.dtype in products.KINDS and w.is_contiguous() and (b is None or b.dtype == w.dtype)
 
 
 @torch.inference_mode()
