@@ -9,6 +9,7 @@ bytes over the rate of memory.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import tempfile
@@ -42,6 +43,8 @@ from moelab.store.layout import ExpertStore, aligned
 VERSION = "moelab.sample/4"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE, SECONDS = 160 << 20, 1.5
+#: forms without which there is no advice; seconds that a form's tokens in memory take beside others', about
+LEAST, TURNS = 2, 1.5
 #: bytes that push a sample out of a processor's cache, which would hold one in few bits and no model
 PUSHED = 128 << 20
 #: cores that others keep busy, above which what is measured meanwhile is measured again the next time
@@ -67,9 +70,10 @@ def sample_spec(spec: MoESpec) -> MoESpec:
                    head_dim=max(spec.head_dim, 2) // 2 * 2 or 64, dtype="bfloat16")
 
 
-def measured(spec: MoESpec, forms: Sequence[str], executor: str) -> dict[str, Profile]:
+def measured(spec: MoESpec, forms: Sequence[str], executor: str, end: float = math.inf) -> dict[str, Profile]:
     """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few seconds each; of one
-    that was disturbed and is measured again, the less disturbed."""
+    that was disturbed and is measured again, the less disturbed. `LEAST` of them are measured however long it takes;
+    others, that would not be done by `end`, of time.monotonic(), are left out."""
     sample, files, found = sample_spec(spec), {}, {}
     for form in forms:
         key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, form, executor)))
@@ -77,10 +81,14 @@ def measured(spec: MoESpec, forms: Sequence[str], executor: str) -> dict[str, Pr
         if files[form].is_file():
             found[form] = Profile.load(files[form])
     wanted = [form for form in forms if form not in found or disturbed(found[form])]
+    start, least = time.monotonic(), max(LEAST - len(found), 0)
     (cache_root() / "advice").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_root() / "advice") as folder:
         stores, new = {}, {}
         for form in progress(wanted, "measuring this machine", unit="forms") if wanted else ():
+            each = (time.monotonic() - start) / max(len(new), 1) + TURNS
+            if len(new) >= least and start + each * (len(new) + 1) > end:
+                break
             how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
             stores[form] = ExpertStore(synthesize(Path(folder) / form, sample, **how))
             new[form] = of_store(stores[form], executor)
@@ -107,7 +115,7 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
-def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: int = 8, tokens: int = 12
+def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: int = 6, tokens: int = 12
                     ) -> dict[str, list[float]]:
     """Seconds of single tokens, with all of a store's experts in memory: of all stores in turn, so that what disturbs
     the machine disturbs all, and none from the processor's cache. The first half of the rounds, which meets new memory,
@@ -119,12 +127,12 @@ def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: in
     with ExitStack() as stack, torch.inference_mode():
         models = {form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
                   for form, store in stores.items()}
-        others = torch.zeros(PUSHED, dtype=torch.uint8)
+        others = torch.zeros(PUSHED // 8, dtype=torch.int64)
         caches = {form: DynamicCache(config=lm.config) for form, lm in models.items()}
         for ids in torch.arange(rounds * tokens).split(tokens):
             for form, lm in models.items():
                 for one in ids[:, None, None] % lm.config.vocab_size:
-                    others += 1
+                    others.sum()                        # reads it; written lines would be in the token's way
                     lm(input_ids=one, past_key_values=caches[form], use_cache=True)
         return {form: [forward.end - forward.start for forward in lm.moelab.forwards[rounds // 2 * tokens:]]
                 for form, lm in models.items()}
@@ -158,8 +166,10 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
                  Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm, resident, rest)
 
 
-def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Callable[..., Costs | None]:
-    """What each form costs here, measured for those of `forms`, fast, and whatever is asked for later.
+def sample_costs(model: Model, forms: list[str], look: Look | None = None, end: float = math.inf
+                 ) -> Callable[..., Costs | None]:
+    """What each form costs here, measured for those of `forms`, fast, and whatever is asked for later; None for what
+    is not known at `end`, see `measured`.
 
     look : at the model itself, as it is and fast; what is not of an expert took so long in that run, in every form.
     """
@@ -172,10 +182,12 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> Ca
     def sampled(form: str, executor: str) -> Costs | None:
         if (name := stored_as(form)) is None:
             return None
-        found = together[name] if executor == "fast" and name in together else measured(
-            model.spec, [name], executor)[name]
-        return costs(found, model, False)
-    together = measured(model.spec, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast")
+        if executor == "fast" and name in together:
+            return costs(together[name], model, False)
+        if time.monotonic() > end - 4 * TURNS:
+            return None
+        return costs(measured(model.spec, [name], executor)[name], model, False)
+    together = measured(model.spec, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast", end)
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
         found = sampled(form, executor)

@@ -7,6 +7,7 @@ how far the simulator is off for it corrects all its other predictions.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from moelab.table import span
 FORMAT = "moelab.look/3"
 #: ways that `verify` runs
 VERIFIED = 3
+#: seconds of measuring, the model itself first
+MEASURING = 60.0
 
 
 def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, batch: int, loss: float,
@@ -40,7 +43,9 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
 
     counted : whether a calibration says so.    on_card : whether the device is not this machine. Others as of `advise`.
     """
-    kept, notes, forms, look = None, [], forms_of(model), None
+    kept, notes, look, end = None, [], None, time.monotonic() + MEASURING
+    offered = model.forms()
+    forms = sorted(forms_of(model), key=lambda form: not offered.get(form, (0, True))[1])   # lossless, whatever is lost
     if model.folder is not None and not on_card:
         kept = real.Kept(identity_of(model))
         look, why = looked(model, kept, memory=memory, context=context, batch=batch)
@@ -50,7 +55,7 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
     else:
         seen = scene(shares, batch)
         notes.append(f"Tokens were drawn {popularity}, each by itself; a model's own repeat more of each other.")
-    costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, look)
+    costs_of = card_costs(device, model, decompress_gbs) if on_card else sample_costs(model, forms, look, end)
     if look is not None:
         if disturbed(itself := look.itself):
             about = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
@@ -116,6 +121,9 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
                      f"{factor:.3g}, ± {'unknown' if error is None else f'{error:.0%}'}.")
     notes.append(f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
                  f"mean of the middle half; for TTFT a prompt of {search.context:,}, without the growth of attention.")
+    if kept and search.left:
+        notes.append(f"Left out, as time was over or nobody knows what it costs: {', '.join(dict.fromkeys(search.left))}"
+                     f". The next advice goes on with what was measured.")
     if kept:
         notes.append(f"What was measured is kept in {kept.path.parent}; without that folder, all is measured anew.")
     return Advice(search.model, device, search.memory, search.context, search.batch, search.allowed, tuple(ways),

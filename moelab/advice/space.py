@@ -45,7 +45,7 @@ from moelab.store.layout import aligned
 #: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
 PROMPT, WARM, TIMED = 64, 24, 24
 #: of a search
-SECONDS = 45.0
+SECONDS = 20.0
 #: plans of a compressed cache, and tokens, by which its division is chosen
 FEW = 4
 #: the prefetcher that needs no preparation, and the share of experts that it finds where nothing was recorded: about
@@ -170,6 +170,7 @@ class Search:
 
     found, elsewhere : the ways that were played, in the memory that is given and in other memory.
     played : of each way what it gives, which another search of the same memory may share.
+    left : names of what was not tried, as time was over or nobody knows what it costs.
 
     costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
     memory : bytes for everything.
@@ -182,22 +183,28 @@ class Search:
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
         self.played: dict[Way, Way | None] = {}
+        self.left: list[str] = []
         self.end = time.monotonic() + SECONDS
 
-    @property
-    def late(self) -> bool:
-        return time.monotonic() > self.end
+    def late(self, what: str) -> bool:
+        """Whether time is over, and `what` is left."""
+        if late := time.monotonic() > self.end:
+            self.left.append(what)
+        return late
 
     def way(self, form: str, memory: int | None = None, executor: str = "fast") -> Way | None:
         """The plain way of a form; None if it does not fit, or nobody knows what it costs."""
-        costs = self.costs_of(form, executor)
+        if (costs := self.costs_of(form, executor)) is None:
+            self.left.append(form)
         return costs and fitted(self.model, form, self.loss(form), costs.sizes.full, memory or self.memory,
                                 self.context, self.batch)
 
     def play(self, way: Way, kept: list[Way]) -> Way | None:
         if way not in self.played:
-            costs = self.costs_of(way.form, way.executor)
-            self.played[way] = costs and play(self.model, way, costs, self.seen, self.context)
+            if (costs := self.costs_of(way.form, way.executor)) is None:
+                self.left.append(way.name)
+                return None
+            self.played[way] = play(self.model, way, costs, self.seen, self.context)
         if played := self.played[way]:
             kept.append(played)
         return played
@@ -231,12 +238,13 @@ class Search:
             # a core is left for what computes: beside it, so many threads wait for each other
             [{"workers": n, "pools": None} for n in (2, 4) if n < (os.cpu_count() or 1) and way.pools]]
         for group in [*groups, [{"executor": "exact"}]]:
-            tried = [self.play(replace(way, **change), self.found) for change in group if not self.late]
+            tried = [self.play(other, self.found) for change in group
+                     if not self.late((other := replace(way, **change)).name)]
             way = min([way, *filter(None, tried)], key=lambda one: one.tpot)
 
     def other(self, way: Way, memory: int) -> Way | None:
         """The same way in other memory."""
-        there = None if self.late else self.way(way.form, memory, way.executor)
+        there = None if self.late(f"{way.name} in {memory / 1e9:.3g} GB") else self.way(way.form, memory, way.executor)
         return there and self.play(replace(there, cache=way.cache, prefetch=way.prefetch, workers=way.workers),
                                    self.elsewhere)
 

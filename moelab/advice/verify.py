@@ -37,6 +37,8 @@ from moelab.progress import progress
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
 TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
+#: seconds of converting and running the best
+SECONDS = 190.0
 #: bytes that a process may take beyond its memory before it is killed
 SPARE = 256 << 20
 #: the least uncertainty of a corrected prediction, as this much differs between two runs of one way
@@ -127,15 +129,30 @@ def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> d
     with memory_limit(memory + SPARE) as group:
         task = {"source": source, "options": dict(options), **how}
         words = [sys.executable, "-m", "moelab.advice.verify", json.dumps(task), *filter(None, [group.procs])]
+        code, out, err = _waited(words, os.environ | {"PYTHONPATH": path}, TIMEOUT, "running it in its memory")
+        if code:
+            killed = ["killed; it took more than its memory?"] * (code == -9)
+            raise RuntimeError([*(err.strip() or "it died without a word").splitlines(), *killed][-1])
+        return json.loads(out.strip().splitlines()[-1]) | {"limit": group.reason}
+
+
+def _waited(words: Sequence[str], environment: Mapping[str, str], timeout: float, what: str) -> tuple[int, str, str]:
+    """A process's (exit status, output, errors); progress tells that it runs. RuntimeError if it takes too long."""
+    start = time.monotonic()
+    with (subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as task,
+          progress(total=1, desc=what, unit="runs") as bar):
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT,
-                                  env=os.environ | {"PYTHONPATH": path})
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"gave up after {TIMEOUT / 60:.0f} minutes") from None
-        if done.returncode:
-            killed = ["killed; it took more than its memory?"] * (done.returncode == -9)
-            raise RuntimeError([*(done.stderr.strip() or "it died without a word").splitlines(), *killed][-1])
-        return json.loads(done.stdout.strip().splitlines()[-1]) | {"limit": group.reason}
+            while True:
+                try:
+                    out, err = task.communicate(timeout=1.0)
+                    bar.update()
+                    return task.returncode, out, err
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() - start > timeout:
+                        raise RuntimeError(f"gave up after {timeout:.0f} s") from None
+                    bar.update(0)
+        finally:
+            task.kill()
 
 
 def options_of(way: Way, model: Model) -> dict[str, Any]:
@@ -148,14 +165,14 @@ def options_of(way: Way, model: Model) -> dict[str, Any]:
     return options | ({"plan": [*astuple(way.pools)]} if way.pools else {})
 
 
-def stored(model: Model, form: str) -> str:
-    """What opens the model in a form; it is converted if that was not done before."""
+def stored(model: Model, form: str, seconds: float = math.inf) -> str:
+    """What opens the model in a form; it is converted if that was not done before. TimeoutError as `convert`."""
     if form == AS_IS:
         return model.source if model.folder is None else str(model.folder)
     from moelab.models.convert import kept_store
     from moelab.store import fewbit
     how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
-    return str(kept_store(model.folder, **how).folder)
+    return str(kept_store(model.folder, **how, seconds=seconds).folder)
 
 
 class Kept:
@@ -225,7 +242,8 @@ class Kept:
 
 def verify(model: Model, ways: Sequence[Way], kept: Kept, *, memory: int, batch: int, rounds: int = 2,
            loss: bool = False) -> list[str]:
-    """Run ways for real, in turn, and keep what is measured; Ctrl-C stops, and what there is stays.
+    """Run ways for real, in turn, and keep what is measured; Ctrl-C or the end of `SECONDS` stops, and what there is
+    stays, half a conversion, too.
 
     ways : simulated, not corrected.    loss : measure the language loss of few bits, and of the model as it is.
 
@@ -235,6 +253,7 @@ def verify(model: Model, ways: Sequence[Way], kept: Kept, *, memory: int, batch:
     failed: dict[str, str] = {}
     windows: dict[str, list[float]] = {}
     everything = [way for _ in range(rounds) for way in ways]
+    end, longest = time.monotonic() + SECONDS, 0.0
     try:
         with progress(total=len(everything), desc="running the best (Ctrl-C stops)", unit="runs") as bar:
             if loss and any(way.loss is None for way in ways) and not any(way.lossless for way in ways):
@@ -242,11 +261,16 @@ def verify(model: Model, ways: Sequence[Way], kept: Kept, *, memory: int, batch:
             for way in sorted(everything[:len(ways)], key=lambda way: not way.lossless) + everything[len(ways):]:
                 if way.name in failed:
                     continue
+                if time.monotonic() + longest > end:
+                    failed["the rest"] = f"not run, as {SECONDS:.0f} s were over; the next --verify goes on"
+                    break
                 bar.note(way.name)
                 asked = loss and way.form not in windows
                 try:
-                    found = fresh(stored(model, way.form), options_of(way, model), memory, prompt=PROMPT,
-                                  tokens=WARM + TIMED, batch=batch, loss=asked)
+                    source, start = stored(model, way.form, end - longest - time.monotonic()), time.monotonic()
+                    found = fresh(source, options_of(way, model), memory, prompt=PROMPT, tokens=WARM + TIMED,
+                                  batch=batch, loss=asked)
+                    longest = max(longest, time.monotonic() - start)
                 except (RuntimeError, OSError, ValueError) as error:
                     failed[way.name] = str(error)
                     continue

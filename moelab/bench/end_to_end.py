@@ -37,7 +37,6 @@ from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.limits import kv_bytes
-from moelab.progress import progress
 from moelab.specs import MoESpec
 
 SPEC = MoESpec("synthetic-0.5GB", "qwen3_moe", 5, tuple(range(5)), 32, 4, 1024, 512, vocab=8192, heads=16, kv_heads=4,
@@ -127,9 +126,8 @@ def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
 def collect(bench: EngineBenchmark, plan: Mapping[str, Arm]) -> dict[str, list[list[dict[str, Any]]]]:
     """Reports of every configuration: [rounds][rates]. What cannot run is not tried again."""
     reports: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in plan}
-    order = [name for i in range(bench.rounds) for name in (list(plan)[::-1] if i % 2 else plan)]
     kept = bench.folder / "logits.npy"
-    for name in progress(order, "end to end", unit="runs"):
+    for _, name in measure.turns(list(plan), bench.rounds, "end to end"):
         if any("result" in one for found in reports[name] for one in found):
             continue
         kept.unlink(missing_ok=True)

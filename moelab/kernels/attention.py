@@ -22,8 +22,9 @@ from moelab.kernels import products
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.linear import fits
 from moelab.kernels.norms import epsilon, rms_norm
-from moelab.kernels.products import Matrices, Pack, by_columns, by_rows
-from moelab.kernels.tiles import exponential, kept, place, read, span, spread, take, together, weight, write
+from moelab.kernels.products import Matrices, Pack
+from moelab.kernels.tiles import (add_rows, dots, exponential, kept, place, read, span, spread, take, together,
+                                  weight, write)
 from moelab.kernels.unchanged import Unchanged
 from moelab.kernels.vectors import STEP
 
@@ -221,7 +222,7 @@ def _heads(kind, job):
     """One key head after the other, with the query heads that share it, until none is left."""
     kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
     q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
-    whole = D - D % STEP
+    whole, row = D - D % STEP, span(kind, D)
     scores, sums, inputs = np.empty((group, S), np.float32), np.empty(D, np.float32), np.empty(group, np.int64)
     while True:
         h = take(job)
@@ -231,14 +232,29 @@ def _heads(kind, job):
         for g in range(group):
             inputs[g] = q + 4 * (h * group + g) * D
         for g in range(group):
-            by_rows(kind, inputs.ctypes.data, g, g + 1, keys, 0, 0, 0, D, 0, S, scores.ctypes.data, S)
+            x, to = inputs.ctypes.data + 8 * g, scores.ctypes.data + 4 * g * S
+            for s in range(0, S - 3, 4):
+                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+            for s in range(S - S % 4, S):
+                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+            for s in range(S if whole < D else 0):
+                for i in range(whole, D):
+                    scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)
             largest, total = scores[g].max(), np.float32(0)
             for s in range(S):
                 scores[g, s] = exponential(scores[g, s] - largest)
             for s in range(S):
                 total += scores[g, s]
             sums[:] = 0
-            by_columns(kind, scores[g].ctypes.data, S, values, 0, 0, D, D, sums.ctypes.data)
+            for s in range(0, S - 3, 4):
+                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
+                         sums.ctypes.data)
+            for s in range(S - S % 4, S):
+                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
+                         sums.ctypes.data)
+            for i in range(whole, D):
+                for s in range(S):
+                    sums[i] += scores[g, s] * weight(kind, values, s * D + i)
             for i in range(D):
                 write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
 

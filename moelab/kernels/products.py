@@ -141,7 +141,7 @@ def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R
 def _rows(kind, job):
     """Pieces of the rows layout until none is left."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
-    inputs = job + 8 * (HEADER + 6 * M)
+    whole, inputs = n - n % step(kind), job + 8 * (HEADER + 6 * M)
     while True:
         piece = take(job)
         if piece >= M * pieces:
@@ -150,7 +150,30 @@ def _rows(kind, job):
         w, other = read(job, matrix), read(job, matrix + 1)
         bias, escapes, table = read(job, matrix + 2), read(job, matrix + 3), w - 16
         first, last, end = read(job, matrix + 4), read(job, matrix + 5), min(begin + PIECE, R)
-        by_rows(kind, inputs, first, last, w, other, table, bias, n, begin, end, y, R)
+        for group in range(first, last, GROUP):
+            group_end, r = min(group + GROUP, last), begin
+            while r < end:
+                rows = TILE if r + TILE <= end else 1
+                at, second = w + span(kind, r * n), other + beside(kind, r, n)
+                several, tile = group_end - group > 2 or span(kind, 2) == 1, span(kind, rows * n)   # or rows in turn
+                ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else AHEAD
+                token = group
+                while token < group_end:
+                    left = group_end - token if rows > 1 else 1         # few matrices have rows beyond whole tiles
+                    tokens = TILE if left >= TILE else 2 if left >= 2 else 1
+                    x, to = inputs + 8 * token, y + 4 * (token * R + r)
+                    if rows == 1:
+                        dots(1, 1, kind, x, at, second, table, n, whole, to, R, ahead)
+                    elif tokens == TILE:
+                        dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                    elif tokens == 2:
+                        dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                    else:
+                        dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                    if whole < n or bias != 0:
+                        _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
+                    token += tokens
+                r += rows
         if escapes > 0:
             indices = carray(pointer(other + span(kind, R * n) // 2), escapes, np.uint32)
             for i in range(np.searchsorted(indices, begin * n), np.searchsorted(indices, end * n)):
@@ -159,37 +182,6 @@ def _rows(kind, job):
                     total = weight(np.float32(0), y, token * R + r)
                     total += missing * weight(np.float32(0), read(inputs, token), place(kind, c))
                     write(np.float32(0), y, token * R + r, total)
-
-
-@kernel
-def by_rows(kind, inputs, first, last, w, other, table, bias, n, begin, end, y, R):
-    """Outputs begin…end of R at y fp32 [last, R]: of the tokens first…last, whose inputs [n] lie at the addresses
-    `inputs`, and the rows [n] of weights of `dots`, with a bias at an address that is not 0."""
-    whole = n - n % step(kind)
-    for group in range(first, last, GROUP):
-        group_end, r = min(group + GROUP, last), begin
-        while r < end:
-            rows = TILE if r + TILE <= end else 1
-            at, second = w + span(kind, r * n), other + beside(kind, r, n)
-            several, tile = group_end - group > 2 or span(kind, 2) == 1, span(kind, rows * n)       # or rows in turn
-            ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else AHEAD
-            token = group
-            while token < group_end:
-                left = group_end - token if rows > 1 else 1             # few matrices have rows beyond whole tiles
-                tokens = TILE if left >= TILE else 2 if left >= 2 else 1
-                x, to = inputs + 8 * token, y + 4 * (token * R + r)
-                if rows == 1:
-                    dots(1, 1, kind, x, at, second, table, n, whole, to, R, ahead)
-                elif tokens == TILE:
-                    dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
-                elif tokens == 2:
-                    dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
-                else:
-                    dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
-                if whole < n or bias != 0:
-                    _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
-                token += tokens
-            r += rows
 
 
 @kernel
@@ -232,8 +224,17 @@ def _columns(kind, job):
             for i in range(0, n, 4):
                 at, second = w + span(kind, i * R + begin), other + span(kind, i * R + begin) // 2
                 for t in range(tokens):
-                    by_columns(kind, read(inputs, token + t) + 4 * i, min(4, n - i), at, second, table, R, columns,
-                               sums[t].ctypes.data)
+                    x, to = read(inputs, token + t) + 4 * i, sums.ctypes.data + 4 * OUTPUTS * t
+                    if i + 4 <= n:
+                        add_rows(4, kind, x, at, second, table, R, whole, to)
+                    else:
+                        for j in range(n - i):
+                            add_rows(1, kind, x + 4 * j, at + span(kind, j * R), second + span(kind, j * R) // 2,
+                                     table, R, whole, to)
+                    for j in range(min(4, n - i) if whole < columns else 0):
+                        value = weight(np.float32(0), x, j)
+                        for c in range(whole, columns):
+                            sums[t, c] += value * weight(kind, at + span(kind, j * R), c)
             for i in range(escapes):
                 r, c = indices[i] // R, indices[i] % R - begin
                 for t in range(tokens if 0 <= c < columns else 0):
@@ -245,22 +246,6 @@ def _columns(kind, job):
                     if bias != 0:
                         total += weight(kind, bias, begin + c)
                     write(np.float32(0), y, (token + t) * R + begin + c, total)
-
-
-@kernel
-def by_columns(kind, x, rows, w, other, table, stride, n, sums):
-    """Add to fp32 sums [n], as `add_rows` has them, `rows` rows of weights of it times an input at x each."""
-    whole = n - n % step(kind)
-    for r in range(0, rows - 3, 4):
-        skip = span(kind, r * stride)
-        add_rows(4, kind, x + 4 * r, w + skip, other + skip // 2, table, stride, whole, sums)
-    for r in range(rows - rows % 4, rows):
-        skip = span(kind, r * stride)
-        add_rows(1, kind, x + 4 * r, w + skip, other + skip // 2, table, stride, whole, sums)
-    for r in range(rows if whole < n else 0):
-        for i in range(whole, n):
-            more = weight(np.float32(0), x, r) * weight(kind, w + span(kind, r * stride), i)
-            write(np.float32(0), sums, i, weight(np.float32(0), sums, i) + more)
 
 
 #: address of GOMP_parallel of torch's OpenMP, as two pools of threads would compete for cores; 0 where there is none

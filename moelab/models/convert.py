@@ -11,6 +11,8 @@ weights are copied byte for byte under their own keys. What the source's files l
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from moelab.store.writer import StoreWriter
 
 
 def convert(source: str | Path | None, destination: str | Path, codec: str = codecs.DEFAULT, *,
-            shards: int = codecs.SHARDS, quantize: str | None = None) -> ExpertStore:
+            shards: int = codecs.SHARDS, quantize: str | None = None, seconds: float = math.inf) -> ExpertStore:
     """Convert a checkpoint to an expert store, or resume a conversion that was interrupted.
 
     source : a checkpoint folder or a hub id; None for the shipped small model.
@@ -46,10 +48,12 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     quantize : a name of `moelab.names("format")`, to which the experts' matrices are rounded; what does not fit keeps
         its bits. The store's model is then another one than the source, which cannot be restored.
 
+    seconds : after which it stops, with TimeoutError.
+
     Raises FileExistsError: the destination exists, or another process is writing it.
     FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec or format; a quantisation that is not read, by
         its name; a store that was quantised before; an unfinished store of another source or codec.
-    OSError: a disk is full or fails; what is written is kept, and the same call goes on from there.
+    OSError: a disk is full or fails, or time is over; what is written is kept, and the same call goes on from there.
     """
     if quantize is not None:
         fewbit.find_format(quantize)
@@ -58,7 +62,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     if checkpoint.store is not None and checkpoint.store.quantized:
         raise ValueError(f"{checkpoint.folder} was quantised to {checkpoint.store.quantized}; convert the checkpoint "
                          f"that it was made from")
-    spec = spec_from_config(config, name=opening.model_name(source, checkpoint.folder))
+    spec, end = spec_from_config(config, name=opening.model_name(source, checkpoint.folder)), time.monotonic() + seconds
     experts = CheckpointExperts(checkpoint, config)
     check_spec(spec, experts.plan.layers)
     for layer in experts.plan.layers:
@@ -73,6 +77,8 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
         with progress(total=sum(E for _, E, _ in layers) * each, desc="converting", unit="B",
                       initial=len(writer.records) * each) as bar:
             for layer, expert in writer.missing():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{destination} is half converted after {seconds:.0f} s; the same call goes on")
                 tensors, blobs, read = read_expert(experts, layer, expert)
                 size = sum(t.nbytes for t in tensors.values())
                 found = None if quantize or not read else places(read, pieces(tensors, blobs), writer.checksum)
@@ -125,10 +131,11 @@ def quantize_expert(form: str, tensors: Weights, blobs: dict[str, tuple[str, Any
             fewbit.unpack(form, blob, tensor)
 
 
-def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize: str | None = None) -> ExpertStore:
+def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize: str | None = None,
+               seconds: float = math.inf) -> ExpertStore:
     """The store of a model in the cache (`cache_root`), to which it is converted when it is first asked for.
 
-    codec, quantize : as of `convert`; a store that is of that form is taken as it is. Raises what `convert` raises.
+    codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is. Raises what `convert` raises.
     """
     folder = opening.find(source)
     checkpoint, form = Checkpoint.at(folder), quantize or codec
@@ -136,7 +143,8 @@ def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize:
         return checkpoint.store
     name = f"{opening.model_name(source, folder)}-{of_checkpoint(checkpoint, load_config(folder))}.{form}"
     destination = cache_root() / name.replace("/", "--")
-    return ExpertStore(destination) if destination.is_dir() else convert(source, destination, codec, quantize=quantize)
+    return ExpertStore(destination) if destination.is_dir() else convert(source, destination, codec, quantize=quantize,
+                                                                         seconds=seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

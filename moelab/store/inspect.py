@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
+from moelab.table import percent, text_table
 
 
 def describe(store: ExpertStore) -> str:
@@ -15,14 +16,13 @@ def describe(store: ExpertStore) -> str:
              f"exponent shards a tensor, checksums {store.checksum_name}",
              f"rounded to {store.quantized}, so its source cannot be restored" if store.quantized else
              f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
-             f"that it was made from", "",
-             f"{'tensor':<20}{'dtype':<9}{'shape':<16}{'experts':>8}{'MB':>11}{'E MB':>10}{'SM MB':>10}{'stored':>9}"
-             f"  codec"]
-    for row in store.table():
-        shape = "×".join(map(str, row["shape"]))
-        lines.append(f"{row['tensor']:<20}{row['dtype']:<9}{shape:<16}{row['count']:>8,}{row['bytes'] / 1e6:>11,.2f}"
-                     f"{row['E_bytes'] / 1e6:>10,.2f}{row['SM_bytes'] / 1e6:>10,.2f}{row['fraction']:>9.2%}"
-                     f"  {row['codec']}")
+             f"that it was made from", ""]
+    head = ["tensor", "dtype", "shape", "experts", "MB", "E MB", "SM MB", "stored", "codec"]
+    lines.append(text_table(head, ([
+        row["tensor"], row["dtype"], "×".join(map(str, row["shape"])), row["count"],
+        *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
+        percent(row["fraction"], 2), row["codec"]]
+        for row in store.table())))
     lines += ["", f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
                   f"{store.weights_size / 1e6:,.2f} MB"]
     return "\n".join(lines)

@@ -82,11 +82,35 @@ def test_ways_take_turns_and_an_interruption_keeps_what_there_is(monkeypatch):
             raise RuntimeError("no room")
         return {"tpot": [9.0] * how["tokens"], "ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
     monkeypatch.setattr(verify, "fresh", fake)
-    monkeypatch.setattr(verify, "stored", lambda model, form: form)
+    monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
     ways = [way(budget=5), way(budget=7, executor="exact"), way(budget=6)]
     told = verify.verify(MODEL, ways, kept, memory=1, batch=1)
     assert asked == [5, 7, 6, 5] and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
     assert any("no room" in one for one in told) and any("stopped" in one for one in told)
+
+
+def test_no_run_begins_when_time_is_over(monkeypatch):
+    clock, asked, kept = [0.0], [], Kept("abc")
+
+    def fake(source, options, memory, **how):
+        asked.append(options["memory"])
+        clock[0] += 0.4 * verify.SECONDS
+        return {"tpot": [9.0] * how["tokens"], "ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
+    monkeypatch.setattr(verify, "fresh", fake)
+    monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
+    monkeypatch.setattr(verify.time, "monotonic", lambda: clock[0])
+    told = verify.verify(MODEL, [way(budget=5), way(budget=6)], kept, memory=1, batch=1)
+    assert asked == [5, 6] and len(kept.records) == 2               # a third would end after 1.2 of the time
+    assert [one for one in told if "goes on" in one] == told != []
+
+
+def test_forms_that_time_does_not_suffice_for_are_left_out_and_measured_later(monkeypatch):
+    monkeypatch.setattr(sample, "SECONDS", 0.01)
+    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+    forms = ["raw", "bf12", "int4"]
+    assert [*sample.measured(SPEC, forms, "exact", end=0.0)] == forms[:sample.LEAST]
+    assert [*sample.measured(SPEC, forms, "exact", end=0.0)] == forms[:sample.LEAST]        # all that is kept is enough
+    assert {*sample.measured(SPEC, forms, "exact")} == {*forms}
 
 
 def test_a_loss_is_relative_to_the_model_as_it_is():
@@ -147,7 +171,7 @@ def test_what_the_engine_takes_in_a_run_is_added_to_the_parts_of_every_form(monk
         delays, resident = known[found]
         return space.Costs(delays, (7.0, 7.0), (7.0, 7.0), None, 2, resident)
     monkeypatch.setattr(sample, "costs", costs)
-    monkeypatch.setattr(sample, "measured", lambda spec, forms, executor: dict(zip(forms, forms)))
+    monkeypatch.setattr(sample, "measured", lambda spec, forms, executor, end=0: dict(zip(forms, forms)))
     costs_of = sample.sample_costs(MODEL, [], space.Look(None, "a model", ran))
     found = costs_of("bf12")
     assert (found.other, found.head, found.predict) == ((3.0, 1.0), (3.0, 0.0), 2.0)

@@ -85,7 +85,7 @@ def ground(view):
 
 def test_all_charts_of_a_kernel_share_one_plotly(view):
     import ipywidgets
-    from moelab.viz.views.chart import chart
+    from moelab.viz.views.widgets import chart
     view.widget
     other = chart({"data": [], "layout": {}})
     assert view.picture.library is other.library and len(other.library.code) > 1e6

@@ -149,7 +149,7 @@ def contradictions(found: Sequence[Inconsistency]) -> list[Row]:
 def systems(found: Study) -> list[Row]:
     """The four systems' modelled figures in the first and the last run."""
     return [{"PhiMoE, modelled": f"{SYSTEMS[system].title}, {label(run)}", "TTFT, s": f"{p.ttft_s:.1f}",
-             "mJ a prompt token": f"{p.mj_per_token:.0f}", "mean power, W": f"{_watts(p):.1f}",
+             "mJ a prompt token": f"{p.mj_per_token:.0f}", "mean power, W": f"{p.total.mj / p.total.ms:.1f}",
              "whole CPU busy, s": f"{p.cpu_s:.1f}",
              "rows computed a prompt token and layer": f"{p.slots_per_token:.2f}"}
             for run in (RUNS[0], RUNS[-1]) for system in TABLE_2 for p in [found[run][system]]]
@@ -196,10 +196,6 @@ def caption(card: str, setting: Setting, of: Outcome, device: DeviceModel) -> st
             f"{of.plan.largest_graph_bytes / 1e6:,.0f} MB; a prompt of 1024 takes {of.ttft_s:.1f} s and "
             f"{of.mj_per_token:.0f} mJ a token (modelled, out-of-sample error of graphs {errors[0]} and {errors[1]}). "
             + "; ".join(of.plan.problems))
-
-
-def _watts(p: Prefill) -> float:
-    return p.total.mj / p.total.ms
 
 
 def _clean(clean: bool) -> str:

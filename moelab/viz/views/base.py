@@ -189,7 +189,7 @@ class View:
     def widget(self) -> Any:
         """The view as one ipywidget, made when it is first asked for."""
         import ipywidgets
-        from moelab.viz.views.toolbar import toolbar
+        from moelab.viz.views.widgets import toolbar
         self._quiet = True
         self._built = {name: control.build() for name, control in self.controls.items()
                        if self.controls_shown}
@@ -219,7 +219,7 @@ class View:
                         return
 
     def _pictures(self) -> list[Any]:
-        from moelab.viz.views.chart import chart
+        from moelab.viz.views.widgets import chart
         return [chart(self._json(figure)) for figure in self.figures]
 
     def _json(self, figure: Figure) -> dict[str, Any]:

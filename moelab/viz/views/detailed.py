@@ -53,7 +53,7 @@ class Detailed(View):
 
     def _build(self) -> list[Any]:
         import ipywidgets
-        from moelab.viz.views.chart import chart
+        from moelab.viz.views.widgets import chart
         self._menu = ipywidgets.Combobox(description=self._label, ensure_option=True, continuous_update=False,
                                          placeholder="type to find, or click in the picture",
                                          style={"description_width": "16em"}, layout={"width": "auto"})

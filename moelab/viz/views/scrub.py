@@ -150,7 +150,7 @@ class Scrubber(View):
     controls_shown = False
 
     def _pictures(self) -> list[Any]:
-        from moelab.viz.views.player import player
+        from moelab.viz.views.widgets import player
         return [player(content(self.data[0]), self.values["token"], lambda token: self.values.update(token=token))]
 
     def _show(self, i: int, figure: Figure) -> None:
