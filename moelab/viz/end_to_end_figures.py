@@ -44,7 +44,7 @@ def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: s
     for at, (title, (points, best)) in zip(places, groups.items()):
         rest = {name: point for name, point in points.items() if name not in best}
         add_points(figure, list(rest.values()), "others are better", 5, "%{customdata}: %{x:.3g}, %{y:.3g}",
-                   customdata=list(rest), **at)
+                   customdata=list(rest), cliponaxis=False, **at)
         x, y_ = zip(*(points[name] for name in best)) if best else ((), ())
         middle = max((point[0] for point in points.values()), default=0) / 2
         sides = ["top left" if value > middle else "top right" for value in x]      # or the panel's edge cuts a name
@@ -52,6 +52,6 @@ def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: s
                            hoverinfo="skip", **at)
         add_points(figure, list(zip(x, y_)), "none is better in both", 0, "%{customdata}: %{x:.3g}, %{y:.3g}",
                    customdata=list(best), text=list(best), mode="markers+text", textposition=sides,
-                   textfont=NOTE, **at)
+                   textfont=NOTE, cliponaxis=False, **at)
         figure.update_xaxes(title=title, rangemode="tozero", **at)
     return finish(figure, legend="measured", height=420)

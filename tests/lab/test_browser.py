@@ -423,4 +423,7 @@ def photograph(page, folder):
                 if page.viewport_size["height"] != high:        # else what is out of sight is not drawn
                     page.set_viewport_size({"width": width, "height": high})
                     page.wait_for_timeout(500)
+                cell.scroll_into_view_if_needed()
+                page.wait_for_function("""cell => [...cell.querySelectorAll(".jp-RenderedPlotly")].every(
+                    (figure) => figure.querySelector(".main-svg"))""", arg=cell.element_handle(), timeout=30_000)
                 cell.screenshot(path=folder / f"{i:02d} {width} {theme}.png")

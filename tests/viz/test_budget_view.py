@@ -146,3 +146,14 @@ def test_the_buttons_add_the_measured_point(folder):
     assert (policy, point.kind, point.memory) == ("lru", "measured", view.data.memory) and "measured" in told.value
     assert "measured" in [trace["name"] for trace in view.picture.figure["data"]] and not start.disabled and stop.disabled
     assert view.errors.outputs == ()
+
+
+def test_the_copied_command_gives_the_same_numbers(tmp_path):
+    import shlex
+    from moelab.__main__ import main
+    with open_model(memory="40%", cache="lru", prefetch="previous") as lm:
+        view = views.budget(lm, prompt="the fox's 'den'", tokens=6, device="jetson-agx-orin-32gb", policies=("lru", "lfu"))
+    told = shlex.split(view.commands[0])
+    assert ["--cache", "lru", "--prefetch", "previous"] == told[told.index("--cache"):][:4]
+    assert main([*told[3:], "--output", str(tmp_path / "budget.csv")]) == 0
+    assert (tmp_path / "budget.csv").read_text() == view.csv().replace("\r\n", "\n")

@@ -99,9 +99,15 @@ def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -
 
 
 def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> list[Row]:
-    """What each changed assumption does to those figures; a head may break after a +, or the table would not fit."""
-    return [{"changed": what} | {name.replace("+", "+\u200b"): f"{row[name]:.2f}" for name in names}
-            | {"error, all these": f"{error(row, names):.3f}"} for what, row in table.items()]
+    """What each changed assumption does to those figures: the three that it moves most, from "as chosen" to it."""
+    rows, usual = [], table["as chosen"]
+    for what, row in table.items():
+        most = sorted((name for name in names if row[name] != usual[name]),
+                      key=lambda name: -abs(row[name] / usual[name] - 1))[:3]
+        rows.append({"changed": what, "moves most": "; ".join(f"{name}: {usual[name]:.2f} → {row[name]:.2f}"
+                                                              for name in most) or "–",
+                     "error, all these": f"{error(row, names):.3f}"})
+    return rows
 
 
 def space(found: Mapping[str, Mapping[str, Mapping[int, float]]], N: int) -> list[Row]:

@@ -15,12 +15,15 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from moelab import open_model, registry
+from moelab.arguments import whole
+from moelab.cache.policies import DEFAULT_POLICY
 from moelab.files import write_text
 from moelab.viz import views
-from moelab.viz.views.recorded import Recorded
+from moelab.viz.views.recorded import TOKENS, Recorded
 
 #: the views that take an opened model
 OF_A_MODEL = ("budget", "scrubber", "theatre")
@@ -34,21 +37,25 @@ def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
 def _command(name: str, found: Recorded, **values: Any) -> tuple[str, str]:
     values = {key: value for key, value in values.items() if value is not None}
     words = [f"-p {key}={_word(value)}" for key, value in values.items()]
-    arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    arguments = ", ".join(_arguments(values))
     if found.source is None:                            # a card, or a run of which nobody knows what it was of
         what = repr(found.name) if found.name in registry.names("model") else "run"
         return (" ".join(["python -m moelab view", name, found.name, *words]),
                 f"from moelab.viz import views\nviews.{name}({what}).set({arguments})")
-    memory = [] if found.memory is None else [f"--memory {found.memory}"]
-    opening = repr(found.source) + ("" if found.memory is None else f", memory={found.memory}")
-    return (" ".join(["python -m moelab view", name, found.source, *memory, *words]),
-            f"import moelab\nfrom moelab.viz import views\nwith moelab.open_model({opening}) as lm:\n"
-            f"    view = views.{name}(lm).set({arguments})\nview")
+    opened = {} if found.memory is None else {"memory": found.memory} | found.options
+    flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
+    return (" ".join(["python -m moelab view", name, _word(found.source), *flags, *words]),
+            f"import moelab\nfrom moelab.viz import views\n"
+            f"with moelab.open_model({', '.join([repr(found.source), *_arguments(opened)])}) as lm:\n"
+            f"    view = views.{name}({', '.join(['lm', *_arguments(found.asked)])}).set({arguments})\nview")
+
+
+def _arguments(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={value!r}" for key, value in values.items()]
 
 
 def _word(value: Any) -> str:
-    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return f"'{text}'" if " " in text else text
+    return quote(",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
 
 
 def read(value: Any, text: str) -> Any:
@@ -66,7 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                                 "(default: the small model); of arena MODULE:CLASS; of runs two "
                                                 "folders or notebooks; of claims a source")
     parser.add_argument("--memory", default="50%", help="for experts, where the run is recorded (default: %(default)s)")
+    parser.add_argument("--cache", default=DEFAULT_POLICY, metavar="NAME", help="who is evicted (default: %(default)s)")
+    parser.add_argument("--prefetch", metavar="NAME", help="what predicts which experts to load ahead")
     parser.add_argument("--prompt", help="the text that is gone on from")
+    parser.add_argument("--tokens", type=whole(1), default=TOKENS, metavar="N", help="generated (default: %(default)s)")
     parser.add_argument("--counts", type=Path, metavar="FILE",
                         help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it")
     parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
@@ -87,8 +97,8 @@ def main(args: argparse.Namespace) -> int:
         what = [_class(model)] if args.view == "arena" else args.what
         more = {"counts": args.counts} if args.counts is not None else {}
         return _write(turned(make(*what, **more), args.parameter), args.output)
-    with open_model(model, memory=args.memory) as lm:
-        return _write(turned(make(lm, prompt=args.prompt), args.parameter), args.output)
+    with open_model(model, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
+        return _write(turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter), args.output)
 
 
 def _class(text: str | None) -> type:

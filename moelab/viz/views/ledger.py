@@ -100,7 +100,8 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
                 "Points on a logarithmic axis, one a claim: at 1, what was found is what the source says.")
 
     def command(source: str, verdict: str) -> tuple[str, str]:
-        return (f"python -m moelab claims{f' --source {source}' if source else ''}",
+        told = f" -p verdict='{verdict}'" if verdict else ""
+        return (f"python -m moelab view claims {source}".rstrip() + told,
                 f"from moelab.viz import views\nviews.claims({source!r}, {verdict!r})")
     return Detailed(
         "claims", {"source": menu("source", source, titles),

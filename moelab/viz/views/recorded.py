@@ -14,7 +14,7 @@ from moelab.cards import load_model
 from moelab.datasets import prompts
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.registry import names
+from moelab.registry import find, names
 
 TOKENS = 16
 #: decode steps of an assumed run: as many tokens to fill the cache as to look at
@@ -28,6 +28,7 @@ class Recorded:
     before : the residency as it was when the run began.
     ids, new : token ids of the prompt and generated ones, [] where they are not known.
     source, memory : what opens the model again, and its bytes for experts; None if that is not known, or all are there.
+    options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by default.
     how : words for whose routing this is.
     """
 
@@ -38,8 +39,24 @@ class Recorded:
     new: list[int] = field(default_factory=list)
     source: str | None = None
     memory: int | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
     model: Any = field(default=None, repr=False)
     how: str = "of this text"
+
+    @classmethod
+    def of(cls, lm: Any, run: EngineRun, before: Residency, ids: list[int], new: list[int],
+           prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
+        """A generation of an opened model."""
+        session, settings, options = lm.moelab, run.settings, {}
+        if isinstance(settings.policy, str) and settings.policy != DEFAULT_POLICY:
+            options["cache"] = settings.policy
+        if session.speculation is not None:
+            used = type(session.speculation.predictor)
+            options |= {"prefetch": name for name in names("predictor") if find("predictor", name) is used}
+        asked = {key: value for key, value, usual in (("prompt", prompt, None), ("tokens", tokens, TOKENS))
+                 if value != usual}
+        return cls(settings.spec.name, run, before, ids, new, lm.name_or_path, session.budget, options, asked, lm)
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text, one by one; their numbers without a tokenizer."""
@@ -93,7 +110,7 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
                           max_new_tokens=tokens, min_new_tokens=tokens)
     run = session.run.since(first)
     new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1]:].tolist()
-    return Recorded(run.settings.spec.name, run, before, ids[0].tolist(), new, lm.name_or_path, session.budget, lm)
+    return Recorded.of(lm, run, before, ids[0].tolist(), new, prompt, tokens)
 
 
 def _as_opened(settings: EngineSettings) -> Residency:

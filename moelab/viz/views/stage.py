@@ -272,8 +272,7 @@ def stage(lm: Any, prompt: Any, tokens: int, predictors: Sequence[str], distance
     ids, before, first = prompt_ids(lm, prompt), deepcopy(session.residency), len(session.forwards)
     trace = record(lm, [ids], tokens, hidden=True, batch_size=1, min_new_tokens=tokens)
     run = session.run.since(first)
-    found = Recorded(run.settings.spec.name, run, before, ids, trace.tokens[len(ids):].tolist(), lm.name_or_path,
-                     session.budget, lm)
+    found = Recorded.of(lm, run, before, ids, trace.tokens[len(ids):].tolist(), prompt, tokens)
     predictions, seconds, losses = {}, {}, {}
     windows = text_windows(lm.tokenizer, "test", WINDOWS, WINDOW) if lm.tokenizer is not None else None
     with torch.inference_mode():

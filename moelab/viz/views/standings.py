@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from moelab.bench import arena as contests
@@ -95,7 +96,10 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
     def command(share: float = 0.0) -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
-        call = f"moelab.lab.arena({name}" + (f", share={share / 100:g})" if share else ")")
+        given = [repr(str(model))] if isinstance(model, (str, Path)) else []
+        given += [f"{key}={value:g}" for key, value, usual in (("share", share / 100, 0.0), ("tokens", tokens, 256),
+                                                               ("each", each, 2)) if value != usual]
+        call = f"moelab.lab.arena({', '.join([name, *given])})"
         lines = [f"from {home} import {name}", "import moelab.lab", call]
         printed = lines[:2] + [f"print({call}.csv())"]
         return f'python -c "{"; ".join(printed)}"', "\n".join(lines)
