@@ -122,8 +122,9 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
     notes.append(f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
                  f"mean of the middle half; for TTFT a prompt of {search.context:,}, without the growth of attention.")
     if kept and search.left:
-        notes.append(f"Left out, as time was over or nobody knows what it costs: {', '.join(dict.fromkeys(search.left))}"
-                     f". The next advice goes on with what was measured.")
+        left = "; ".join(dict.fromkeys(search.left))
+        notes.append(f"Left out, as time was over or nobody knows what it costs: {left}. The next advice goes on "
+                     "with what was measured.")
     if kept:
         notes.append(f"What was measured is kept in {kept.path.parent}; without that folder, all is measured anew.")
     return Advice(search.model, device, search.memory, search.context, search.batch, search.allowed, tuple(ways),

@@ -219,8 +219,9 @@ class Search:
         for way in progress(self.leaders(), "in other memory", unit="ways"):
             if self.allowed == 0 and not way.lossless:
                 continue
-            for share in (0.5, 0.75, 1.5):
-                self.other(way, round(share * self.memory))
+            for memory in (round(share * self.memory) for share in (0.5, 0.75, 1.5)):
+                if not self.late(f"{way.name} in {memory / 1e9:.3g} GB"):
+                    self.other(way, memory)
 
     def leaders(self) -> list[Way]:
         """The two fastest that lose no more than allowed, and the fastest of all, each of another form."""
@@ -244,7 +245,7 @@ class Search:
 
     def other(self, way: Way, memory: int) -> Way | None:
         """The same way in other memory."""
-        there = None if self.late(f"{way.name} in {memory / 1e9:.3g} GB") else self.way(way.form, memory, way.executor)
+        there = self.way(way.form, memory, way.executor)
         return there and self.play(replace(there, cache=way.cache, prefetch=way.prefetch, workers=way.workers),
                                    self.elsewhere)
 

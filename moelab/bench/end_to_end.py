@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -174,26 +174,27 @@ def beside_limits(arm: Arm, found: list[dict[str, Any]], ttft: float, tpot: floa
             "TTFT ÷ limit": ttft / reading if reading else None, "TPOT limit s": least,
             "TPOT ÷ limit": measure.multiple(tpot, least),
             "hits ÷ Belady's": measure.share(mean(ran, "hit_rate") / best) if best else None,
-            "stall ms a token": mean(ran, "stall_per_step", 1e-3), "overlap": mean(ran, "overlap_efficiency"),
+            "stall ms": mean(ran, "stall_per_step", 1e-3), "overlap": mean(ran, "overlap_efficiency"),
             "least GB": bytes_ / 1e9}
 
 
 def predict(bench: EngineBenchmark, arms: Iterable[str], share: float, rates: Sequence[float], sections: Sections,
-            axes: Sequence[str]) -> None:
+            axes: Sequence[str], profiles: dict[Any, Any]) -> None:
     """Beside the measured TPOT, what the simulator says for the same steps and this machine's profile; of what reads on
-    demand by the executors that the profile knows."""
+    demand by the executors that the profile knows. `profiles` keeps what was profiled: no budget changes it."""
     from moelab.offloading.profile import profile
     for arm in arms:
         given = options_of(arm)
         if given.keys() - {"codec", "executor"} or given.get("executor", "fast") != "fast":
             continue
         for i, rate in enumerate(rates):
-            fast = {"executor": "fast", "compact": True} if "executor" in given else {}
-            profiled = profile(bench.folder / given["codec"], seconds=0.5, **fast,
-                               **({"bandwidth": rate} if rate else {}))
             figures = sections[section(share, rate, axes)][arm]
             if "TPOT s" in figures:
-                said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiled)
+                if (key := (*given.values(), rate)) not in profiles:
+                    fast = {"executor": "fast", "compact": True} if "executor" in given else {}
+                    profiles[key] = profile(bench.folder / given["codec"], seconds=0.5, **fast,
+                                            **({"bandwidth": rate} if rate else {}))
+                said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiles[key])
                 figures |= {"simulated TPOT s": said.tpot, "simulated ÷ measured": said.tpot / figures["TPOT s"]}
 
 
@@ -215,7 +216,7 @@ def together(sections: Sections) -> Rows:
                 alone, both = [rows[name] for name in names], rows[arm]
                 gain = over(both, min(alone, key=lambda of: of["TPOT s"]), "÷ better of both")
                 found[f"{title}: {arm}"] = gain | {"beats each": gain["to"] < 1} | {
-                    f"{what}, {name}": of[what] for what in ("MB a token", "stall ms a token")
+                    f"{what}, {name}": of[what] for what in ("MB a token", "stall ms")
                     for name, of in ((names[0], alone[0]), (names[1], alone[1]), ("both", both))}
     return found
 
@@ -256,6 +257,19 @@ def winners(sections: Sections) -> Rows:
     return found
 
 
+def foretold(sections: Sections) -> Rows:
+    """What was simulated, beside what was measured."""
+    return {f"{name}; {title}": {key: row[key] for key in ("TPOT s", "simulated TPOT s", "simulated ÷ measured")}
+            for title, rows in sections.items() for name, row in rows.items() if "simulated ÷ measured" in row}
+
+
+def tpots(sections: Sections) -> list[dict[str, Any]]:
+    """Milliseconds a step of every configuration and engine that ran, a column for each table."""
+    names = dict.fromkeys(name for rows in sections.values() for name, row in rows.items() if "TPOT s" in row)
+    return [{"": name} | {title: 1e3 * rows[name]["TPOT s"] if "TPOT s" in rows.get(name, {}) else None
+                          for title, rows in sections.items()} for name in names]
+
+
 def names_us(name: str) -> bool:
     """Whether a row is a configuration of ours, not another engine."""
     return name == BASE or all(part.strip() in TECHNIQUES for part in name.split("+"))
@@ -273,12 +287,13 @@ def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
 def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
         rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 8,
         batches: Sequence[int] = (1,), seed: int = 0, model: str | None = None, folder: str | Path | None = None,
-        alone: bool = False, here: bool = False, simulated: bool = False, python: Sequence[str] = (),
+        alone: bool = False, here: bool = False, simulated: bool = True, python: Sequence[str] = (),
         spec: MoESpec = SPEC) -> dict[str, Any]:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
     load, engines = measure.load_average(), interpreters(python)
     sections: dict[str, Rows] = {}
+    profiles: dict[Any, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()
         count = max(batches) * (max(contexts) + decode)
@@ -288,6 +303,8 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5,
             "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
             "tokens": f"{'of a text' if model else 'random'}, given; contexts of {_words(contexts)}, then {decode} "
                       f"more; batches of {_words(batches)}",
+            "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and what is a "
+                     "token's, of all sequences",
             "processes": "one for all" if here else "one for each configuration and budget", "rounds": rounds,
             "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read" if joules() else
             f"none can be read from {RAPL} or by NVML; Apple's is not read",
@@ -307,7 +324,7 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5,
                     axes = [f"context {context}"] * (len(contexts) > 1) + [f"batch {batch}"] * (len(batches) > 1)
                     rows = [tokens[i * (context + decode):][:context + decode] for i in range(batch)]
                     for found in tables(replace(bench, prompt=context, tokens=rows), arms, budgets,
-                                        [1e6 * rate for rate in rates], alone, qwen, simulated, axes):
+                                        [1e6 * rate for rate in rates], alone, qwen, simulated, axes, profiles):
                         sections |= found
             except KeyboardInterrupt:                       # it takes minutes: what is done is kept
                 of = len(budgets) * len(rates) * len(contexts) * len(batches)
@@ -321,7 +338,8 @@ def _words(numbers: Iterable[int]) -> str:
 
 
 def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float | str], rates: Sequence[float],
-           alone: bool, external: bool, simulated: bool, axes: Sequence[str]) -> Iterator[dict[str, Rows]]:
+           alone: bool, external: bool, simulated: bool, axes: Sequence[str],
+           profiles: dict[Any, Any]) -> Iterator[dict[str, Rows]]:
     """Everything of a context and a batch: the tables of all rates as soon as a budget has run; `axes` end titles."""
     spec, kept, batch = bench.spec, bench.folder / "logits.npy", len(bench.tokens)
     more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
@@ -346,7 +364,7 @@ def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float 
                 for name, arm in (ours | ({} if rate else others) | resident).items()} | (
                 {} if rate else {name: {"result": why} for name, why in gone.items()})
         if simulated:
-            predict(bench, arms, share, rates, found, axes)
+            predict(bench, arms, share, rates, found, axes, profiles)
         yield found
 
 
@@ -388,7 +406,7 @@ OPTIONS = {
     "model": (None, "your own: a checkpoint's folder or a hub id"),
     "folder": (None, "where the model's forms are kept for the next time, ten times its size; else they are temporary"),
     "alone": ({"action": "store_true"}, "without the other engines"),
-    "simulated": ({"action": "store_true"}, "also what the simulator says, of what reads on demand"),
+    "simulated": ({"action": BooleanOptionalAction}, "also what the simulator says, of what reads on demand"),
     "here": ({"action": "store_true"}, "everything in one process: fast, without limits and peaks of memory"),
     "python": ({"action": "append", "metavar": "ENGINE=INTERPRETER"},
                "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python")}

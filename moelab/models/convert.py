@@ -135,7 +135,8 @@ def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize:
                seconds: float = math.inf) -> ExpertStore:
     """The store of a model in the cache (`cache_root`), to which it is converted when it is first asked for.
 
-    codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is. Raises what `convert` raises.
+    codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is. Raises what `convert`
+    raises.
     """
     folder = opening.find(source)
     checkpoint, form = Checkpoint.at(folder), quantize or codec

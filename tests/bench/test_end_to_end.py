@@ -20,7 +20,7 @@ ARMS = ("huffman", "prefetch", "huffman + prefetch", "mxfp4 + fast")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return end_to_end.run(ARMS, (0.75,), (100, 0), contexts=(5,), decode=3, here=True, spec=SPEC, simulated=True,
+    return end_to_end.run(ARMS, (0.75,), (100, 0), contexts=(5,), decode=3, here=True, spec=SPEC,
                           folder=tmp_path_factory.mktemp("bench"))
 
 
@@ -38,7 +38,8 @@ def test_a_table_for_each_budget_and_rate_has_every_configuration(found):
             assert row["KL"] == 0 or name == "mxfp4 + fast"
         assert all(rows[name].keys() == {"result"} for name in end_to_end.absent(False) if name in rows)
         assert rows[BASE]["÷ on demand"] == 1 and rows[BASE]["simulated TPOT s"] > 0
-        assert "simulated TPOT s" not in rows["prefetch"]
+        assert f"{BASE}; {title}" in (said := end_to_end.foretold(end_to_end.titled(found)))
+        assert f"prefetch; {title}" not in said
     assert set(found["together (two sources)"]) == {f"{title}: huffman + prefetch" for title in titles}
 
 
@@ -50,8 +51,8 @@ def test_a_wrong_output_has_no_speed(tmp_path, monkeypatch):
         return report
     right = peers.run
     monkeypatch.setattr(harness.peers, "run", wrong)
-    found = end_to_end.run(("prefetch",), (0.5,), (0,), contexts=(3,), decode=2, here=True, alone=True, spec=SPEC,
-                           folder=tmp_path)
+    found = end_to_end.run(("prefetch",), (0.5,), (0,), contexts=(3,), decode=2, here=True, alone=True,
+                           simulated=False, spec=SPEC, folder=tmp_path)
     rows = found["50% of experts, the disk as it is"]
     assert rows["prefetch"] == {"result": "≠ EAGER: its speed does not count"} and rows[BASE]["output"] == "= eager"
 
@@ -65,7 +66,7 @@ def test_contexts_and_batches_are_axes_and_what_is_done_is_kept(tmp_path, monkey
     right, asked = EngineBenchmark.report, []
     monkeypatch.setattr(EngineBenchmark, "report", stops)
     found = end_to_end.run(("fast",), (0.5,), (0,), contexts=(3, 6), decode=2, batches=(1, 2), here=True, alone=True,
-                           spec=SPEC, folder=tmp_path)
+                           simulated=False, spec=SPEC, folder=tmp_path)
     sections = end_to_end.titled(found)
     assert list(sections) == [f"50% of experts, the disk as it is, context 3, batch {n}" for n in (1, 2)]
     assert found["conditions"]["stopped"] == "after 2 of 4 tables"
@@ -78,8 +79,8 @@ def test_contexts_and_batches_are_axes_and_what_is_done_is_kept(tmp_path, monkey
 
 def test_your_own_model_by_a_text_of_its_own_tokenizer(tmp_path):
     from moelab.files import small_model
-    found = end_to_end.run((), (0.5,), (0,), contexts=(8,), decode=2, here=True, alone=True, model=str(small_model()),
-                           folder=tmp_path)
+    found = end_to_end.run((), (0.5,), (0,), contexts=(8,), decode=2, here=True, alone=True,
+                           simulated=False, model=str(small_model()), folder=tmp_path)
     assert found["conditions"]["tokens"].startswith("of a text")
     assert found["50% of experts, the disk as it is"][BASE]["output"] == "= eager"
 
@@ -106,18 +107,25 @@ def test_the_divergence_is_torchs():
 ROWS = {BASE: 8.0, "huffman": 5.0, "prefetch": 6.0, "huffman + prefetch": 4.0, "bf12": 6.0, "fast": 7.0,
         "bf12 + fast": 3.0, "mxfp4 + fast": 2.0, "llama.cpp": 1.0}
 TOKENS = [0.5, 0.9, 1.0, 1.0, 1.1, 2.0]                         # times the median
-SECTION = {"x": {name: {"TPOT s": s, "each token s": [s * of for of in TOKENS], "MB a token": 1.0, "stall ms a token": s, "result": "no limit"}
+SECTION = {"x": {name: {"TPOT s": s, "each token s": [s * of for of in TOKENS], "MB a token": 1.0, "stall ms": s, "result": "no limit"}
                  for name, s in ROWS.items()}}
 
 
 def test_two_techniques_together_are_compared_with_each_alone():
     assert together(SECTION) == {"x: huffman + prefetch": {
         "÷ better of both": 0.8, "95 % from": 0.8, "to": 0.8, "beats each": True, "MB a token, huffman": 1.0, "MB a token, prefetch": 1.0,
-        "MB a token, both": 1.0, "stall ms a token, huffman": 5.0, "stall ms a token, prefetch": 6.0,
-        "stall ms a token, both": 4.0}}                         # bf12 and fast are of one source; mxfp4 alone is absent
+        "MB a token, both": 1.0, "stall ms, huffman": 5.0, "stall ms, prefetch": 6.0,
+        "stall ms, both": 4.0}}                         # bf12 and fast are of one source; mxfp4 alone is absent
     once = SECTION["x"]["huffman"] | {"each token s": [2.0, 4.5, 5, 5, 5, 10]}             # one token in six is faster
     assert together({"x": SECTION["x"] | {"huffman": once}})["x: huffman + prefetch"] == {
         **together(SECTION)["x: huffman + prefetch"], "to": 1.0, "beats each": False}
+
+
+def test_a_table_of_times_has_a_column_for_each_budget_and_rate():
+    sections = {"x": SECTION["x"], "y": {BASE: {"TPOT s": 0.5}, "fast": {"result": "killed"}}}
+    found = {row[""]: row for row in end_to_end.tpots(sections)}
+    assert [*found] == [*ROWS] and found[BASE] == {"": BASE, "x": 8000, "y": 500}
+    assert found["fast"] == {"": "fast", "x": 7000, "y": None}
 
 
 def test_winners_are_the_fastest_of_each_kind():

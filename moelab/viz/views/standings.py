@@ -11,6 +11,7 @@ from typing import Any
 
 from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
+from moelab.progress import progress
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, bar_look, finish, hover
 from moelab.viz.plotly_json import Figure
@@ -78,7 +79,9 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
     first, percent = contests.arena(mine, model, share, tokens, each), round(100 * share)
     every, name = {percent: first}, first.own.name
     if first.kind == "cache policy":        # a contest takes seconds: all are held before the picture is there
-        every |= {other: contests.arena(mine, model, other / 100, tokens, each) for other in SHARES if other != percent}
+        others = [other for other in SHARES if other != percent]
+        every |= {other: contests.arena(mine, model, other / 100, tokens, each)
+                  for other in progress(others, "ranking with another memory", unit="contest")}
     controls = {"share": menu("experts in memory (%)", percent, sorted(every))} if len(every) > 1 else {}
 
     def compute(share: int = percent) -> Contest:
