@@ -117,7 +117,7 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, tmp_path):
 def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypatch, tmp_path):
     monkeypatch.setattr(codecs, "MIN_SHARD", 128)
     reference = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64))
-    offloaded = offload(convert(tmp_path / "model", tmp_path / "store"), 0.5, workers=13, delays=DELAYS)
+    offloaded = offload(convert(tmp_path / "model", tmp_path / "store"), 0.25, workers=13, delays=DELAYS)
     with offloaded.moelab as offloading:
         assert_equal(offloaded, reference, batch=1)
         kinds = Counter(event.kind for event in offloading.timeline)
@@ -247,7 +247,7 @@ def damaged(folder, experts):
 
 
 def test_a_damaged_chunk_is_named(tmp_path):
-    offloaded = offload(damaged(tmp_path, range(1, 8)), 0.9, delays=DELAYS)
+    offloaded = offload(damaged(tmp_path, range(1, 8)), 0.5, delays=DELAYS)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"damaged: chunk 0\.\d\.down_proj"):
             generate(offloaded)
