@@ -40,7 +40,7 @@ from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/4"
+VERSION = "moelab.sample/5"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE, SECONDS = 160 << 20, 1.5
 #: forms without which there is no advice; seconds that a form's tokens in memory take beside others', about

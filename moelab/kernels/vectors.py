@@ -188,7 +188,7 @@ def product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
 def paired(parts: list[Value]) -> list[Value]:
     """Inputs in `order_of` a paired kind as it is multiplied: pairs of their upper halves, pairs of what these lack,
     which is exact to 2⁻¹⁷."""
-    upper = [(part.to(I32) & 0xFFFF0000).to(F32) for part in parts]
+    upper = [(part.to(I32) + 0x8000 & 0xFFFF0000).to(F32) for part in parts]
     lower = [((part - top).to(I32) + 0x8000).to(F32) for part, top in zip(parts, upper)]
     return [((even.to(I32) >> 16) | (odd.to(I32) & 0xFFFF0000)).to(F32)
             for half in (upper, lower) for even, odd in zip(half[::2], half[1::2])]
