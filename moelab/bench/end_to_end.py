@@ -336,7 +336,7 @@ def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float 
     bench.reference = reference | {"logits": np.load(kept)}
     gone = {} if alone else absent(external, batch)
     resident = {RESIDENT: ("eager", {}, None)} if fits and not alone else {}
-    unfit = {} if fits else {RESIDENT: {"result": (
+    unfit = {} if fits or alone else {RESIDENT: {"result": (
         f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has {room / 1e9:.2f} GB for them")}}
     for budget in budgets:
         share = parse_budget(budget, spec.experts_bytes, bench.dense_bytes) / spec.experts_bytes
