@@ -63,11 +63,10 @@ class Bench:
         self.L, self.E, self.K = self.spec.L, self.spec.E, self.spec.K
         everything = self.L * self.E * self.sizes.full
         self.everything = min(everything, parse_budget(memory, everything, 0)) if memory else everything
+        self.limited = bool(memory)             # then no two engines are open at once
         self.length = {"max_new_tokens": length, "min_new_tokens": length}
+        self.profile = profile(self.store, workers=workers, seconds=seconds, seed=seed, bandwidth=disk)
         with open_model(model or None, memory=memory or None) as lm:
-            self.profile = profile(self.store, model=None if memory else lm, workers=workers, seconds=seconds,
-                                   seed=seed, bandwidth=disk)
-
             def cut(split: str) -> list[list[int]]:
                 how = {"tokens": 4 * prompt_tokens + 64, "seed": seed, "split": split}
                 texts = [p.text for s in SOURCES for p in prompts(s, max(2, -(-sequences // 4)), **how)]

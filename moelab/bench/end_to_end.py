@@ -343,12 +343,17 @@ def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float 
     """Everything of a context and a batch: the tables of all rates as soon as a budget has run; `axes` end titles."""
     spec, kept, batch = bench.spec, bench.folder / "logits.npy", len(bench.tokens)
     more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
-    reference = bench.report(("eager", {"logits": str(kept)}, None))
+    room = max(parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets) + PROCESS
+    fits = not bench.here or spec.experts_bytes <= room
+    engine, options = ("eager", {}) if fits else ("mapped", {"experts": "external"})
+    reference = bench.report((engine, options | {"logits": str(kept)}, None))
     if "result" in reference:
         raise RuntimeError(f"transformers' eager experts could not be run to compare with: {reference['result']}")
     bench.reference = reference | {"logits": np.load(kept)}
     gone = {} if alone else absent(external, batch)
-    resident = {} if alone else {RESIDENT: ("eager", {}, None)}
+    resident = {RESIDENT: ("eager", {}, None)} if fits and not alone else {}
+    unfit = {} if fits or alone else {RESIDENT: {"result": (
+        f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has {room / 1e9:.2f} GB for them")}}
     for budget in budgets:
         share = parse_budget(budget, spec.experts_bytes, bench.dense_bytes) / spec.experts_bytes
         budget = int(share * spec.experts_bytes)
@@ -362,7 +367,7 @@ def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float 
             found[section(share, rate, axes)] = {
                 name: row(bench, arm, reports[name], i, base)
                 for name, arm in (ours | ({} if rate else others) | resident).items()} | (
-                {} if rate else {name: {"result": why} for name, why in gone.items()})
+                {} if rate else {name: {"result": why} for name, why in gone.items()}) | unfit
         if simulated:
             predict(bench, arms, share, rates, found, axes, profiles)
         yield found

@@ -184,13 +184,14 @@ def decode_times(routing: PromptRouting, systems: dict[str, str], assumptions: A
     return {label: result.intermediate + result.moe_decode for label, result in found.items()}
 
 
-def tensor_parallel_error(source: Any, ids: Sequence[int], units: Sequence[int] = (1, 3, 6), experts: str = "resident"
-                          ) -> dict[int, float]:
+def tensor_parallel_error(source: Any, prompt: str | Sequence[int], units: Sequence[int] = (1, 3, 6),
+                          experts: str = "resident") -> dict[int, float]:
     """Modules → largest difference of a logit, relative to the largest, if experts are cut; in float32.
 
-    source, experts : as of `open_model`.
+    source, experts : as of `open_model`. prompt : its text, or its tokens.
     """
-    whole, ids = open_model(source, dtype=torch.float32, experts=experts), torch.tensor([list(ids)])
+    whole = open_model(source, dtype=torch.float32, experts=experts)
+    ids = torch.tensor([whole.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)])
     with torch.inference_mode():
         expected, found = whole(input_ids=ids).logits, {}
         for N in units:

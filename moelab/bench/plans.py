@@ -2,9 +2,10 @@
 
 ZipMoE §3.4. Each division has an engine of its own with the same memory and the rule "zipmoe", and all run the same
 held-out prompts: first a stretch that only fills their caches, read as fast as the disk can, then, from a slowed-down
-disk and in turn, prompt by prompt, what is timed. Popularity is of other prompts. Their tokens, hits and evictions are
-equal to the simulator's on the same steps, or nothing is measured; so a plan that loses in both loses by its division,
-and one that loses in measurement only by what the clock leaves out.
+disk and in turn, prompt by prompt, what is timed; where memory is limited, one engine after the other. Popularity is
+of other prompts. Their tokens, hits and evictions are equal to the simulator's on the same steps, or nothing is
+measured; so a plan that loses in both loses by its division, and one that loses in measurement only by what the clock
+leaves out.
 
 "plan" is the paper's (Algorithms 2–4), "auto" the fastest in simulation of its ten best and of the single states; of
 these, the ones that take more than `WITHIN` times the fastest there are not run. The best single state is the one that
@@ -116,32 +117,36 @@ def stationary(bench: Bench, share: float, before: int, tokens: int, ablation: b
             state: Arm(of) for state, of in alone.items() if tried[of] <= WITHIN * least}
     fill, timed = bench.unseen[::2], bench.unseen[1::2].split(1)
     took: dict[Arm, list[float]] = {of: [] for of in arms.values()}
-    with ExitStack() as stack:
-        models = {of: stack.enter_context(bench.open(*of)) for of in took}
-        steps, cold, engines = [], [], []
-        for model in models.values():
-            session, reader = model.moelab, model.moelab.engine.pipeline.reader
-            session.reset()
-            reader.bandwidth = None
-            bench.text(model, fill, max(2, before // len(fill)))
-            reader.bandwidth = bench.disk
-            steps.append(session.steps)
-            cold.append(session.forwards)
-            engines.append(observed(session.run))
-            session.reset()
-        for i, of in measure.turns(list(models), len(timed), f"{share:.0%} of the memory", "prompt"):
-            bench.text(models[of], timed[i], tokens)
-            took[of].append(float(np.mean([x.end - x.start for x in models[of].moelab.forwards[1 - tokens:]])))
-        played: dict[Arm, Any] = {}
-        for filled, engine, (of, model) in zip(steps, engines, models.items()):
-            session, residency = model.moelab, Residency(bench.L, bench.E, of.pools, of.policy)
-            measure.agree("the experts that tokens need", filled, steps[0])
-            measure.agree("the experts that tokens need", session.steps, next(iter(models.values())).moelab.steps)
-            for step in flat(filled):
-                residency.begin(*step)
-            played[of] = bench.simulated(session.steps, session.forwards, residency, of.order, engine)
-            measure.agree("hits and evictions of the engine and the simulator", session.run.counters,
-                          played[of].counters)
+    played: dict[Arm, Any] = {}
+    steps, later, cold = [], [], []
+    for group in [[of] for of in took] if bench.limited else [list(took)]:
+        with ExitStack() as stack:
+            models = {of: stack.enter_context(bench.open(*of)) for of in group}
+            engines = {}
+            for of, model in models.items():
+                session, reader = model.moelab, model.moelab.engine.pipeline.reader
+                session.reset()
+                reader.bandwidth = None
+                bench.text(model, fill, max(2, before // len(fill)))
+                reader.bandwidth = bench.disk
+                steps.append(session.steps)
+                cold.append(session.forwards)
+                engines[of] = steps[-1], observed(session.run)
+                session.reset()
+            for i, of in measure.turns(group, len(timed), f"{share:.0%} of the memory", "prompt"):
+                bench.text(models[of], timed[i], tokens)
+                forwards = models[of].moelab.forwards[1 - tokens:]
+                took[of].append(float(np.mean([x.end - x.start for x in forwards])))
+            for of, (filled, engine) in engines.items():
+                session, residency = models[of].moelab, Residency(bench.L, bench.E, of.pools, of.policy)
+                later.append(session.steps)
+                measure.agree("the experts that tokens need", filled, steps[0])
+                measure.agree("the experts that tokens need", session.steps, later[0])
+                for step in flat(filled):
+                    residency.begin(*step)
+                played[of] = bench.simulated(session.steps, session.forwards, residency, of.order, engine)
+                measure.agree("hits and evictions of the engine and the simulator", session.run.counters,
+                              played[of].counters)
     return Warm(arms, {name: np.array(took[of]) for name, of in arms.items()},
                 {name: tpot(played[of]) for name, of in arms.items()}, since_start(bench, steps[0], cold[0], arms))
 

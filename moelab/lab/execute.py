@@ -1,8 +1,9 @@
-"""The process of one notebook: runs papermill, and finds the errors that papermill does not report.
+"""The process of one notebook: runs papermill, finds the errors that papermill does not report, and measures memory.
 
 The runner starts `python -m moelab.lab.execute` and writes one line of JSON to its standard input; when that
 input closes, because the runner ended or was killed, this process ends too and its kernel follows. It leaves the
-executed notebook and, after a failure, `error.txt` in the run directory: first a sentence, then the traceback.
+executed notebook, `run.json` with the kernel's peak memory and, after a failure, `error.txt` in the run directory:
+first a sentence, then the traceback.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moelab.files import atomic, write_text
+from moelab.files import atomic, write_json, write_text
 from moelab.progress import progress
 
 WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
@@ -68,11 +70,13 @@ def _saving_twice_a_minute(engine: type) -> type:
 
 
 class _Watch:
-    """Shows which cell is running, every ten seconds until `end` is set."""
+    """Until `end` is set, shows every ten seconds which cell is running, and looks every 50 ms at the kernel's memory.
+    peak : its anonymous memory, so without mapped files, in bytes; None where there is no /proc."""
 
-    def __init__(self, bar: progress) -> None:
-        self.bar, self.cell, self.end = bar, None, threading.Event()
-        threading.Thread(target=self._tick, daemon=True).start()
+    def __init__(self, bar: progress, kernels: list[int]) -> None:
+        self.bar, self.kernels, self.cell, self.end, self.peak = bar, kernels, None, threading.Event(), None
+        for watching in (self._tick, self._measure):
+            threading.Thread(target=watching, daemon=True).start()
 
     def started(self, cell: Any, cell_index: int) -> None:
         self.cell = cell
@@ -81,6 +85,19 @@ class _Watch:
     def _tick(self) -> None:
         while not self.end.wait(10):
             self.bar.update(0)
+
+    def _measure(self) -> None:
+        while not self.end.wait(0.05):
+            found = [anonymous_bytes(pid) for pid in self.kernels]
+            self.peak = max([of for of in [self.peak, *found] if of is not None], default=None)
+
+
+def anonymous_bytes(pid: int) -> int | None:
+    """Memory of a process that no file backs; None where it has ended or the system does not tell."""
+    try:
+        return 1024 * int(re.search(r"^RssAnon:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
+    except (OSError, TypeError):
+        return None
 
 
 def first_line(cell: Any) -> str:
@@ -108,13 +125,17 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         def kernel_spec(self) -> KernelSpec:
             return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=50"]))
 
+        async def _async_launch_kernel(self, *command: Any, **how: Any) -> None:
+            await super()._async_launch_kernel(*command, **how)
+            kernels.append(self.provisioner.pid)
+
     papermill_engines.register("moelab", _saving_twice_a_minute(NBClientEngine))
     source, output = Path(notebook), Path(directory) / Path(notebook).name
     cells = sum(cell.cell_type == "code" for cell in nbformat.read(source, 4).cells) + bool(parameters)
-    error = None
+    error, kernels = None, []
     for attempt in (1, 2):
         with progress(total=cells, desc=source.stem, unit="cells") as bar:
-            watch = _Watch(bar)
+            watch = _Watch(bar, kernels)
             try:
                 papermill.execute_notebook(
                     str(source), str(output), parameters, engine_name="moelab", kernel_name="python3",
@@ -128,6 +149,8 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
                 watch.end.set()
         if error is None or watch.cell is not None:     # again only where the kernel did not even start
             break
+    if watch.peak is not None:
+        write_json(Path(directory) / "run.json", {"peak_anonymous_bytes": watch.peak})
     if output.exists():
         executed = nbformat.read(output, 4)
         if error is None:

@@ -177,7 +177,9 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
     finally:
         process.stdin.close()       # the sign to end, if it has not
         process.wait()
-    write_json(part / "run.json", about(path.stem, in_force, time.monotonic() - start))
+    took = time.monotonic() - start
+    peak = read_json(part / "run.json") if (part / "run.json").exists() else {}
+    write_json(part / "run.json", about(path.stem, in_force, took) | peak)
     if process.returncode != 0:
         failed = folder / f"{run_id}.failed"
         os.replace(part, failed)
@@ -187,6 +189,11 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
         raise NotebookFailed(path.stem, error, failed)
     os.replace(part, folder / run_id)
     return folder / run_id
+
+
+def memory_of(about: dict[str, Any]) -> str:
+    """The kernel's peak of anonymous memory, of the content of run.json; "" where it was not measured."""
+    return f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" if "peak_anonymous_bytes" in about else ""
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -214,5 +221,6 @@ def main(args: argparse.Namespace) -> int:
     except NotebookFailed as failure:
         print(f"moelab: {failure}", file=sys.stderr)
         return 1
-    print(f"{path.stem} finished in {read_json(directory / 'run.json')['seconds']:.1f} s: {directory}")
+    ran = read_json(directory / "run.json")
+    print(f"{path.stem} finished in {ran['seconds']:.1f} s, {memory_of(ran) or 'memory unknown'}: {directory}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from moelab.files import finished_runs, read_json, results_root
-from moelab.lab.runner import notebooks
+from moelab.lab.runner import memory_of, notebooks
 from moelab.table import text_table
 
 
@@ -19,8 +19,8 @@ def main(args: argparse.Namespace) -> int:
     for name in sorted(names):
         runs = finished_runs(name, root, lab=True)
         abouts = [read_json(run / "run.json") if (run / "run.json").exists() else {} for run in runs]
-        rows += [[name, run.name, f"{about['seconds']:.0f} s" if about else "",
+        rows += [[name, run.name, f"{about['seconds']:.0f} s" if about else "", memory_of(about),
                   " ".join(f"{key}={value}" for key, value in about.get("parameters", {}).items())]
-                 for run, about in zip(runs, abouts)] or [[name, "no finished run", "", ""]]
-    print(text_table(["notebook", "run", "took", "parameters"], rows))
+                 for run, about in zip(runs, abouts)] or [[name, "no finished run", "", "", ""]]
+    print(text_table(["notebook", "run", "took", "peak memory", "parameters"], rows))
     return 0

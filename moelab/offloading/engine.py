@@ -148,6 +148,7 @@ class Engine:
         held = {key: slots for key, slots in old.queue.held.items() if self.residency.state(key) is not State.MISSED}
         self.pipeline = Pipeline(old.slots, old.reader, self.workers, self.timeline, old.queue.ahead, self.run.fetched,
                                  old, held)
+        old.slots = None                # or it keeps them, closed or not, until the garbage collector finds its cycle
         self.pipeline.open()
         self._step, self._sound = Step(-1, [], []), True
 

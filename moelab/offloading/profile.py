@@ -195,6 +195,7 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
                 while measured.done < MINIMUM or time.perf_counter() - start < seconds:
                     measured.once()
                     bar.update()
+            measured.work.clear()       # its methods: they would keep all this memory until the next collection
         every = experts_bytes(store)
         e, sm = (round(statistics.fmean(pair[part] for layer in every for pair in layer)) for part in (0, 1))
         return Profile(

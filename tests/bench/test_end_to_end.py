@@ -57,6 +57,20 @@ def test_a_wrong_output_has_no_speed(tmp_path, monkeypatch):
     assert rows["prefetch"] == {"result": "≠ EAGER: its speed does not count"} and rows[BASE]["output"] == "= eager"
 
 
+def test_experts_that_do_not_fit_in_the_process_are_not_loaded_and_still_compared_with(tmp_path, monkeypatch):
+    def remembered(name, options):
+        ran.append(name)
+        return right(name, options)
+    right, ran = peers.run, []
+    monkeypatch.setattr(harness.peers, "run", remembered)
+    monkeypatch.setattr(end_to_end, "PROCESS", 0)
+    monkeypatch.setattr(EngineBenchmark, "others", lambda *_: {})
+    found = end_to_end.run((), (0.5,), (0,), contexts=(3,), decode=2, here=True, spec=SPEC, folder=tmp_path)
+    rows = found["50% of experts, the disk as it is"]
+    assert rows[BASE]["output"] == "= eager" and "eager" not in ran
+    assert rows[RESIDENT]["result"].startswith("all experts take 0.00 GB, and this process has 0.00 GB")
+
+
 def test_contexts_and_batches_are_axes_and_what_is_done_is_kept(tmp_path, monkeypatch):
     def stops(bench, arm):
         asked.extend((arm[0], len(set(map(tuple, bench.tokens))), len(row)) for row in bench.tokens)

@@ -29,7 +29,7 @@ def printed(path):
     return "".join(o["text"] for cell in nb.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout")
 
 
-def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkeypatch):
+def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkeypatch, capsys):
     pytest.importorskip("ipywidgets")
     other = tmp_path / "share" / "kernels" / "python3"          # a kernel of the same name that would not start
     other.mkdir(parents=True)
@@ -39,6 +39,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     path = notebook("good", *GOOD, "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
                     "interact(lambda x: print(x, end=' '), x=ipywidgets.IntSlider(2, description='x [1]'))\n"
                     "interact(print, shown=True, x=ipywidgets.IntSlider(3, description='x [1]'))",
+                    "import numpy, time\nlarge = numpy.ones(40_000_000)\ntime.sleep(0.5)\ndel large",
                     "import os, sys\nprint(os.getcwd(), sys.executable, seed, smoke, os.environ['MOELAB_HEADLESS'])")
     directory = run_notebook(path, {"seed": "7"})
     assert directory == finished_runs("good", results)[-1]
@@ -48,6 +49,9 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     assert metrics["metrics"]["experts"] == {"value": 3, "unit": "experts", "kind": "exact"}
     about = json.loads((directory / "run.json").read_text())
     assert about["parameters"] == {"smoke": True, "seed": 7}
+    if sys.platform == "linux":
+        assert 3.2e8 < about["peak_anonymous_bytes"] < 3e9
+        assert main(["list"]) == 0 and f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" in capsys.readouterr().out
     assert about["env"]["versions"]["python"] == sys.version.split()[0]
     assert any(package.startswith("numpy==") for package in about["packages"])
     # the kernel is this interpreter and works in the root of the repository

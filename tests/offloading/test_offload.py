@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from functools import lru_cache
 from types import SimpleNamespace
@@ -360,6 +361,19 @@ def test_close_and_forgetting_a_model_end_the_threads(qwen):
     del offloaded
     gc.collect()
     assert not threads()
+
+
+def test_close_gives_memory_back_without_the_garbage_collector(qwen):
+    _, store = qwen
+    gc.disable()
+    try:
+        offloaded = offload(store, 0.4, delays=DELAYS)
+        generate(offloaded)
+        slots = weakref.ref(offloaded.moelab.engine.pipeline.slots)
+        offloaded.moelab.close()
+        assert slots() is None
+    finally:
+        gc.enable()
 
 
 def test_metrics_and_steps_of_a_run(qwen):

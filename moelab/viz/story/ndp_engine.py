@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moelab import datasets
+from moelab import datasets, open_model
 from moelab.bench import dataset_free
 from moelab.bench import ndp as bench
 from moelab.ndp.routing import recorded_routing, simulated_routing
@@ -22,11 +22,20 @@ if TYPE_CHECKING:
     from moelab.lab.results import Run
 
 
-def executed(run: Run, lm: Any, source: str | None, memory: str | None, steps: int, seed: int) -> None:
-    """Tensor parallelism of the model at `source`, and a recorded generation of it, `lm`, on the modules."""
-    texts = [prompt.text for prompt in datasets.prompts("code", 4, tokens=128, seed=seed, split="test")]
-    cut = bench.tensor_parallel_error(source, lm.tokenizer(texts[0])["input_ids"],
-                                      experts="external" if memory else "resident")
+def opened(source: str | None, memory: str | None, seed: int) -> tuple[Any, dict[int, float]]:
+    """The model at `source`, and `tensor_parallel_error` of it, whose own model is gone before: one at a time is in
+    memory."""
+    cut = bench.tensor_parallel_error(source, _texts(seed)[0], experts="external" if memory else "resident")
+    return open_model(source, memory=memory or None), cut
+
+
+def _texts(seed: int) -> list[str]:
+    return [prompt.text for prompt in datasets.prompts("code", 4, tokens=128, seed=seed, split="test")]
+
+
+def executed(run: Run, lm: Any, cut: Mapping[int, float], steps: int, seed: int) -> None:
+    """Tensor parallelism of a model, and a recorded generation of it, on the modules; lm, cut : of `opened`."""
+    texts = _texts(seed)
     run.metric("tensor_parallel_within_rounding", max(cut.values()) < 1e-4, "float32, all logits", "exact")
     real = recorded_routing(record(lm, texts, max_new_tokens=steps + 1), 0)     # the others: popularity elsewhere
     drawn = simulated_routing(lm.spec, seed, len(real.prefill), len(real.decode), CHOSEN.zipf, CHOSEN.bias)
