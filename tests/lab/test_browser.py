@@ -339,6 +339,15 @@ one_page = pytest.mark.parametrize("page", [(1280, False)], indirect=True, ids=s
 
 @pytest.mark.stress
 @one_page
+def test_a_view_that_nobody_scrolls_to_is_in_the_saved_notebook(page, lab, results, tmp_path):
+    tall = "print(*range(400), sep='\\n')"
+    run_all(page, lab(write(tmp_path / "far.ipynb", [OPENING[0], tall, "views.model_map()", tall])))
+    page.wait_for_function("() => window.finished", timeout=60_000)
+    page.wait_for_function(PICTURED, timeout=30_000)
+
+
+@pytest.mark.stress
+@one_page
 def test_a_run_in_lab_is_a_run(page, lab, results, tmp_path):
     run_all(page, lab(write(tmp_path / "run.ipynb", [
         "import moelab.lab\nrun = moelab.lab.open_run('01_x', {'a': 1}, 0)",

@@ -190,7 +190,7 @@ function render({ model, el }) {
   if (model.send) {                             // for the saved notebook
     const still = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
     const context = still.getContext("2d");
-    context.fillStyle = getComputedStyle(document.body).backgroundColor;
+    context.fillStyle = getComputedStyle(document.body).getPropertyValue("--jp-layout-color0").trim() || "white";
     context.fillRect(0, 0, still.width, still.height);
     context.drawImage(canvas, 0, 0);
     still.toBlob(async (blob) => model.send({ png: true }, undefined, [await blob.arrayBuffer()]));
