@@ -284,6 +284,22 @@ def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
     return sorted(best, key=points.__getitem__)
 
 
+def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]], list[str]]]:
+    """{axis: ({name: (x, TPOT s)}, names on the `front`)} at the first of the disks' rates: of the memory that is
+    needed, at all budgets, and of the loss, at the first one."""
+    rate = next(iter(sections)).split(", ")[1]
+    there = {title.replace(f", {rate}", ""): rows for title, rows in sections.items() if title.split(", ")[1] == rate}
+    memory = {f"{name}, {title.replace(' of experts', '')}": row
+              for title, rows in there.items() for name, row in rows.items()}
+    found = {}
+    for axis, x, rows in (("memory needed (GB)", "least GB", memory),
+                          ("KL (nats a token)", "KL", next(iter(there.values())))):
+        points = {name: (row[x], row["TPOT s"]) for name, row in rows.items()
+                  if row.get(x) is not None and "TPOT s" in row}
+        found[axis] = points, front(rows, x, "TPOT s")
+    return found
+
+
 def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
         rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 8,
         batches: Sequence[int] = (1,), seed: int = 0, model: str | None = None, folder: str | Path | None = None,
@@ -345,7 +361,7 @@ def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float 
     more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
     room = max(parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets) + PROCESS
     fits = not bench.here or spec.experts_bytes <= room
-    engine, options = ("eager", {}) if fits else ("mapped", {"experts": "external"})
+    engine, options = ("eager", {}) if fits else ("mapped", {"opened": "external"})
     reference = bench.report((engine, options | {"logits": str(kept)}, None))
     if "result" in reference:
         raise RuntimeError(f"transformers' eager experts could not be run to compare with: {reference['result']}")

@@ -289,11 +289,11 @@ def compressed_pool(store: str, budget: float, staging: int) -> Any:
 
 class Mapped(Transformers):
     """transformers' default: weights stay mapped from a checkpoint that is laid out as its parameters are. Option:
-    "experts", as of `open_model`; "external" reads them one by one, for the same bits in little memory."""
+    "opened", the `experts` of `open_model`; "external" reads them one by one, for the same bits in little memory."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import moelab
-        super().__init__(moelab.open_model(options["model"], experts=options.get("experts", "resident")))
+        super().__init__(moelab.open_model(options["model"], experts=options.get("opened", "resident")))
 
 
 class Eager(Mapped):

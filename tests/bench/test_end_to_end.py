@@ -195,3 +195,16 @@ def test_the_figures_draw_what_is_in_the_tables(found):
     figure = fronts({"KL": (points, front(rows, "KL", "TPOT s"))}, "TPOT (s)")
     assert sorted(np.concatenate([one.x for one in figure.data if one.mode != "lines"])) == sorted(
         x for x, _ in points.values())
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3)),
+                       min_size=1))
+def test_trades_are_those_of_the_first_rate_that_no_other_beats(rows):
+    def table(rows):
+        return {name: {"least GB": gb, "TPOT s": s, "KL": kl} for name, (gb, s, kl) in rows.items()}
+    sections = {"25% of experts, 20 MB/s": table(rows), "25% of experts, 80 MB/s": table({"a": (0, 0, 0)})}
+    for (points, best), at in zip(end_to_end.trades(sections).values(), (0, 2)):
+        assert points == {f"{name}, 25%" if at == 0 else name: (row[at], row[1]) for name, row in rows.items()}
+        for name, (x, y) in points.items():
+            beaten = any(a <= x and b <= y and (a < x or b < y) for a, b in points.values())
+            assert (name in best) != beaten
