@@ -178,7 +178,7 @@ def test_stress_finds_nothing_and_counts():
 def test_stress_notices_a_wrong_weight(monkeypatch):
     right = CpuDecoder.__call__
 
-    def wrong(self, kind, chunks, name, out, shard):
+    def wrong(self, kind, chunks, name, out, shard=None):
         right(self, kind, chunks, name, out, shard)
         out.add_(1)
     monkeypatch.setattr(CpuDecoder, "__call__", wrong)

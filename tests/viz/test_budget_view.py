@@ -19,17 +19,17 @@ from moelab.specs import MoESpec                                            # no
 from moelab.viz import views                                                # noqa: E402
 from moelab.viz.views import recorded as recorded_module                    # noqa: E402
 from moelab.viz.views import budgets as budget, real                         # noqa: E402
-from moelab.viz.views.recorded import Recorded, _empty, recorded            # noqa: E402
+from moelab.viz.views.recorded import Recorded, _as_opened, recorded            # noqa: E402
 from tests.models import tiny                                               # noqa: E402
 
 
 def a_run(steps, delays, E, tokens=1, H=16):
     spec = MoESpec("tiny", "tiny", 2, (0, 1), E, 1, H=H, I=8)
     settings = EngineSettings(spec, Pools(), "lru", "model", None, 1, 1, 0, delays, 1000)
-    run = EngineRun(settings, _empty(settings))
+    run = EngineRun(settings, _as_opened(settings))
     run.steps = steps
     run.forwards = [Forward(i, i + 1, tokens, "decode" if i else "prefill") for i in range(len(steps))]
-    return Recorded("tiny", run, _empty(settings))
+    return Recorded("tiny", run, _as_opened(settings))
 
 
 @st.composite

@@ -15,7 +15,7 @@ from moelab.specs import MoESpec                                            # no
 from moelab.speculate.predictors import route                               # noqa: E402
 from moelab.viz import views                                                # noqa: E402
 from moelab.viz.views import stage as theatre                               # noqa: E402
-from moelab.viz.views.recorded import Recorded, _empty                      # noqa: E402
+from moelab.viz.views.recorded import Recorded, _as_opened                      # noqa: E402
 from tests.models import tiny                                               # noqa: E402
 
 STEPS = [[(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)] for n in range(6)]
@@ -25,9 +25,9 @@ def stage(predictions):
     spec = MoESpec("tiny", "tiny", 3, (0, 1, 2), 6, 2, H=16, I=8)
     settings = EngineSettings(spec, Pools(F=4), "lru", "model", None, 1, 2, 0, Delays(
         4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), 0)
-    run = EngineRun(settings, _empty(settings))
+    run = EngineRun(settings, _as_opened(settings))
     run.steps, run.forwards = STEPS, [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)]
-    found = Recorded("tiny", run, _empty(settings), new=list(range(6)))
+    found = Recorded("tiny", run, _as_opened(settings), new=list(range(6)))
     made = theatre.Stage(found, None, 2, {("mine", 1): predictions}, {("mine", 1): 0.0},
                          {None: 2.0, ("mine", 1): 2.1})
     made.other = (3e-3, 0.0)

@@ -37,7 +37,7 @@ def budgets(run: Run, happened: Any, spec: Any) -> None:
                        for of in [replay(happened, cache=policy, pools=Pools(F=n))]]
               for policy in (DEFAULT_POLICY, "belady")}
     run.figure("budgets", budget_curve({DEFAULT_POLICY: curves[DEFAULT_POLICY]}, ceiling=curves["belady"]),
-               caption="The generation above with other budgets, from an empty cache, by the default policy and by "
-                       f"one that knows the future (simulated; {spec.name}).",
+               caption="The generation above with other budgets, from a cache that is empty until everything fits, by "
+                       f"the default policy and by one that knows the future (simulated; {spec.name}).",
                alt="Two panels over the memory for experts: the time of a token falls and the hit rate rises with it; "
                    "the optimum lies at or above the policy, and they meet where everything fits.")

@@ -93,11 +93,12 @@ class Explorer:
         return divide(memory, self.sizes, self.spec.L, self.spec.E, None, "model", self.settings.workers, None)
 
     def play(self, policy: str, memory: int) -> Point:
-        """The run within a budget under a policy, from an empty cache."""
+        """The run within a budget under a policy, from a cache as it is opened."""
         pools, staging = self.divide(memory)
         if (policy, pools, staging) not in self.points:
             future = flat(self.steps)
             cache = Residency(self.spec.L, self.spec.E, pools, Belady(future) if policy == BELADY else policy)
+            cache.fill()
             for step in flat(self.steps[:self.warm]):
                 cache.begin(*step)
             done = simulate(self.steps[self.warm:], self.forwards[self.warm:], cache, self.delays,
