@@ -179,9 +179,10 @@ def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, 
     ran = json.loads(trace.read_text())
     engine = Observed(*ran["observed"])
     steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in ran["steps"]]
-    said = simulate(steps, ran["forwards"], Residency(spec.L, spec.E, Pools(*ran["pools"])),
-                    engine.around(profiled.delays()), workers=ran["workers"], staging=ran["staging"],
-                    other=engine.other, head=engine.head, quiet=True)
+    residency = Residency(spec.L, spec.E, Pools(*ran["pools"]))
+    residency.fill()                                                # as the engine does where everything fits
+    said = simulate(steps, ran["forwards"], residency, engine.around(profiled.delays()),
+                    workers=ran["workers"], staging=ran["staging"], other=engine.other, head=engine.head, quiet=True)
     return said.metrics(), dict(zip(FOUND, ran["found"]))
 
 

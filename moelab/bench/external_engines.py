@@ -87,8 +87,9 @@ class Ftllm(BenchmarkedEngine):
             raise RuntimeError(f"ftllm ended its answer early ({token})")
         return np.zeros((1, 1), np.float32)
 
-    def measure(self, tokens: list[list[int]], prompts: list[int]) -> dict[str, Any]:
-        """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt."""
+    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
+        """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt; it
+        has no logits to keep."""
         (tokens,), first = tokens, sum(prompts[:-1])
         self.new = 1
         alone = super().measure([tokens[:first]], prompts[:-1]) if first else {"ttft_s": []}
