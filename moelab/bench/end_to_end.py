@@ -286,7 +286,7 @@ def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
 
 def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]], list[str]]]:
     """{axis: ({name: (x, TPOT s)}, names on the `front`)} at the first of the disks' rates: of the memory that is
-    needed, at all budgets, and of the loss, at the first one."""
+    needed, at all budgets, and of the loss, at the first one. `RESIDENT` keeps to no budget and is left out."""
     rate = next(iter(sections)).split(", ")[1]
     there = {title.replace(f", {rate}", ""): rows for title, rows in sections.items() if title.split(", ")[1] == rate}
     memory = {f"{name}, {title.replace(' of experts', '')}": row
@@ -294,6 +294,7 @@ def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]]
     found = {}
     for axis, x, rows in (("memory needed (GB)", "least GB", memory),
                           ("KL (nats a token)", "KL", next(iter(there.values())))):
+        rows = {name: row for name, row in rows.items() if name != RESIDENT}
         points = {name: (row[x], row["TPOT s"]) for name, row in rows.items()
                   if row.get(x) is not None and "TPOT s" in row}
         found[axis] = points, front(rows, x, "TPOT s")
