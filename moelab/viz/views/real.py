@@ -115,8 +115,11 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
         running[:] = [RealRun(at, policy, memory, tick, done, options).start()]
 
     def end(_: Any) -> None:
-        told.value = "stopping …"
-        running[0].stop()
+        def stopping() -> None:                     # unless it ended in the meantime
+            if not stop.disabled:
+                told.value = "stopping …"
+                running[0].stop()
+        view.guarded(stopping)
     start.on_click(begin)
     stop.on_click(end)
     view.real = running
