@@ -96,14 +96,14 @@ def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
     for at, (panel, of) in zip(places, found.items()):
         add_ranges(figure, {name: quantiles(samples) for name, samples in of.items()}, panel, "%{y}: %{x:.2f} ms", **at)
         for i, (name, seconds) in enumerate(limits.get(panel, {}).items()):
-            label = f"{panel.split(',')[0]}: {name}, {1e3 * seconds:.2f} ms"
+            label = f"{panel.split(',')[0]}: {name}, {1e3 * seconds:.2g} ms"
             figure.add_scatter(x=[1e3 * seconds] * len(names), y=names, mode="lines", name=label, **at,
                                line={"color": theme.VERMILLION, "dash": ("dash", "dot", "dashdot")[i % 3], "width": 2},
                                hovertemplate=hover("", label))
     figure.update_xaxes(type="log", dtick=1)
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
     return finish(figure, "time of a layer's experts (ms)", height=210 + 34 * len(names), margin_l=130,
-                  legend_y=-0.2, legend_yanchor="top")
+                  legend_yref="container", legend_y=0, legend_yanchor="bottom", margin_b=110)
 
 
 def selective(measured: Mapping[str, Points], expected: Mapping[str, Points], E: int) -> Figure:
