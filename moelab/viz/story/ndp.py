@@ -321,11 +321,11 @@ def improved(run: Run, sweep: Sweep, shared: Sweep, seed: int, sizes: Mapping[st
     run.metrics_of({f"improved_{what}_mean": of for what, of in by.items()}, "× literal", "modelled")
     run.metric("improved_never_slower", never, "", "modelled")
     run.takeaway(
-        "The improved version is {never} end to end and **{decode:.0%}** faster while decoding on average (the "
-        "literal rules with the memory filled: {filling:.0%}), {ends:.0%} end to end (prompts {prompts:.0f} times). "
+        "The improved version is {never} end to end: on average {ends:.2f} times as fast, **{decode:.2f} times** while "
+        "decoding (the literal rules with the memory filled: {filling:.2f}), {prompts:.1f} times in prompts. "
         "The literal rule makes prefetching a *loss* beside balancing in {hurts} of {cells} cells{where}: one hit "
-        "switches balancing off.", never="never slower" if never else "NOT always as fast", decode=by["moe_decode"] - 1,
-        filling=bench.filling(sweep, seed, sizes["prompt"], sizes["answer"]) - 1, ends=by["end_to_end"] - 1,
+        "switches balancing off.", never="never slower" if never else "NOT always as fast", decode=by["moe_decode"],
+        filling=bench.filling(sweep, seed, sizes["prompt"], sizes["answer"]), ends=by["end_to_end"],
         prompts=by["moe_prefill"], hurts=len(hurts), cells=len(prefetching),
         where=f" ({', '.join(hurts)})" if hurts else "")
 
